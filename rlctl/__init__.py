@@ -16,38 +16,38 @@ from typing import TYPE_CHECKING, Any
 from rlctl.version import __version__
 
 if TYPE_CHECKING:
-    from rlctl.client import aio
-    from rlctl.client.fleet import Fleet, connect, publisher
-    from rlctl.client.pending import AsyncPending, Pending
-    from rlctl.client.probe import Probe
-    from rlctl.client.published import UpdateResult
-    from rlctl.client.publisher import AsyncPublisher, Publisher, model_digest, rolling
-    from rlctl.embed import EmbeddedFleet, embedded
-    from rlctl.errors import OperationFailed, Reason, RlctlError
-    from rlctl.rollout.admission import max_staleness
+    from rlctl.contract.errors import OperationFailed, Reason, RlctlError
+    from rlctl.launch.embedded import EmbeddedFleet, embedded
+    from rlctl.rollout.picking.admission import max_staleness
     from rlctl.rollout.sample import RolloutFailed, RolloutSample
+    from rlctl.sdk import aio
+    from rlctl.sdk.blocking import Fleet, connect, publisher
+    from rlctl.trainer.pending_update import AsyncPending, Pending
+    from rlctl.trainer.probe import Probe
+    from rlctl.trainer.publisher import AsyncPublisher, Publisher, model_digest, rolling
+    from rlctl.trainer.update_result import UpdateResult
 
 _HOMES = {
-    "AsyncPending": "rlctl.client.pending",
-    "AsyncPublisher": "rlctl.client.publisher",
-    "EmbeddedFleet": "rlctl.embed",
-    "Fleet": "rlctl.client.fleet",
-    "OperationFailed": "rlctl.errors",
-    "Pending": "rlctl.client.pending",
-    "Probe": "rlctl.client.probe",
-    "Publisher": "rlctl.client.publisher",
-    "Reason": "rlctl.errors",
-    "RlctlError": "rlctl.errors",
+    "AsyncPending": "rlctl.trainer.pending_update",
+    "AsyncPublisher": "rlctl.trainer.publisher",
+    "EmbeddedFleet": "rlctl.launch.embedded",
+    "Fleet": "rlctl.sdk.blocking",
+    "OperationFailed": "rlctl.contract.errors",
+    "Pending": "rlctl.trainer.pending_update",
+    "Probe": "rlctl.trainer.probe",
+    "Publisher": "rlctl.trainer.publisher",
+    "Reason": "rlctl.contract.errors",
+    "RlctlError": "rlctl.contract.errors",
     "RolloutFailed": "rlctl.rollout.sample",
     "RolloutSample": "rlctl.rollout.sample",
-    "UpdateResult": "rlctl.client.published",
-    "aio": "rlctl.client.aio",
-    "connect": "rlctl.client.fleet",
-    "embedded": "rlctl.embed",
-    "max_staleness": "rlctl.rollout.admission",
-    "model_digest": "rlctl.client.publisher",
-    "publisher": "rlctl.client.fleet",
-    "rolling": "rlctl.client.publisher",
+    "UpdateResult": "rlctl.trainer.update_result",
+    "aio": "rlctl.sdk.aio",
+    "connect": "rlctl.sdk.blocking",
+    "embedded": "rlctl.launch.embedded",
+    "max_staleness": "rlctl.rollout.picking.admission",
+    "model_digest": "rlctl.trainer.publisher",
+    "publisher": "rlctl.sdk.blocking",
+    "rolling": "rlctl.trainer.publisher",
 }
 
 __all__ = [

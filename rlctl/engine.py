@@ -6,9 +6,9 @@ processes. An engine has one coroutine method for each admin verb that it can do
 
     async def pause_generation(self, request: PauseGenerationRequest, call: Call) -> None
 
-The method returns the verb's data message (``Verb.data`` in :mod:`rlctl.verbs`; None where there is none), or a list
-of ``RankResult`` when the engine answers for several ranks. It raises :class:`rlctl.errors.RlctlError`; its
-``outcome`` says what the failure left behind: REJECTED (nothing happened), DIRTY (part of it did), UNKNOWN. A verb
+The method returns the verb's data message (``Verb.data`` in :mod:`rlctl.contract.verbs`; None where there is none), or
+a list of ``RankResult`` when the engine answers for several ranks. It raises :class:`rlctl.contract.errors.RlctlError`;
+its ``outcome`` says what the failure left behind: REJECTED (nothing happened), DIRTY (part of it did), UNKNOWN. A verb
 without a method is answered SKIPPED. Plug-ins are found through the entry point group ``rlctl.engines``.
 
 Ordered verbs. An engine of several ranks steps in lock-step, and the ranks must carry out a command at the same step.
@@ -27,8 +27,8 @@ an engine whose rank is the number of its host, which starts the server's part t
 that run already are recognised by what ``rlctl.engines.attached`` names: see :func:`recognise`.
 
 Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
-:class:`rlctl.weights.loading.LoadHooks`: ``prepare_load`` before the first tensor of an update, ``finalize_load`` after
-the last; :class:`rlctl.weights.loading.Loading` calls each once.
+:class:`rlctl.weights.shards.load_hooks.LoadHooks`: ``prepare_load`` before the first tensor of an update,
+``finalize_load`` after the last; :class:`rlctl.weights.shards.load_hooks.Loading` calls each once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import ClassVar
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS
 from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2
-from rlctl.verbs import VERBS
 
 
 @dataclass(frozen=True)

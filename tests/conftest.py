@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from forking import NURSERY, standing_in
 
-from rlctl.coordinator.updates import Graces
-from rlctl.launch import processes
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.coordinator.updates.manager import Graces
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.launch.local import child_processes
 from rlctl.testing import fake_engine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport import grpc
 
 LAST_LINES = 40
@@ -41,7 +41,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _engines_are_forked() -> Iterator[None]:
     """Torch engines that launchers inside of tests start: see :mod:`forking`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "subprocess", standing_in())
+        patch.setattr(child_processes, "subprocess", standing_in())
         yield
     NURSERY.close()
 

@@ -15,17 +15,17 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, Engine, EngineConfig
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_SKIPPED
-from rlctl_servers.adapters import Adapters
-from rlctl_servers.checkpoints import Checkpoints
-from rlctl_servers.control import Control
-from rlctl_servers.generation import Requests
-from rlctl_servers.probing import Turn
-from rlctl_servers.server import Server
-from rlctl_servers.stamps import Stamps
+from rlctl_servers.adapters.adapters import Adapters
+from rlctl_servers.requests.probe import Turn
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.server.server import Server
+from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.version_labels import Stamps
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 
 
 def interpreter(product: str, given: str, variable: str) -> str:

@@ -1,8 +1,9 @@
 """A real SGLang server as an engine of rlctl: launched by the stage server, or attached to, and driven over HTTP.
 
-:class:`SGLangEngine` is the port; see :mod:`rlctl_sglang.process` for launching, :mod:`rlctl_servers.http` for calls,
-:mod:`rlctl_sglang.state` for what SGLang may be told when, :mod:`rlctl_sglang.updates` for weights,
-:mod:`rlctl_sglang.generation` for requests. ``cpu/`` is what lets SGLang run without a GPU; rlctl imports none of it.
+:class:`SGLangEngine` is the port; see :mod:`rlctl_sglang.server.process` for launching,
+:mod:`rlctl_servers.server.http` for calls, :mod:`rlctl_sglang.state` for what SGLang may be told when,
+:mod:`rlctl_sglang.updates.updates` for weights, :mod:`rlctl_sglang.requests.requests` for requests. ``cpu/`` is what
+lets SGLang run without a GPU; rlctl imports none of it.
 """
 
 from typing import TYPE_CHECKING, Any

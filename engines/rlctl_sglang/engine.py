@@ -9,38 +9,38 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from rlctl_servers import repeating
-from rlctl_servers.control import Control
+from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_servers.engine import ServerEngine, takes_turn
-from rlctl_servers.generation import Requests
-from rlctl_servers.lora_table import LoraTable
-from rlctl_servers.stamps import Stamps
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates import reload_trial
+from rlctl_servers.updates.version_labels import Stamps
 
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import check_pair_version
 from rlctl.engine import Call, EngineConfig, EngineInfo
-from rlctl.errors import Reason, RlctlError
-from rlctl.sampling import check_pair_version
-from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
-from rlctl.weights.tensors import to_proto
-from rlctl_sglang import facts as facts_
-from rlctl_sglang import memory
-from rlctl_sglang.adapters import Adapters
-from rlctl_sglang.checking import Checker
-from rlctl_sglang.generation import Native
-from rlctl_sglang.groups import Groups
-from rlctl_sglang.nodes import FirstNode
+from rlctl.weights.tensor.tensors import to_proto
 from rlctl_sglang.options import parse_options, refuse_workers
-from rlctl_sglang.probing import Prober, compute
-from rlctl_sglang.process import PRODUCT
-from rlctl_sglang.readback import Readback, readback_of
-from rlctl_sglang.requests import Limits, has_grammar
-from rlctl_sglang.server import Server
-from rlctl_sglang.source import Source
+from rlctl_sglang.readback.check_weights import Checker
+from rlctl_sglang.readback.readback import Readback, readback_of
+from rlctl_sglang.readback.send_weights import Source
+from rlctl_sglang.requests.bodies import Limits, has_grammar
+from rlctl_sglang.requests.probe import Prober, compute
+from rlctl_sglang.requests.requests import Native
+from rlctl_sglang.server import facts as facts_
+from rlctl_sglang.server import memory
+from rlctl_sglang.server.nodes import FirstNode
+from rlctl_sglang.server.process import PRODUCT
+from rlctl_sglang.server.server import Server
 from rlctl_sglang.state import MODES, State
-from rlctl_sglang.updates import Updates
+from rlctl_sglang.updates.adapters import Adapters
+from rlctl_sglang.updates.groups import Groups
+from rlctl_sglang.updates.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class SGLangEngine(ServerEngine):
         refuted = None if digest or updated else await self._tried(checkpoint)
         if refuted is not None and refuted.loaded:
             if not self._server.launched:
-                raise repeating.spoilt(refuted, PRODUCT, self._server.http.url)
+                raise reload_trial.spoilt(refuted, PRODUCT, self._server.http.url)
             log.warning("SGLang is started again and takes no updates: %s", refuted.why)
             await self._server.stop()
             self._make_server()
@@ -137,7 +137,7 @@ class SGLangEngine(ServerEngine):
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
         checkpoint, updated = self._config.model_path, facts.invents
         if not self._server.launched:
-            repeating.refuse_tried(self._stamps.label, PRODUCT, self._server.http.url)
+            reload_trial.refuse_tried(self._stamps.label, PRODUCT, self._server.http.url)
             updated |= Stamps.ours(self._stamps.label)
             checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
         readback, digest, other = await readback_of(
@@ -156,7 +156,7 @@ class SGLangEngine(ServerEngine):
         self._limits = facts.limits(self._checkpoints.config)
         return readback, digest, checkpoint, updated
 
-    async def _tried(self, checkpoint: str) -> repeating.Refuted | None:
+    async def _tried(self, checkpoint: str) -> reload_trial.Refuted | None:
         """Why loads are not proven to repeat, where nothing reads back what they have come to.
 
         A server that may hold something else than its checkpoint has nothing to compare with: made-up weights, or those
@@ -175,7 +175,7 @@ class SGLangEngine(ServerEngine):
             finally:
                 await memory.let_go(self._control, self._state, call)
 
-        refuted = await repeating.trial(self._limits, partial(compute, self._control, call), load)
+        refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), load)
         if refuted is None:
             await self._updates.name(self._stamps.label, call)
         return refuted

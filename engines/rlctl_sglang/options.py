@@ -9,7 +9,7 @@ from typing import Any
 from rlctl_servers import options
 from rlctl_servers.options import address, check_arguments, directories, key, start_seconds
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 
 VENV = "RLCTL_SGLANG_VENV"
 """Environment variable that says where SGLang's environment is."""

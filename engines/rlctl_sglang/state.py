@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rlctl_servers.telling import check_tags
+from rlctl_servers.server.server_info import check_tags
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_CUDA_GRAPH,
     MEMORY_TAG_KV_CACHE,

@@ -1,7 +1,7 @@
 """The port that rlctl drives, and nothing else: arguments in, results out, threads kept apart.
 
 Three threads meet here. Admin methods run on the admin event loop, :meth:`TorchEngine.generate` and ``abort`` on
-another one, and all work on the model happens in the engine thread (:mod:`rlctl_torch.loop`).
+another one, and all work on the model happens in the engine thread (:mod:`rlctl_torch.step_loop`).
 """
 
 # ruff: noqa: ARG002 (the port says which arguments a method has)
@@ -17,31 +17,32 @@ from typing import ClassVar
 from google.protobuf.message import Message
 from torch._C._distributed_c10d import TCPStore
 
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import check_pair
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
-from rlctl.errors import Reason, RlctlError
-from rlctl.sampling import check_pair
-from rlctl.times import seconds
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
-from rlctl.weights.groups import LONGEST_S
-from rlctl.weights.interfaces import address_of
-from rlctl.weights.memberships import Groups, Membership
-from rlctl_torch import adapter_updates, info
-from rlctl_torch.adapter_updates import LoadAdapter, PrepareAdapter, Unload
-from rlctl_torch.checker import Check
-from rlctl_torch.commands import Action, CommandStream, rejected
-from rlctl_torch.disk import Disk, FromDisk
-from rlctl_torch.intake import Intake
-from rlctl_torch.loop import StepLoop
-from rlctl_torch.memory import Release, Resume
+from rlctl.weights.group.network_interfaces import address_of
+from rlctl.weights.group.process_group import LONGEST_S
+from rlctl.weights.group.rank_groups import Groups, Membership
+from rlctl_torch import info
+from rlctl_torch.disaggregation.bootstrap import Rooms
+from rlctl_torch.generation.scheduler import Scheduler
 from rlctl_torch.options import float_dtype, parse_options
-from rlctl_torch.pairs import decode, prefill
-from rlctl_torch.pausing import Continue, Flush, Pause
 from rlctl_torch.rank import Rank
-from rlctl_torch.ranks import Ranks, make_store
-from rlctl_torch.rooms import Rooms
-from rlctl_torch.scheduler import Scheduler
-from rlctl_torch.sending import Send
-from rlctl_torch.updates import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal
+from rlctl_torch.requests.admission import Intake
+from rlctl_torch.requests.prefill_decode import decode, prefill
+from rlctl_torch.step_loop import StepLoop
+from rlctl_torch.steps.collectives import Ranks, make_store
+from rlctl_torch.steps.ordered_commands import Action, CommandStream, rejected
+from rlctl_torch.verbs import adapters
+from rlctl_torch.verbs.adapters import LoadAdapter, PrepareAdapter, Unload
+from rlctl_torch.verbs.check_weights import Check
+from rlctl_torch.verbs.load_from_disk import Disk, FromDisk
+from rlctl_torch.verbs.memory import Release, Resume
+from rlctl_torch.verbs.pause import Continue, Flush, Pause
+from rlctl_torch.verbs.send_weights import Send
+from rlctl_torch.verbs.update import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal
 
 INTERRUPT_S = 0.3
 """Kept back of a call's time, so that an operation that is broken off for lack of it still answers in time."""
@@ -130,7 +131,7 @@ class TorchEngine(Engine):
         if self._rank.scheduler is not None:
             self._rank.scheduler.set_version(self._version)
 
-    # What the engine thread tells (rlctl_torch.loop.Listener).
+    # What the engine thread tells (rlctl_torch.step_loop.Listener).
 
     def started(self, model_digest: str) -> None:
         """The rank is loaded: answer whoever started it."""
@@ -180,71 +181,71 @@ class TorchEngine(Engine):
     # Verbs that the ranks carry out at one step.
 
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.pausing.Pause`."""
+        """See :class:`rlctl_torch.verbs.pause.Pause`."""
         await self._ordered(Pause(self._rank, request), call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.pausing.Continue`."""
+        """See :class:`rlctl_torch.verbs.pause.Continue`."""
         await self._ordered(Continue(self._rank, request), call)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.pausing.Flush`."""
+        """See :class:`rlctl_torch.verbs.pause.Flush`."""
         return await self._ordered(Flush(self._rank, request), call)
 
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.memory.Release`."""
+        """See :class:`rlctl_torch.verbs.memory.Release`."""
         return await self._ordered(Release(self._rank, request), call)
 
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.memory.Resume`."""
+        """See :class:`rlctl_torch.verbs.memory.Resume`."""
         return await self._ordered(Resume(self._rank, request), call)
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.checker.Check`."""
+        """See :class:`rlctl_torch.verbs.check_weights.Check`."""
         return await self._ordered(Check(self._rank, request, call.update_id, self._ends(call)), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.updates.Prepare` and :class:`rlctl_torch.adapter_updates.PrepareAdapter`."""
+        """See :class:`rlctl_torch.verbs.update.Prepare` and :class:`rlctl_torch.verbs.adapters.PrepareAdapter`."""
         kind = PrepareAdapter if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER else Prepare
         return await self._ordered(kind(self._rank, request, call.update_id), call)
 
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> Message | None:
-        """See :class:`rlctl_torch.disk.FromDisk`."""
+        """See :class:`rlctl_torch.verbs.load_from_disk.FromDisk`."""
         return await self._ordered(FromDisk(self._rank, request, call.update_id), call)
 
     async def update_weights_from_distributed(
         self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
     ) -> Message | None:
-        """See :class:`rlctl_torch.updates.FromDistributed`. A receive that outlasts the call is interrupted."""
+        """See :class:`rlctl_torch.verbs.update.FromDistributed`. A receive that outlasts the call is interrupted."""
         deadline = self._ends(call) + INTERRUPT_S  # it is interrupted before
         return await self._bounded(FromDistributed(self._rank, request, call.update_id, deadline), call)
 
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
     ) -> Message | None:
-        """See :class:`rlctl_torch.updates.FromTensor`. Reading that outlasts the call is interrupted."""
+        """See :class:`rlctl_torch.verbs.update.FromTensor`. Reading that outlasts the call is interrupted."""
         return await self._bounded(FromTensor(self._rank, request, call.update_id), call)
 
     async def seal_update(self, request: verbs_pb2.SealUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.updates.Seal`."""
+        """See :class:`rlctl_torch.verbs.update.Seal`."""
         return await self._ordered(Seal(self._rank, call.update_id), call)
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.updates.Commit`."""
+        """See :class:`rlctl_torch.verbs.update.Commit`."""
         return await self._ordered(Commit(self._rank, request, call.update_id), call)
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.updates.Abort`."""
+        """See :class:`rlctl_torch.verbs.update.Abort`."""
         await self._ordered(Abort(self._rank, call.update_id), call)
 
     async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.adapter_updates.LoadAdapter`."""
+        """See :class:`rlctl_torch.verbs.adapters.LoadAdapter`."""
         return await self._ordered(LoadAdapter(self._rank, request, call.update_id), call)
 
     async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.adapter_updates.Unload`."""
+        """See :class:`rlctl_torch.verbs.adapters.Unload`."""
         return await self._ordered(Unload(self._rank, request), call)
 
     async def _bounded(self, action: Action, call: Call) -> Message | None:
@@ -287,7 +288,7 @@ class TorchEngine(Engine):
     async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
         """What is loaded."""
         self._check_ready()
-        return adapter_updates.listed(self._rank)
+        return adapters.listed(self._rank)
 
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call
@@ -345,7 +346,7 @@ class TorchEngine(Engine):
         self._groups.leave(request.group_name)
 
     async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.sending.Send`."""
+        """See :class:`rlctl_torch.verbs.send_weights.Send`."""
         return await self._ordered(Send(self._rank, request), call)
 
     # Generation.

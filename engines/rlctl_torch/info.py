@@ -14,17 +14,17 @@ import torch
 import transformers
 from google.protobuf.duration_pb2 import Duration
 
+from rlctl.contract.verbs import VERBS
 from rlctl.v1 import common_pb2, fleet_pb2
 from rlctl.v1.verbs_pb2 import ModelInfo, ServerInfo
-from rlctl.verbs import VERBS
 from rlctl.version import __version__
-from rlctl.weights.block_fp8 import CODES
-from rlctl.weights.identity import device_id, host_id
-from rlctl.weights.loaders import load_formats
-from rlctl.weights.tensors import dtype_name, to_proto
-from rlctl_torch import checker, memory, pausing
+from rlctl.weights.checkpoint.load_formats import load_formats
+from rlctl.weights.formats.block_fp8 import CODES
+from rlctl.weights.tensor.placement import device_id, host_id
+from rlctl.weights.tensor.tensors import dtype_name, to_proto
 from rlctl_torch.options import float_dtypes
 from rlctl_torch.rank import Rank
+from rlctl_torch.verbs import check_weights, memory, pause
 
 
 def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
@@ -48,13 +48,13 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         verification.append(common_pb2.VERIFICATION_LEVEL_EXPECTED)
     return fleet_pb2.Capabilities(
         verbs=verbs,
-        pause_modes=pausing.PAUSE_MODES,
+        pause_modes=pause.PAUSE_MODES,
         transports=transports,
         verification=verification,
         load_dtypes=[dtype_name(dtype) for dtype in (*float_dtypes(), *([CODES] if rank.model.block else []))],
         memory_tags=memory.TAGS,
-        check_actions=checker.ACTIONS,
-        cache_tiers=pausing.CACHE_TIERS,
+        check_actions=check_weights.ACTIONS,
+        cache_tiers=pause.CACHE_TIERS,
         kv_transports=[common_pb2.TRANSPORT_SHARED_MEMORY] if rank.options.disaggregation_mode != "null" else (),
         staged_apply=True,
         keeps_weights=True,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from rlctl.contract.errors import Reason
 from rlctl.engine import KnownOptions
-from rlctl.errors import Reason
 
 if TYPE_CHECKING:
     import torch

@@ -8,32 +8,32 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, MemoryTag, PauseMode
-from rlctl.weights.announced import Announced
-from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
-from rlctl.weights.digest import usable_cores
-from rlctl.weights.groups import INTERRUPTED
-from rlctl.weights.loading import Loading
-from rlctl.weights.memberships import Groups
-from rlctl.weights.roots import Roots
-from rlctl.weights.segment_reader import SegmentReader
-from rlctl.weights.shards import ShardMap, model_digest
-from rlctl.weights.transfer import Receiver, ReceiveStats
-from rlctl_torch import sabotage
-from rlctl_torch.adapters import Adapters, LoraAdapter
-from rlctl_torch.beside import Beside
-from rlctl_torch.commands import with_outcome
-from rlctl_torch.handover import Handovers
-from rlctl_torch.kv_cache import KVCache, SlotAllocator
-from rlctl_torch.model import Model, build, positions_of
+from rlctl.weights.checkpoint.allowed_roots import Roots
+from rlctl.weights.checkpoint.checkpoint import StoredWeights, open_checkpoint
+from rlctl.weights.group.process_group import INTERRUPTED
+from rlctl.weights.group.rank_groups import Groups
+from rlctl.weights.receiver import Receiver, ReceiveStats
+from rlctl.weights.shards.load_hooks import Loading
+from rlctl.weights.shards.shard_map import ShardMap, model_digest
+from rlctl.weights.shared_memory.reader import SegmentReader
+from rlctl.weights.tensor.bucket_cache import Announced
+from rlctl.weights.tensor.digest import usable_cores
+from rlctl_torch.disaggregation.kv_handover import Handovers
+from rlctl_torch.generation.detokenizer import Tokenizer, find_tokenizer
+from rlctl_torch.generation.scheduler import Scheduler
+from rlctl_torch.model import sabotage
+from rlctl_torch.model.kv_cache import KVCache, SlotAllocator
+from rlctl_torch.model.lora import Adapters, LoraAdapter
+from rlctl_torch.model.model import Model, build, positions_of
+from rlctl_torch.model.shadow_copy import Shadow
 from rlctl_torch.options import Options
-from rlctl_torch.ranks import Council, Ranks
-from rlctl_torch.scheduler import Scheduler
-from rlctl_torch.shadow import Shadow
-from rlctl_torch.text import Tokenizer, find_tokenizer
+from rlctl_torch.steps.background import Beside
+from rlctl_torch.steps.collectives import Council, Ranks
+from rlctl_torch.steps.ordered_commands import with_outcome
 
 
 class Weights(enum.Enum):
@@ -182,7 +182,7 @@ class Rank:
     def load(self) -> str:
         """Build and load the model and allocate the KV cache, all ranks together; returns the model digest, hex.
 
-        Raises what :func:`rlctl_torch.model.build` raises, on every rank when on one.
+        Raises what :func:`rlctl_torch.model.model.build` raises, on every rank when on one.
         """
         self.ranks.agree(self._build)
         layers = self.model.probe(self.device)

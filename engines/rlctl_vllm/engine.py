@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from rlctl_servers import repeating
-from rlctl_servers.checkpoints import digest_of
-from rlctl_servers.control import LEAVING_S, Control
+from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
-from rlctl_servers.generation import Requests
-from rlctl_servers.http import Http
-from rlctl_servers.lora_table import LoraTable
-from rlctl_servers.stamps import WRITING, Stamps
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import LEAVING_S, Control
+from rlctl_servers.server.http import Http
+from rlctl_servers.updates import reload_trial
+from rlctl_servers.updates.checkpoints import digest_of
+from rlctl_servers.updates.version_labels import WRITING, Stamps
 
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig, EngineInfo
-from rlctl.errors import Reason, RlctlError
-from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
@@ -35,21 +35,21 @@ from rlctl.v1.common_pb2 import (
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.interfaces import address_of
-from rlctl.weights.tensors import to_proto
-from rlctl_vllm import facts as facts_
-from rlctl_vllm import memory
-from rlctl_vllm.adapters import Adapters
-from rlctl_vllm.generation import TokensInOut
-from rlctl_vllm.native import Native
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.group.network_interfaces import address_of
+from rlctl.weights.tensor.tensors import to_proto
 from rlctl_vllm.options import PRODUCT, parse_options
-from rlctl_vllm.probing import Prober, compute
-from rlctl_vllm.requests import Limits
-from rlctl_vllm.server import Server
+from rlctl_vllm.requests.bodies import Limits
+from rlctl_vllm.requests.probe import Prober, compute
+from rlctl_vllm.requests.requests import TokensInOut
+from rlctl_vllm.server import facts as facts_
+from rlctl_vllm.server import memory
+from rlctl_vllm.server.server import Server
 from rlctl_vllm.state import MODES, State
-from rlctl_vllm.updates import Updates
-from rlctl_vllm.workers import Workers
+from rlctl_vllm.updates.adapters import Adapters
+from rlctl_vllm.updates.native_nccl import Native
+from rlctl_vllm.updates.updates import Updates
+from rlctl_vllm.updates.worker_calls import Workers
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class VLLMEngine(ServerEngine):
         refuted = None if digest else await self._tried()
         if refuted is not None and refuted.loaded:
             if not self._server.launched:
-                raise repeating.spoilt(refuted, PRODUCT, self._server.http.url)
+                raise reload_trial.spoilt(refuted, PRODUCT, self._server.http.url)
             log.warning("vLLM is started again and takes no updates: %s", refuted.why)
             await self._launch_again()
             self._facts = facts = self._facts.unwritable(refuted.why)
@@ -129,7 +129,7 @@ class VLLMEngine(ServerEngine):
         attach = partial(workers.attach, reference, host, call)
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
         if not self._server.launched:
-            repeating.refuse_tried(facts.label, PRODUCT, self._server.http.url)
+            reload_trial.refuse_tried(facts.label, PRODUCT, self._server.http.url)
             models = await self._control.ask("/v1/models", call=call, admin=False)
             self._checkpoints.attached(str(models["data"][0].get("root", "")))
         self._layout: Sequence[WorkerCoordinates] = facts.layout(self._config).workers
@@ -152,17 +152,17 @@ class VLLMEngine(ServerEngine):
         self._state = State()
         await self._launch()
 
-    async def _tried(self) -> repeating.Refuted | None:
+    async def _tried(self) -> reload_trial.Refuted | None:
         """Why loads are not proven to repeat, where nothing reads back what they have come to."""
         if not self._facts.reads:
-            return repeating.Refuted(repeating.INVENTED, loaded=False)
+            return reload_trial.Refuted(reload_trial.INVENTED, loaded=False)
         if not self._server.launched and Stamps.ours(self._stamps.label):
             return None  # its label is the proof
         if not self._facts.writable:
             return None  # there will be no second load
         call = Call("start", asyncio.get_running_loop().time() + self._options.start_s, "start")
         load = partial(self._updates.load_again, self._config.model_path, call)
-        refuted = await repeating.trial(self._limits, partial(compute, self._control, call), load)
+        refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), load)
         if refuted is None:
             await self._updates.name(self._stamps.label, call)
         return refuted

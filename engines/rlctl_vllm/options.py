@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rlctl_servers import options
 from rlctl_servers.options import address, check_arguments, directories, key, start_seconds
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 
 PRODUCT = "vLLM"
 VENV = "RLCTL_VLLM_VENV"

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 import click
 
-from rlctl.cli.options import Command, global_options, write_options
-from rlctl.cli.settings import FORMATS, Settings
+from rlctl.cli.app.global_options import Command, global_options, write_options
+from rlctl.cli.app.settings import FORMATS, Settings
 from rlctl.version import __version__
 
 SECTIONS = FLEET, VERBS, GENERATION, TOOLS, SERVERS = (
@@ -34,42 +34,42 @@ SECTIONS = FLEET, VERBS, GENERATION, TOOLS, SERVERS = (
 )
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("rlctl.cli.up", "Start a fleet on this machine, or change one that is up."),
-    "plan": ("rlctl.cli.plan", "Show what `up` would start and change."),
-    "validate": ("rlctl.cli.validate", "Check a topology file."),
-    "down": ("rlctl.cli.down", "Take down a fleet that `up` started."),
-    "status": ("rlctl.cli.status", "Show models and stages; -w follows them."),
-    "get stages": ("rlctl.cli.get", "List the stages."),
-    "get models": ("rlctl.cli.get", "List the models."),
-    "get operations": ("rlctl.cli.get", "List operations, newest first."),
-    "get operation": ("rlctl.cli.get", "Show one operation."),
-    "operations": ("rlctl.cli.get", "List operations, newest first (as `get operations`)."),
-    "describe stage": ("rlctl.cli.describe", "Show everything about a stage."),
-    "describe model": ("rlctl.cli.describe", "Show everything about a model."),
-    "describe operation": ("rlctl.cli.describe", "Show everything about an operation."),
-    "enable": ("rlctl.cli.enable", "Let stages be routed to."),
-    "disable": ("rlctl.cli.enable", "Route nothing to stages."),
-    "admit": ("rlctl.cli.admit", "Admit slots that are not in the topology."),
-    "take-over": ("rlctl.cli.take_over", "Take charge of stages that obey another coordinator."),
-    "drain": ("rlctl.cli.drain", "Disable stages, and wait until they are idle."),
-    "restart": ("rlctl.cli.restart", "Drain engines that `up` started, and start them again."),
-    "logs": ("rlctl.cli.logs", "Show the log of a process that `up` started; -f follows it."),
-    "versions": ("rlctl.cli.versions", "List the published versions of models."),
-    "rollback": ("rlctl.cli.versions", "Publish an earlier version again, from its checkpoint."),
-    "heal": ("rlctl.cli.heal", "Bring stages to the published version without the trainer."),
-    "wait": ("rlctl.cli.wait", "Wait until stages are routable, or at a version."),
-    "cancel": ("rlctl.cli.cancel", "Give up an operation that has had no effect yet."),
-    "weights abort": ("rlctl.cli.weights", "End the open weight update of a model without a version."),
-    "generate": ("rlctl.cli.generate", "Generate from prompts."),
-    "demo": ("rlctl.cli.demo", "Train a tiny model by GRPO through a fleet on this machine."),
-    "explain": ("rlctl.cli.explain", "Explain a message, field, enum or RPC of the contract."),
-    "completion": ("rlctl.cli.completion", "Print the completion script of a shell."),
-    "version": ("rlctl.cli.version", "Print the versions of rlctl and of its contract."),
-    "coordinator": ("rlctl.cli.serve", "Run a coordinator."),
-    "stage": ("rlctl.cli.serve", "Run a stage server: rank 0 of one engine."),
-    "worker": ("rlctl.cli.serve", "Run a follower rank."),
-    "gateway": ("rlctl.cli.gateway", "Run HTTP dialects in front of a fleet."),
-    "sidecar vllm": ("rlctl.cli.sidecar", "Run SGLang's HTTP interface in front of a vLLM."),
+    "up": ("rlctl.cli.commands.up", "Start a fleet on this machine, or change one that is up."),
+    "plan": ("rlctl.cli.commands.plan", "Show what `up` would start and change."),
+    "validate": ("rlctl.cli.commands.validate", "Check a topology file."),
+    "down": ("rlctl.cli.commands.down", "Take down a fleet that `up` started."),
+    "status": ("rlctl.cli.commands.status", "Show models and stages; -w follows them."),
+    "get stages": ("rlctl.cli.commands.get", "List the stages."),
+    "get models": ("rlctl.cli.commands.get", "List the models."),
+    "get operations": ("rlctl.cli.commands.get", "List operations, newest first."),
+    "get operation": ("rlctl.cli.commands.get", "Show one operation."),
+    "operations": ("rlctl.cli.commands.get", "List operations, newest first (as `get operations`)."),
+    "describe stage": ("rlctl.cli.commands.describe", "Show everything about a stage."),
+    "describe model": ("rlctl.cli.commands.describe", "Show everything about a model."),
+    "describe operation": ("rlctl.cli.commands.describe", "Show everything about an operation."),
+    "enable": ("rlctl.cli.commands.enable", "Let stages be routed to."),
+    "disable": ("rlctl.cli.commands.enable", "Route nothing to stages."),
+    "admit": ("rlctl.cli.commands.admit", "Admit slots that are not in the topology."),
+    "take-over": ("rlctl.cli.commands.take_over", "Take charge of stages that obey another coordinator."),
+    "drain": ("rlctl.cli.commands.drain", "Disable stages, and wait until they are idle."),
+    "restart": ("rlctl.cli.commands.restart", "Drain engines that `up` started, and start them again."),
+    "logs": ("rlctl.cli.commands.logs", "Show the log of a process that `up` started; -f follows it."),
+    "versions": ("rlctl.cli.commands.versions", "List the published versions of models."),
+    "rollback": ("rlctl.cli.commands.versions", "Publish an earlier version again, from its checkpoint."),
+    "heal": ("rlctl.cli.commands.heal", "Bring stages to the published version without the trainer."),
+    "wait": ("rlctl.cli.commands.wait", "Wait until stages are routable, or at a version."),
+    "cancel": ("rlctl.cli.commands.cancel", "Give up an operation that has had no effect yet."),
+    "weights abort": ("rlctl.cli.commands.weights", "End the open weight update of a model without a version."),
+    "generate": ("rlctl.cli.commands.generate", "Generate from prompts."),
+    "demo": ("rlctl.cli.commands.demo", "Train a tiny model by GRPO through a fleet on this machine."),
+    "explain": ("rlctl.cli.commands.explain", "Explain a message, field, enum or RPC of the contract."),
+    "completion": ("rlctl.cli.commands.completion", "Print the completion script of a shell."),
+    "version": ("rlctl.cli.commands.version", "Print the versions of rlctl and of its contract."),
+    "coordinator": ("rlctl.cli.commands.serve", "Run a coordinator."),
+    "stage": ("rlctl.cli.commands.serve", "Run a stage server: rank 0 of one engine."),
+    "worker": ("rlctl.cli.commands.serve", "Run a follower rank."),
+    "gateway": ("rlctl.cli.commands.gateway", "Run HTTP dialects in front of a fleet."),
+    "sidecar vllm": ("rlctl.cli.commands.sidecar", "Run SGLang's HTTP interface in front of a vLLM."),
 }
 """Words of a command → (module that has it, one line of help). It is the module's attribute of that name, with
 underscores: ``get stages`` is ``get_stages``."""
@@ -101,7 +101,7 @@ class Entry:
 
 def entries() -> dict[str, Entry]:
     """Every command by its words, read anew from ``COMMANDS`` and the verb table."""
-    from rlctl import verbs
+    from rlctl.contract import verbs
 
     found = {verb.cli: _verb_entry(verb) for verb in verbs.VERBS.values() if verb.cli and verb.fleet}
     for words, (module, line) in COMMANDS.items():
@@ -118,7 +118,7 @@ def _loader(module: str, words: str) -> Callable[[], click.Command]:
 
 
 def _verb_entry(verb: Any) -> Entry:
-    from rlctl.cli import verb as builder
+    from rlctl.cli.commands import verbs as builder
 
     return Entry(verb.cli, VERBS, builder.about(verb)[0], lambda: builder.VerbCommand(verb))
 
@@ -223,33 +223,33 @@ class Root(Words):
 
 
 def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
-    from rlctl.errors import RlctlError
+    from rlctl.contract.errors import RlctlError
 
     try:
         code = run()
         sys.stdout.flush()
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
-        from rlctl.cli.exits import Exit
+        from rlctl.cli.app.exit_codes import Exit
 
         terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
         code = Exit.TERMINATED if terminated else Exit.INTERRUPTED
     except OSError as error:
         if error.errno not in _UNWRITABLE and error.filename is None:
             raise
-        from rlctl.cli.failures import report_click
-        from rlctl.cli.output import let_go
+        from rlctl.cli.render.errors import report_click
+        from rlctl.runtime.terminal import discard_unwritten
 
-        let_go(sys.stdout)
+        discard_unwritten(sys.stdout)
 
         what = "could not write" if error.filename is None else error.filename
         code = report_click(settings, click.ClickException(f"{what}: {error.strerror}"))
     except click.ClickException as error:
-        from rlctl.cli.failures import report_click
+        from rlctl.cli.render.errors import report_click
 
         settings.flags.setdefault("output", _output_given(settings.arguments))
         code = report_click(settings, error)
     except RlctlError as error:
-        from rlctl.cli.failures import report
+        from rlctl.cli.render.errors import report
 
         code = report(settings, error)
     sys.exit(code if isinstance(code, int) else 0)

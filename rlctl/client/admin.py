@@ -11,13 +11,13 @@ from typing import Any, Protocol, TypedDict, Unpack
 from google.protobuf.message import Message
 
 from rlctl.client.connection import Connection
-from rlctl.client.enums import number
-from rlctl.errors import OperationFailed, Reason
-from rlctl.times import duration
+from rlctl.contract.durations import duration
+from rlctl.contract.enums import number
+from rlctl.contract.errors import OperationFailed, Reason
+from rlctl.contract.verbs import of_request
 from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent, PublishedVersion
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation, OperationState
-from rlctl.verbs import of_request
 
 READ_S = 30.0
 ABORT_S = 60.0
@@ -54,8 +54,8 @@ class Publishing(Protocol):
 class AsyncAdmin:
     """Administers a fleet through its coordinator.
 
-    Verbs return the ``Operation`` when every target confirmed and raise :class:`rlctl.errors.OperationFailed`, which
-    carries it, when not. ``model``, ``slots`` and ``stages`` name the targets; none of them: every stage.
+    Verbs return the ``Operation`` when every target confirmed and raise :class:`rlctl.contract.errors.OperationFailed`,
+    which carries it, when not. ``model``, ``slots`` and ``stages`` name the targets; none of them: every stage.
     """
 
     def __init__(self, connection: Connection) -> None:

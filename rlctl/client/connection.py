@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.transport import grpc
 from rlctl.transport.channel import bearer, open_channel

@@ -10,17 +10,17 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rlctl.coordinator.core import Coordinator
-from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.coordinator.updates import Graces
-from rlctl.errors import RlctlError
+from rlctl.contract.errors import RlctlError
+from rlctl.contract.verbs import offered_by
+from rlctl.coordinator.journal.sqlite import SqliteJournal
+from rlctl.coordinator.service import Coordinator
+from rlctl.coordinator.updates.manager import Graces
 from rlctl.ports import SystemClock
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
 from rlctl.v1 import coordinator_pb2
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
-from rlctl.verbs import offered_by
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher, model_digest
-from rlctl.client.rollout import Asking
+from rlctl.contract.errors import RlctlError
 from rlctl.demo import tiny
 from rlctl.demo.grpo import Rollout, Trainer, rollouts
 from rlctl.demo.judge import Judge, Step, Verdict
 from rlctl.demo.production import MAX_STALENESS, Production, staleness
 from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
-from rlctl.errors import RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.rollout.rollout import Asking
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.publisher import Publisher, model_digest
 from rlctl.v1.common_pb2 import VerificationLevel
 
 SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank")

@@ -6,11 +6,11 @@ import concurrent.futures
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from rlctl.client.fleet import Rollout
-from rlctl.client.rollout import Asking
 from rlctl.demo import tiny
 from rlctl.demo.task import Problem
+from rlctl.rollout.rollout import Asking
 from rlctl.rollout.sample import RolloutSample
+from rlctl.sdk.blocking import Rollout
 
 MODES = ("sync", "one-step-off", "async")
 """Generate, then train · train on what was generated during the step before · take what has finished, whenever."""

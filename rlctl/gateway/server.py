@@ -13,17 +13,18 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from rlctl import http_callers
-from rlctl.addresses import join, refuse_insecure, split
-from rlctl.client import aio
-from rlctl.client.aio import AsyncFleet
-from rlctl.errors import Reason, RlctlError, without_frames
-from rlctl.gateway import dialects, middleware
-from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
-from rlctl.gateway.generation.service import Generation, Settings
-from rlctl.gateway.routed import Keeper, routed
-from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.contract.errors import Reason, RlctlError, without_frames
+from rlctl.gateway import dialects
+from rlctl.gateway.backend.service import Generation, Settings
+from rlctl.gateway.http import middleware
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
+from rlctl.gateway.router.process import SglangRouter
+from rlctl.gateway.router.worker_list import Keeper, routed
+from rlctl.runtime import http_limits
+from rlctl.runtime.addresses import join, refuse_insecure, split
+from rlctl.sdk import aio
+from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport import auth
 
 log = logging.getLogger(__name__)
@@ -103,11 +104,11 @@ class GatewayServer:
             handler_cancellation=True,
             access_log=None,
             logger=_of_aiohttp,
-            keepalive_timeout=http_callers.IDLE_S,
+            keepalive_timeout=http_limits.IDLE_S,
             shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
-        await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
+        await http_limits.Site(self._runner, host, port, share_port=config.share_port).start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.warm:
@@ -132,7 +133,7 @@ class GatewayServer:
 
     def _application(self) -> web.Application:
         app = web.Application(
-            middlewares=[http_callers.answering, self._outermost], client_max_size=self.dialect.body_bytes
+            middlewares=[http_limits.answering, self._outermost], client_max_size=self.dialect.body_bytes
         )
         there: set[tuple[str, str]] = set()
         router = self.config.router

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.engine_run import Limits
-from rlctl.launch.launcher import Launcher
-from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.engine_lifecycle import Limits
+from rlctl.launch.interface.launcher import Launcher
+from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation
 
 _FIXED = {
     "listen": "fleet.listen",
@@ -76,7 +76,7 @@ class Deployment:
         """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""
         if self.launcher == "local":
             return None
-        from rlctl.launch.ray_launcher import RayLauncher  # loads ray
+        from rlctl.launch.ray.launcher import RayLauncher  # loads ray
 
         return RayLauncher(
             logs, listen=self.listen, address=self.cluster, group=self.group, bundles=self.bundles, share=self.share,

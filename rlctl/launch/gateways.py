@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.engine_run import BACKOFF_AT_MOST_S, REMIND_S, START_S
-from rlctl.launch.launcher import Launched
-from rlctl.launch.local_launcher import LocalLauncher
-from rlctl.launch.processes import stop_all
-from rlctl.launch.spec import GatewaySpec
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.engine_lifecycle import BACKOFF_AT_MOST_S, REMIND_S, START_S
+from rlctl.launch.interface.launcher import Launched
+from rlctl.launch.interface.spec import GatewaySpec
+from rlctl.launch.local.child_processes import stop_all
+from rlctl.launch.local.launcher import LocalLauncher
 
 LEAVE_S = 60.0
 """For what a gateway has begun, once it is not wanted any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlctl.errors import RlctlError
+from rlctl.contract.errors import RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishType, GenerateRequest, Sample, TokenLogprob
 

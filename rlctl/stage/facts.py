@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from rlctl import memory
-from rlctl.adapters import same
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract import memory_regions
+from rlctl.contract.adapter_identity import same
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import STATE_PREFIX, Verb
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
@@ -29,7 +30,6 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import Adapter
-from rlctl.verbs import STATE_PREFIX, Verb
 
 POSSIBLY_DONE = (OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
 """Outcomes after which the effect must be assumed wherever assuming it is the safe side."""
@@ -203,7 +203,7 @@ class Facts:
 
     def _refuse_release(self, request: verbs_pb2.ReleaseMemoryRequest) -> None:
         lost = self.weights is Weights.LOST and MEMORY_TAG_WEIGHTS in self.released
-        if lost and memory.keeps_weights(request):
+        if lost and memory_regions.keeps_weights(request):
             raise Reason.MEMORY_RELEASED.error(
                 "the weights are released already, and their content was not kept", field="keep_weights"
             )
@@ -297,13 +297,13 @@ class Facts:
                 self.paused, self.pause_mode, self.paused_by = False, common_pb2.PAUSE_MODE_UNSPECIFIED, ""
             case verbs_pb2.ReleaseMemoryRequest() if possible:
                 named = frozenset(request.tags) or frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
-                released = memory.released(results)
-                kept = memory.kept(results) if applied else frozenset[MemoryTag.ValueType]()
+                released = memory_regions.released(results)
+                kept = memory_regions.kept(results) if applied else frozenset[MemoryTag.ValueType]()
                 self._released(released if applied else self.released | released | named, kept)
                 if MEMORY_TAG_KV_CACHE in named:
                     self.cache_in_doubt = not applied
             case verbs_pb2.ResumeMemoryRequest() if applied:
-                self.released = memory.released(results)
+                self.released = memory_regions.released(results)
                 self.cache_in_doubt &= MEMORY_TAG_KV_CACHE in self.released
             case verbs_pb2.FlushCacheRequest() if applied and self.cache_in_doubt:
                 self.cache_in_doubt = False

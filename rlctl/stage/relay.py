@@ -10,16 +10,16 @@ from typing import Protocol
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
-from rlctl.control.commander import Commander, Issued, taken_along
+from rlctl.command_stream.commander import Commander, Issued, taken_along
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.outcomes import one_per_rank
+from rlctl.contract.verbs import Verb
 from rlctl.engine import Call, Engine
-from rlctl.errors import Reason, RlctlError
-from rlctl.outcomes import one_per_rank
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import EVIDENCE_UNSPECIFIED, OUTCOME_UNKNOWN, WorkerCoordinates
 from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.verbs import Verb
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 SETTLE_S = 1.0
 """Kept back of a command's time, at most a fifth of it, to withdraw it where it will not be ordered."""

@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rlctl.addresses import join, refuse_unreachable, split
-from rlctl.control.commander import Commander
-from rlctl.control.executor import Executor
+from rlctl.command_stream.commander import Commander
+from rlctl.command_stream.executor import Executor
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Engine, EngineConfig, EngineInfo, brings_ranks, engine_class
-from rlctl.errors import Reason, RlctlError
-from rlctl.loops import LoopThread
 from rlctl.ports import SystemClock
-from rlctl.stage.core import Stage
-from rlctl.stage.generation import Generation
+from rlctl.runtime.addresses import join, refuse_unreachable, split
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.stage.generation.service import Generation
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
-from rlctl.stage.serving import Serving
+from rlctl.stage.serving_state import Serving
+from rlctl.stage.state_machine import Stage
 from rlctl.transport import grpc
-from rlctl.transport.admin import admin_methods
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
+from rlctl.transport.unary_verbs import admin_methods
 from rlctl.v1 import common_pb2, rollout_pb2, stage_pb2
 from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import (
@@ -42,7 +42,7 @@ from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
 from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
 from rlctl.version import CONTRACT_VERSION
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 

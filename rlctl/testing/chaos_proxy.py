@@ -8,7 +8,7 @@ import struct
 from types import TracebackType
 from typing import Self
 
-from rlctl.addresses import join, split
+from rlctl.runtime.addresses import join, split
 
 CHUNK_BYTES = 64 << 10
 CONNECT_S = 5.0

@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.fingerprints import differing
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
-from rlctl.errors import Reason, RlctlError
-from rlctl.fingerprints import differing
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
 from rlctl.v1.common_pb2 import (

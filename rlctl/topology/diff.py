@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.interface.spec import EngineSpec
 
 ADD, REMOVE, RESTART, UNCHANGED = "add", "remove", "restart", "unchanged"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.engine import spans_nodes
-from rlctl.launch.devices import kind
-from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
+from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
+from rlctl.launch.local.gpus import kind
 from rlctl.topology.context import whole
 from rlctl.topology.groups import BOOTSTRAP
 from rlctl.topology.resolve import slot_stem

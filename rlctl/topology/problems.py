@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 COMMAND_LINE = "command line"
 """Source of what no file says."""

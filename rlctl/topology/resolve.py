@@ -12,7 +12,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Sequence
 
-from rlctl.launch.spec import LOAD_S
+from rlctl.launch.interface.spec import LOAD_S
 from rlctl.topology.context import Context, Engines, is_host
 from rlctl.topology.document import Node
 from rlctl.topology.flags import Flags, exclusions

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.transport.status import abort
 
 HEADER = "authorization"

@@ -6,7 +6,7 @@ import os
 
 import grpc.aio
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 from rlctl.transport.auth import sendable
 
 MAX_MESSAGE_BYTES = 64 << 20

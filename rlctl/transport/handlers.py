@@ -18,8 +18,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from rlctl import calls
-from rlctl.errors import Reason, RlctlError, typed
+from rlctl.contract.errors import Reason, RlctlError, typed
+from rlctl.runtime import shielding
 from rlctl.transport.channel import refuse_large
 from rlctl.transport.status import abort
 
@@ -92,7 +92,7 @@ def _handler(
     async def unary(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
         try:
             request = _parse(method, request_type, data, implementation)
-            return await calls.answer(implementation(request, _remaining(context)), cancellable=cancellable)
+            return await shielding.answer(implementation(request, _remaining(context)), cancellable=cancellable)
         except RlctlError as error:
             await abort(context, error)
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 from rlctl.ports import REFUSED
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc

@@ -14,8 +14,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rlctl.addresses import join, refuse_insecure, refuse_taken, refuse_used, split
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
+from rlctl.runtime.addresses import join, refuse_insecure, refuse_taken, refuse_used, split
 from rlctl.transport.auth import TokenGuard
 from rlctl.transport.channel import FLOW_CONTROL, MAX_MESSAGE_BYTES
 

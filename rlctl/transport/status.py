@@ -9,7 +9,7 @@ import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from rlctl.errors import DOMAIN, Reason, RlctlError, from_detail, without_frames
+from rlctl.contract.errors import DOMAIN, Reason, RlctlError, from_detail, without_frames
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail
 
 DETAILS_KEY = "grpc-status-details-bin"

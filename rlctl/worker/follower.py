@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from google.protobuf.message import Message
 
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import of_request
 from rlctl.engine import Call, Engine
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
 from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.control_pb2 import (
@@ -21,9 +22,8 @@ from rlctl.v1.control_pb2 import (
     ServingGrant,
 )
 from rlctl.v1.fleet_pb2 import RankStatus, StageReport
-from rlctl.verbs import of_request
 from rlctl.version import CONTRACT_VERSION
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 
 class Follower:

@@ -6,13 +6,13 @@ import asyncio
 import os
 from dataclasses import dataclass, field
 
-from rlctl.control.executor import Executor
+from rlctl.command_stream.executor import Executor
 from rlctl.engine import EngineConfig, follower_class
 from rlctl.ports import Link, SystemClock
-from rlctl.transport.admin import admin_methods
 from rlctl.transport.handlers import generic_handler
 from rlctl.transport.links import ServedLink
 from rlctl.transport.server import GrpcServer
+from rlctl.transport.unary_verbs import admin_methods
 from rlctl.v1 import worker_pb2
 from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.control_pb2 import ControlRequest, ControlResponse

@@ -19,11 +19,11 @@ from typing import Any
 
 from history import Generation, History, Token, Update
 
-from rlctl.client.aio import AsyncFleet
-from rlctl.client.aio import connect as aconnect
-from rlctl.errors import RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.loops import LoopThread
+from rlctl.contract.errors import RlctlError
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.sdk.aio import connect as aconnect
 from rlctl.testing.chaos_proxy import ChaosProxy
 from rlctl.v1.fleet_pb2 import Fleet as FleetState
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.errors import Reason
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
 from rlctl.ports import new_uuid7
-from rlctl.process import end_with_parent
-from rlctl.times import duration
+from rlctl.runtime.server_process import end_with_parent
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT, Fence, Outcome, RequestHeader
@@ -106,7 +106,7 @@ class Share:
     """Every second tensor of a model, which take a while to go through, so that something can happen meanwhile."""
 
     def __init__(self, model: Any, rank: int) -> None:
-        from rlctl.weights.source import as_source
+        from rlctl.weights.tensor.source import as_source
 
         self._source = as_source(model)
         self._rank = rank

@@ -11,7 +11,7 @@ from chaos_fleet import ChaosFleet, Kept
 from history import History
 from scenario import PHASES, Fault, matrix, name_of, run
 
-from rlctl.launch.fleet import EngineSpec
+from rlctl.launch.fleet_controller import EngineSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -10,7 +10,7 @@ from history import History
 from scenario import Fault, matrix, name_of, run
 
 from rlctl.demo import tiny
-from rlctl.launch.fleet import EngineSpec
+from rlctl.launch.fleet_controller import EngineSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

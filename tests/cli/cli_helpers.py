@@ -12,8 +12,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from rlctl.cli.main import root
-from rlctl.loops import LoopThread
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 
 
 @dataclass(frozen=True)

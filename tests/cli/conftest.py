@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import Cli, LiveFleet, run, started
 
-from rlctl.testing.fleet import StageSpec
+from rlctl.testing.in_process_fleet import StageSpec
 
 
 @pytest.fixture(autouse=True)

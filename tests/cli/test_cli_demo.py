@@ -11,9 +11,9 @@ import pytest
 from cli_helpers import Cli
 from rich.console import Console
 
+from rlctl.contract.errors import Reason
 from rlctl.demo.judge import Judge, Step, Verdict
 from rlctl.demo.show import Display, plot
-from rlctl.errors import Reason
 
 
 def step(number: int) -> Step:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.cli.exits import Exit, of_error, of_operation, of_reason
-from rlctl.errors import OperationFailed, Reason
+from rlctl.cli.app.exit_codes import Exit, of_error, of_operation, of_reason
+from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.v1 import results_pb2
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import Operation

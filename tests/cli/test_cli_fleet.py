@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from cli_helpers import Cli, LiveFleet
 
-from rlctl.cli import text
-from rlctl.cli.roster import stage_view, stages_table, why_not
-from rlctl.client.fleet import connect
-from rlctl.errors import Reason
+from rlctl.cli.render import values
+from rlctl.cli.render.stages import stage_view, stages_table, why_not
+from rlctl.contract.errors import Reason
+from rlctl.sdk.blocking import connect
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DIRTY,
     STAGE_STATE_FAILED,
@@ -400,7 +400,7 @@ def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
     about, log, *_ = stage_view(stage).tables(False)
     shown = {line[0].rstrip(":"): line[1] for line in about.rows}
     assert (shown["State"], shown["Why not"], shown["Failures in a row"]) == ("FAILED", why, "8")
-    assert shown["Starts again"] == text.moment(stage.engine_failure.retry_time)
+    assert shown["Starts again"] == values.moment(stage.engine_failure.retry_time)
     assert log.rows == [("loading",), ("Killed",)]
     assert shown["Serving lease"] == "no"
     stage.state, stage.report.lease_held = STAGE_STATE_UNREACHABLE, True

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from rlctl import loops
-from rlctl.cli.session import interruptible, time_limit
-from rlctl.client.fleet import _Items
-from rlctl.errors import DeadlineExceeded, Reason, RlctlError
-from rlctl.loops import LoopThread
+from rlctl.cli.app.connection import interruptible
+from rlctl.contract.errors import DeadlineExceeded, Reason, RlctlError
+from rlctl.runtime import event_loops
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.runtime.terminal import time_limit
+from rlctl.sdk.blocking import _Items
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_an_iteration_can_be_closed_while_a_step_that_was_interrupted_still_runs
 
 
 def test_a_wait_in_pieces_ends_with_what_the_work_ends_with(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "WAKE_S", 0.01)
+    monkeypatch.setattr(event_loops, "WAKE_S", 0.01)
 
     async def end(with_error: bool) -> str:
         await asyncio.sleep(0.1)
@@ -142,6 +143,6 @@ def test_a_loop_that_was_stopped_may_still_be_told_of_what_was_cancelled(monkeyp
     first.loop.call_soon_threadsafe(lambda: None)
     with pytest.raises(RlctlError):
         first.call(asyncio.sleep(0))
-    monkeypatch.setattr(loops, "CLOSED_AFTER_S", 0.0)
+    monkeypatch.setattr(event_loops, "CLOSED_AFTER_S", 0.0)
     LoopThread("second").stop()
     assert first.loop.is_closed()

@@ -21,11 +21,11 @@ import pytest
 from cli_helpers import LiveFleet
 from up_helpers import when
 
-from rlctl.cli import state
-from rlctl.client.fleet import connect
-from rlctl.launch import processes
-from rlctl.launch.fleet import LaunchedFleet
-from rlctl.launch.processes import STOP_S
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.launch.local import child_processes
+from rlctl.launch.local.child_processes import STOP_S
+from rlctl.launch.supervisor import fleet_state
+from rlctl.sdk.blocking import connect
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("default_signals")]
@@ -202,7 +202,7 @@ def test_termination_ends_what_waits_as_an_interrupt_does(rlctl: LiveFleet, word
 SIGNALLED = """
 import os, signal
 from rlctl.cli.main import main
-from rlctl.loops import LoopThread
+from rlctl.runtime.event_loops import LoopThread
 
 def submit(thread, work):
     os.kill(os.getpid(), {number})
@@ -270,7 +270,7 @@ def test_output_that_cannot_be_written_is_one_line(rlctl: LiveFleet, words: str)
 def up(checkpoint: Callable[[str], str]) -> Iterator[list[str]]:
     """Arguments of an ``up`` with a fake engine on any port; what is left of the fleet is taken down."""
     yield [*("up", "--hf-checkpoint", checkpoint("one"), "--engine", "fake", "--listen", "127.0.0.1:0")]
-    left = state.read("default")
+    left = fleet_state.read("default")
     if left is not None and left.alive:
         os.kill(left.pid, signal.SIGTERM)
 
@@ -293,8 +293,8 @@ def test_a_detached_fleet_answers_until_it_is_taken_down(up: list[str]) -> None:
     code, out, err = call("down", "-o", "json")
     assert code == 0, err
     assert json.loads(out)["processes"] == fleet["processes"]
-    assert state.read("default") is None
-    assert not any(state.identity(pid) for pid in [fleet["pid"], *fleet["processes"].values()])
+    assert fleet_state.read("default") is None
+    assert not any(fleet_state.identity(pid) for pid in [fleet["pid"], *fleet["processes"].values()])
     code, _, err = call("down")
     assert code == 2
     assert "no fleet 'default' is up" in err
@@ -362,8 +362,8 @@ def test_a_fleet_in_the_foreground_goes_down_on_a_signal(up: list[str], number: 
     assert ended == code
     assert "Fleet default is down." in err
     assert "Traceback" not in err
-    assert state.read("default") is None
-    assert not any(state.identity(pid) for pid in fleet["processes"].values())
+    assert fleet_state.read("default") is None
+    assert not any(fleet_state.identity(pid) for pid in fleet["processes"].values())
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -373,7 +373,7 @@ def test_a_fleet_goes_on_where_nobody_can_be_told_that_it_is_ready(up: list[str]
         process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
     said = read_until(process.stderr, "Ready.")
     assert "No space left on device" in said
-    fleet = state.read("default")
+    fleet = fleet_state.read("default")
     assert fleet is not None
     assert call("--endpoint", fleet.endpoint, "status")[0] == 0
     process.terminate()
@@ -469,7 +469,7 @@ def test_what_cannot_be_started_is_told_with_the_cause_and_nothing_is_left(up: l
         assert code == 1
         assert "actor-0 ended with 2: CHECKPOINT_NOT_FOUND" in err
         assert "logs/actor-0.log" in err
-        assert state.read("default") is None
+        assert fleet_state.read("default") is None
 
 
 @pytest.mark.parametrize("arguments", [(), ("-d",)])
@@ -518,7 +518,7 @@ def test_an_interrupt_while_an_engine_loads_takes_everything_down_at_once(up: li
     assert "interrupted; taking 2 processes down" in err
     assert "Fleet default is down." in err
     assert "Traceback" not in err
-    assert state.read("default") is None
+    assert fleet_state.read("default") is None
 
 
 def test_who_stops_waiting_for_a_change_is_told_that_it_goes_on(up: list[str], tmp_path: Path) -> None:
@@ -537,14 +537,14 @@ def test_who_stops_waiting_for_a_change_is_told_that_it_goes_on(up: list[str], t
         code, _, err = finish(process)
     assert code == 130
     assert "Stopped waiting; the supervisor goes on." in err
-    fleet = state.read("default")
+    fleet = fleet_state.read("default")
     assert fleet is not None
     assert fleet.engines == {"actor-0": "ready", "late-0": "loading"}
     assert call("down")[0] == 0
 
 
 def test_who_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_S", 0.3)
+    monkeypatch.setattr(child_processes, "STOP_S", 0.3)
     said: list[str] = []
     fleet = LaunchedFleet([], directory=tmp_path, on_progress=said.append)
     fleet.start()
@@ -594,29 +594,31 @@ def test_a_stage_whose_coordinator_is_no_address_does_not_start(checkpoint: Call
 
 def test_down_never_signals_a_process_that_is_not_the_supervisor(up: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
-        state.write(state.FleetState("default", stranger.pid, "another boot:1", state.READY, "127.0.0.1:1", "/x"))
+        fleet_state.write(
+            fleet_state.FleetState("default", stranger.pid, "another boot:1", fleet_state.READY, "127.0.0.1:1", "/x")
+        )
         code, _, err = call("down")
         assert code == 1
         assert "ended without cleaning up" in err
         assert stranger.poll() is None
         assert stranger.stdin is not None
         stranger.stdin.close()
-    assert state.read("default") is None
+    assert fleet_state.read("default") is None
 
 
 def test_two_supervisors_never_share_a_state_directory() -> None:
     entered = threading.Event()
-    with state.claimed("default"), pytest.raises(BlockingIOError), state.claimed("default"):
+    with fleet_state.claimed("default"), pytest.raises(BlockingIOError), fleet_state.claimed("default"):
         entered.set()
     assert not entered.is_set()
-    with state.claimed("default"):
+    with fleet_state.claimed("default"):
         pass
 
 
 def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
-        first = state.identity(process.pid)
+        first = fleet_state.identity(process.pid)
         assert first
-        assert first == state.identity(process.pid)
-        assert first != state.identity(os.getpid())
-    assert state.identity(process.pid) == ""
+        assert first == fleet_state.identity(process.pid)
+        assert first != fleet_state.identity(os.getpid())
+    assert fleet_state.identity(process.pid) == ""

@@ -10,10 +10,10 @@ import pytest
 from cli_helpers import Cli
 from click.testing import CliRunner
 
+from rlctl.cli.app.global_options import Command, global_options, pass_settings
+from rlctl.cli.app.settings import Settings, config_file
 from rlctl.cli.main import Root
-from rlctl.cli.options import Command, global_options, pass_settings
-from rlctl.cli.settings import Settings, config_file
-from rlctl.errors import InvalidRequest
+from rlctl.contract.errors import InvalidRequest
 
 CONFIG = """
 current: lab

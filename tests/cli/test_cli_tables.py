@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from rlctl.cli import tables
-from rlctl.cli.tables import Table, facts, plain, rich
+from rlctl.cli.render import tables
+from rlctl.cli.render.tables import Table, facts, plain, rich
 
 DIGEST = "0123456789abcdef" * 4
 TABLE = Table(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from cli_helpers import Cli
 
-from rlctl.addresses import split
-from rlctl.cli import state
-from rlctl.errors import InvalidRequest
+from rlctl.contract.errors import InvalidRequest
 from rlctl.launch.deployment import Deployment
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.interface.spec import EngineSpec
+from rlctl.launch.supervisor import fleet_state
+from rlctl.runtime.addresses import split
 
 ADDRESSES = "--rollout-external-engine-addrs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -123,8 +123,10 @@ def test_the_plan_against_a_fleet_that_is_up(cli: Cli, checkpoint: Callable[[str
     running.append(EngineSpec("old-0", path, engine="fake", gpus=(2,)))
     deployment = Deployment("lab", "127.0.0.1:0", tuple(running), insecure=True).data
     pid = os.getpid()
-    present = state.FleetState("lab", pid, state.identity(pid), state.READY, "127.0.0.1:9", str(tmp_path))
-    state.write(state.FleetState(**{**vars(present), "deployment": json.loads(json.dumps(deployment))}))
+    present = fleet_state.FleetState(
+        "lab", pid, fleet_state.identity(pid), fleet_state.READY, "127.0.0.1:9", str(tmp_path)
+    )
+    fleet_state.write(fleet_state.FleetState(**{**vars(present), "deployment": json.loads(json.dumps(deployment))}))
     file = tmp_path / "fleet.yaml"
     group = {"worker_type": "regular", "num_gpus": 3}
     model = {"name": "actor", "engine": "fake", "model_path": path, "server_groups": [group]}
@@ -163,7 +165,7 @@ def test_the_plan_against_a_fleet_that_is_up(cli: Cli, checkpoint: Callable[[str
     assert "FIELD_CONFLICT" in refused
     assert "fleet.auth.insecure" in refused
     assert "fleet.launcher: it cannot change in a fleet that is up, where it is 'local'" in refused
-    state.remove("lab")
+    fleet_state.remove("lab")
 
 
 # slime's flags.

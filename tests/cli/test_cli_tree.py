@@ -11,11 +11,11 @@ import click
 import pytest
 from cli_helpers import Cli
 
-from rlctl import verbs
 from rlctl.cli import main
-from rlctl.cli.verb import VerbCommand
-from rlctl.errors import Reason
-from rlctl.verbs import VERBS, Verb
+from rlctl.cli.commands.verbs import VerbCommand
+from rlctl.contract import verbs
+from rlctl.contract.errors import Reason
+from rlctl.contract.verbs import VERBS, Verb
 
 OFFERED = [verb for verb in VERBS.values() if verb.cli and verb.fleet]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from cli_helpers import Cli
 
-from rlctl.cli import state
-from rlctl.cli.settings import Settings
+from rlctl.cli.app.settings import Settings
 from rlctl.launch.deployment import Deployment
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.interface.spec import EngineSpec
+from rlctl.launch.supervisor import fleet_state
 
 
 @pytest.fixture
@@ -67,7 +67,9 @@ def test_taking_down_what_is_not_up_fails_with_a_clear_message(cli: Cli) -> None
     assert cli("down", "-o", "json").error["exit_code"] == 2
 
 
-FLEET = state.FleetState("lab", os.getpid(), state.identity(os.getpid()), state.READY, "127.0.0.1:1", "/x")
+FLEET = fleet_state.FleetState(
+    "lab", os.getpid(), fleet_state.identity(os.getpid()), fleet_state.READY, "127.0.0.1:1", "/x"
+)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +82,19 @@ FLEET = state.FleetState("lab", os.getpid(), state.identity(os.getpid()), state.
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_of_a_fleet_is_told_and_nothing_is_done(cli: Cli, written: bytes) -> None:
-    state.write(FLEET)
-    file = state.state_directory("lab") / "fleet.json"
+    fleet_state.write(FLEET)
+    file = fleet_state.state_directory("lab") / "fleet.json"
     file.write_bytes(written)
     ran = cli("down", "--name", "lab", "--dry-run")
     assert ran.code == 1
     assert f"what {file} says of fleet 'lab' cannot be read" in ran.err
     assert file.read_bytes() == written
-    assert state.names() == []
+    assert fleet_state.names() == []
 
 
 def test_a_fleet_that_ends_while_it_is_asked_about_is_down(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as supervisor:
-        state.write(dataclasses.replace(FLEET, pid=supervisor.pid, started=state.identity(supervisor.pid)))
+        fleet_state.write(dataclasses.replace(FLEET, pid=supervisor.pid, started=fleet_state.identity(supervisor.pid)))
 
         def confirm(*_: object) -> None:
             supervisor.communicate()
@@ -103,7 +105,7 @@ def test_a_fleet_that_ends_while_it_is_asked_about_is_down(cli: Cli, monkeypatch
 
 
 def test_a_fleet_of_another_user_is_not_taken_down(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    state.write(FLEET)
+    fleet_state.write(FLEET)
 
     def kill(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -112,7 +114,7 @@ def test_a_fleet_of_another_user_is_not_taken_down(cli: Cli, monkeypatch: pytest
     ran = cli("down", "--name", "lab", "-o", "json")
     assert ran.code == 1
     assert ran.error["message"] == f"supervisor {FLEET.pid} is another user's; nothing was done"
-    assert state.read("lab") == FLEET
+    assert fleet_state.read("lab") == FLEET
 
 
 def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch: pytest
         raise ProcessLookupError(errno.ESRCH, "No such process", str(file))
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert state.identity(os.getpid()) == ""
+    assert fleet_state.identity(os.getpid()) == ""
 
 
 @pytest.mark.parametrize("arguments", [(), ("-d",)])
@@ -139,9 +141,9 @@ def test_where_the_state_cannot_be_kept_is_told_by_name(
 
 def test_what_a_fleet_is_started_from_is_not_overwritten_by_another_start(cli: Cli, up: list[str]) -> None:
     """Two at once: the first one's supervisor would run the second one's engines, and log into the same file."""
-    directory = state.state_directory()
+    directory = fleet_state.state_directory()
     files = [directory / "deployment.json", directory / "logs" / "supervisor.log"]
-    with state.claimed("default"):
+    with fleet_state.claimed("default"):
         for file in files:
             file.parent.mkdir(exist_ok=True)
             file.write_text("the first one's")
@@ -156,11 +158,13 @@ def test_processes_of_a_supervisor_that_died_are_waited_for_and_named(
 ) -> None:
     """They hold the journal and the ports. This test is one of them; its parent only has the pid of another."""
     me, other = os.getpid(), os.getppid()
-    identities = {"coordinator": state.identity(me), "actor-0": "another process"}
+    identities = {"coordinator": fleet_state.identity(me), "actor-0": "another process"}
     processes = {"coordinator": me, "actor-0": other}
-    dead = state.FleetState("default", 2**22 + 1, "gone", state.READY, "", "", processes, identities=identities)
-    state.write(dead)
-    monkeypatch.setattr("rlctl.cli.up.SURVIVE_S", 0.2)
+    dead = fleet_state.FleetState(
+        "default", 2**22 + 1, "gone", fleet_state.READY, "", "", processes, identities=identities
+    )
+    fleet_state.write(dead)
+    monkeypatch.setattr("rlctl.cli.commands.up.SURVIVE_S", 0.2)
     ran = cli(*up)
     assert ran.code == 7
     assert "has died; waiting for coordinator to end" in ran.err
@@ -170,7 +174,7 @@ def test_processes_of_a_supervisor_that_died_are_waited_for_and_named(
 
 def test_the_last_lines_of_a_log_are_shown_and_names_that_are_there(cli: Cli) -> None:
     assert "there are: none" in cli("logs", "actor-0").err
-    logs = state.state_directory("lab") / "logs"
+    logs = fleet_state.state_directory("lab") / "logs"
     logs.mkdir(parents=True)
     (logs / "actor-0.log").write_text("".join(f"line {number} {'x' * 2000}\n" for number in range(200)) + "not yet")
     (logs / "actor-0.1.log").write_text("")
@@ -190,7 +194,11 @@ def test_only_engines_of_a_fleet_that_is_up_are_restarted(cli: Cli) -> None:
     assert "no fleet 'default' is up" in cli("restart", "actor-0", "--yes").err
     me = os.getpid()
     deployment = Deployment("default", "127.0.0.1:0", (EngineSpec("actor-0", "/m"),))
-    state.write(state.FleetState("default", me, state.identity(me), state.READY, "", "", deployment=deployment.data))
+    fleet_state.write(
+        fleet_state.FleetState(
+            "default", me, fleet_state.identity(me), fleet_state.READY, "", "", deployment=deployment.data
+        )
+    )
     wrong = cli("restart", "actor-7", "--yes")
     assert (wrong.code, "has no engine 'actor-7'; there are: actor-0" in wrong.err) == (2, True)
     dry = cli("restart", "actor-0", "--dry-run")
@@ -199,7 +207,7 @@ def test_only_engines_of_a_fleet_that_is_up_are_restarted(cli: Cli) -> None:
 
 def test_a_fleet_that_is_up_is_not_started_over(cli: Cli, up: list[str], tmp_path: Path) -> None:
     me = os.getpid()
-    state.write(state.FleetState("default", me, state.identity(me), state.READY, "", ""))
+    fleet_state.write(fleet_state.FleetState("default", me, fleet_state.identity(me), fleet_state.READY, "", ""))
     file = tmp_path / "fleet.yaml"
     file.write_text('{"models": [{"name": "actor", "server_groups": [{"worker_type": "regular", "num_gpus": 1}]}]}')
     ran = cli("up", str(file), *up[1:], "--new")

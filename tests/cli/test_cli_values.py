@@ -12,12 +12,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.cli import fields, results, text
-from rlctl.cli.output import plain_data
-from rlctl.cli.types import DEVICE, DURATION, LEVEL, EnumType
+from rlctl.cli.app import message_options
+from rlctl.cli.app.types import DEVICE, DURATION, LEVEL, EnumType
+from rlctl.cli.render import operations
+from rlctl.cli.render import values as text
+from rlctl.cli.render.printer import plain_data
+from rlctl.contract.durations import duration
 from rlctl.engine import EngineConfig
-from rlctl.launch import devices
-from rlctl.times import duration
+from rlctl.launch.local import gpus as devices
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, ExcludedStage, Operation, StageResult
@@ -58,7 +60,7 @@ _SERVERS = {
     "stage --slot a --model-path /": "rlctl.stage.server.StageConfig",
     "worker --rank 1 --model-path /": "rlctl.worker.server.WorkerConfig",
     "worker --rank 1 --model-path / --engine sglang": "rlctl.worker.server.WorkerConfig",
-    "sidecar vllm --launch /": "rlctl_vllm.sidecar.serving.SidecarConfig",
+    "sidecar vllm --launch /": "rlctl_vllm.sidecar.server.SidecarConfig",
 }
 
 
@@ -137,30 +139,36 @@ def test_enum_values_that_do_not_exist_are_refused_with_those_that_do(written: s
         EnumType(common_pb2.PauseMode.DESCRIPTOR).convert(written, None, None)
 
 
-def path(field: fields.Field) -> str:
+def path(field: message_options.Field) -> str:
     return ".".join(step.name for step in field.path)
 
 
 def test_nested_options_are_flattened_and_repeated_messages_left_out() -> None:
-    update = {field.flag: path(field) for field in fields.fields_of(verbs_pb2.UpdateWeightsFromDiskRequest.DESCRIPTOR)}
+    update = {
+        field.flag: path(field)
+        for field in message_options.fields_of(verbs_pb2.UpdateWeightsFromDiskRequest.DESCRIPTOR)
+    }
     assert update["--model-path"] == "model_path"
     assert update["--pause"] == "options.pause"
     assert update["--flush-cache"] == "options.flush_cache"
     assert "--header" not in update
-    group = {field.flag for field in fields.fields_of(verbs_pb2.InitWeightsUpdateGroupRequest.DESCRIPTOR)}
+    group = {field.flag for field in message_options.fields_of(verbs_pb2.InitWeightsUpdateGroupRequest.DESCRIPTOR)}
     assert "--members" not in group
     assert "--group-timeout" in group
 
 
 def test_a_field_named_like_an_option_of_every_command_gets_a_prefix() -> None:
-    flags = [field.flag for field in fields.fields_of(verbs_pb2.LoadAdapterRequest.DESCRIPTOR, {"--name", "--version"})]
+    flags = [
+        field.flag
+        for field in message_options.fields_of(verbs_pb2.LoadAdapterRequest.DESCRIPTOR, {"--name", "--version"})
+    ]
     assert flags == ["--request-name", "--path", "--request-version", "--pinned", "--abort-requests", "--only-new"]
 
 
 def _assigned(message: object, **values: object) -> object:
-    by_name = {path(field): field for field in fields.fields_of(message.DESCRIPTOR)}  # type: ignore[attr-defined]
+    by_name = {path(field): field for field in message_options.fields_of(message.DESCRIPTOR)}  # type: ignore[attr-defined]
     for name, value in values.items():
-        fields.assign(message, by_name[name.replace("__", ".")], value)  # type: ignore[arg-type]
+        message_options.assign(message, by_name[name.replace("__", ".")], value)  # type: ignore[arg-type]
     return message
 
 
@@ -247,7 +255,7 @@ def test_the_end_of_an_update_says_what_it_does_not_prove_and_what_it_leaves_pau
             operation_id="u", update_id="u", verb="WeightUpdate", state=OPERATION_STATE_OK, targets=["a"],
             stage_results=[stage], pause_time=duration(0.5),
         )  # fmt: skip
-        return results.summary(operation)
+        return operations.summary(operation)
 
     ready, paused = common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED
     expected, none = common_pb2.VERIFICATION_LEVEL_EXPECTED, common_pb2.VERIFICATION_LEVEL_NONE
@@ -256,4 +264,4 @@ def test_the_end_of_an_update_says_what_it_does_not_prove_and_what_it_leaves_pau
     assert "; paused 500ms, and still is." in told(expected, paused)
     away = ExcludedStage(slot="b", reason="UNREACHABLE")
     operation = Operation(operation_id="u", update_id="u", verb="WeightUpdate", excluded=[away])
-    assert "; left out: b (UNREACHABLE)" in results.summary(operation)
+    assert "; left out: b (UNREACHABLE)" in operations.summary(operation)

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from cli_helpers import Cli, LiveFleet
 
+from rlctl.contract.errors import Reason
+from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing.fake_engine import FAULTS, FakeEngine
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY
-from rlctl.verbs import VERBS
 
 
 def lines(out: str) -> list[list[str]]:

@@ -19,15 +19,15 @@ import pytest
 from children import Children
 from cli_helpers import Cli
 
-from rlctl import private
-from rlctl.cli import state, supervisor
-from rlctl.cli.apply import Requests, apply, listening
-from rlctl.cli.settings import Settings
-from rlctl.cli.supervisor import _Supervisor
-from rlctl.errors import DeadlineExceeded, Reason, RlctlError
+from rlctl.cli.app.settings import Settings
+from rlctl.contract.errors import DeadlineExceeded, Reason, RlctlError
 from rlctl.launch.deployment import Deployment
-from rlctl.launch.engine_run import Limits
-from rlctl.launch.spec import EngineSpec, Reservation
+from rlctl.launch.engine_lifecycle import Limits
+from rlctl.launch.interface.spec import EngineSpec, Reservation
+from rlctl.launch.supervisor import fleet_state, supervisor
+from rlctl.launch.supervisor.control_socket import Requests, apply, listening
+from rlctl.launch.supervisor.supervisor import _Supervisor
+from rlctl.runtime import private_files
 
 
 def is_full(*_: object) -> None:
@@ -44,18 +44,18 @@ class Full(io.StringIO):
 def test_a_full_disk_does_not_end_a_fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", ()))
     with monkeypatch.context() as disk:
-        disk.setattr(private, "write_text", is_full)
+        disk.setattr(private_files, "write_text", is_full)
         for _ in range(3):
-            holder._tell_state(state.READY)
+            holder._tell_state(fleet_state.READY)
         assert capsys.readouterr().err.count("No space left on device") == 1, "told once"
         disk.setattr(sys, "stderr", Full())
         holder._say("actor-0: starting again")
-        holder._tell_state(state.READY)
-    assert state.read("lab") is None
-    holder._tell_state(state.READY)
-    found = state.read("lab")
+        holder._tell_state(fleet_state.READY)
+    assert fleet_state.read("lab") is None
+    holder._tell_state(fleet_state.READY)
+    found = fleet_state.read("lab")
     assert found is not None
-    assert found.phase == state.READY
+    assert found.phase == fleet_state.READY
 
 
 class Refusing(Children):
@@ -76,7 +76,7 @@ class Asked:
         self.restart: Sequence[str] = ()
         self.said: list[str] = []
         self.error: RlctlError | None = None
-        self.state: state.FleetState | None = None
+        self.state: fleet_state.FleetState | None = None
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -84,7 +84,7 @@ class Asked:
     def failed(self, error: RlctlError) -> None:
         self.error = error
 
-    def done(self, found: state.FleetState) -> None:
+    def done(self, found: fleet_state.FleetState) -> None:
         self.state = found
 
 
@@ -104,13 +104,13 @@ def holder() -> _Supervisor:
     """Of a fleet of nothing, whose launcher is the test."""
     holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", ()))
     holder._fleet._launcher = Refusing()
-    holder._tell_state(state.READY)
+    holder._tell_state(fleet_state.READY)
     return holder
 
 
 def kept() -> Deployment:
     """What the next plan is made against."""
-    found = state.read("lab")
+    found = fleet_state.read("lab")
     assert found is not None
     return Deployment.of(found.deployment)
 
@@ -123,7 +123,7 @@ def test_a_refused_change_is_not_what_the_fleet_is_kept_at(holder: _Supervisor, 
     holder._apply(refused, Coming())  # type: ignore[arg-type]
     assert refused.error is not None
     assert refused.error.reason is (Reason.FIELD_INVALID if listen.endswith(":0") else Reason.FIELD_CONFLICT)
-    holder._tell_state(state.READY)
+    holder._tell_state(fleet_state.READY)
     assert kept() == before
     assert holder._wanted.restart
     assert holder._fleet.engines == []
@@ -195,13 +195,15 @@ def test_who_cannot_be_heard_does_not_end_a_fleet() -> None:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> state.FleetState:
+def running(tmp_path: Path) -> fleet_state.FleetState:
     """What is known of a fleet whose supervisor is the test."""
     pid, deployment = os.getpid(), json.loads(json.dumps(Deployment("lab", "127.0.0.1:0", ()).data))
-    return state.FleetState("lab", pid, state.identity(pid), state.READY, "127.0.0.1:1", str(tmp_path), {}, deployment)
+    return fleet_state.FleetState(
+        "lab", pid, fleet_state.identity(pid), fleet_state.READY, "127.0.0.1:1", str(tmp_path), {}, deployment
+    )
 
 
-def test_a_change_takes_no_longer_than_its_time_however_much_is_told(running: state.FleetState) -> None:
+def test_a_change_takes_no_longer_than_its_time_however_much_is_told(running: fleet_state.FleetState) -> None:
     """An engine that loads is told of again and again."""
     left, said = threading.Event(), []  # type: ignore[var-annotated]
 
@@ -225,7 +227,9 @@ def test_a_change_takes_no_longer_than_its_time_however_much_is_told(running: st
     assert said
 
 
-def test_a_fleet_of_another_version_is_told_to_be_one(running: state.FleetState, cli: Cli, tmp_path: Path) -> None:
+def test_a_fleet_of_another_version_is_told_to_be_one(
+    running: fleet_state.FleetState, cli: Cli, tmp_path: Path
+) -> None:
     """As after an upgrade of rlctl: a supervisor that cannot read what is wanted has not ended."""
     newer = dataclasses.replace(running, deployment=running.deployment | {"colour": "blue"})
     wanted = SimpleNamespace(name="lab", data=newer.deployment)
@@ -236,7 +240,7 @@ def test_a_fleet_of_another_version_is_told_to_be_one(running: state.FleetState,
             apply(running, wanted, lambda _: None, timeout_s=10)  # type: ignore[arg-type]
         asked.join()
     assert caught.value.reason is Reason.UNSUPPORTED
-    state.write(newer)
+    fleet_state.write(newer)
     file = tmp_path / "lab.yaml"
     groups = "[{worker_type: regular, num_gpus: 1}]"
     file.write_text(f"models: [{{name: a, model_path: {tmp_path}, engine: fake, server_groups: {groups}}}]")

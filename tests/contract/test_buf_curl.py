@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 ROOT = Path(__file__).parents[2]
 COORDINATOR = "rlctl.v1.CoordinatorService"

@@ -43,7 +43,7 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 from rlctl.client import aio
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 from rlctl.transport.channel import open_channel

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rlctl import descriptors, reference, v1
+from rlctl import v1
 from rlctl.cli import main
-from rlctl.cli.exits import of_reason
-from rlctl.descriptors import ANSWERS, PACKAGE
-from rlctl.errors import Reason
+from rlctl.cli.app.exit_codes import of_reason
+from rlctl.contract import comments as descriptors
+from rlctl.contract.comments import ANSWERS, PACKAGE
+from rlctl.contract.errors import Reason
+from rlctl.contract.verbs import ANY, JOINED, VERBS, Verb
 from rlctl.v1 import coordinator_pb2, rollout_pb2
-from rlctl.verbs import ANY, JOINED, VERBS, Verb
+from tools import reference
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 COORDINATOR = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
@@ -25,7 +27,7 @@ OFFERED = [verb for verb in VERBS.values() if verb.fleet]
 
 
 def check(directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlctl.reference", "--check", str(directory)]
+    command = [sys.executable, "-m", "tools.reference", "--check", str(directory)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

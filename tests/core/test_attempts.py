@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from rlctl.coordinator import attempts
-from rlctl.coordinator.attempts import OpenUpdate
-from rlctl.coordinator.roster import Slot
-from rlctl.coordinator.verification import NOTHING, Expected
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.transaction import transfer
+from rlctl.coordinator.transaction.transfer import OpenUpdate
+from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
@@ -88,14 +88,14 @@ def answer(outcome: int, of: str = "a") -> StageResult:
 def test_another_attempt_is_in_vain_for_who_is_away_new_or_short_of_a_rank(
     target: Slot, received: list[StageResult], *, gone: bool
 ) -> None:
-    assert attempts._is_gone(target, PLAN, received) == gone
+    assert transfer._is_gone(target, PLAN, received) == gone
 
 
 def test_what_is_known_of_who_is_left_out_is_the_worst_that_it_said() -> None:
     refused, dirty = answer(OUTCOME_APPLIED), answer(OUTCOME_APPLIED)
     refused.outcome, dirty.outcome = OUTCOME_REJECTED, OUTCOME_DIRTY
-    assert attempts._what_is_known(slot(), [refused, answer(OUTCOME_DIRTY, of="b"), dirty]) is dirty
-    nothing = attempts._what_is_known(slot(), [refused, answer(OUTCOME_DIRTY, of="b")])
+    assert transfer._what_is_known(slot(), [refused, answer(OUTCOME_DIRTY, of="b"), dirty]) is dirty
+    nothing = transfer._what_is_known(slot(), [refused, answer(OUTCOME_DIRTY, of="b")])
     assert (nothing.slot, nothing.outcome, nothing.error.reason) == ("a", OUTCOME_UNKNOWN, "UNREACHABLE")
 
 
@@ -103,6 +103,6 @@ def test_a_write_is_a_stray_only_where_no_target_is_in_its_group() -> None:
     stray = StageResult(outcome=OUTCOME_REJECTED, error=Reason.GROUP_NOT_FOUND.error().detail())
     refused = StageResult(outcome=OUTCOME_REJECTED, error=Reason.ILLEGAL_STATE.error().detail())
     taken = StageResult(outcome=OUTCOME_DIRTY, error=Reason.GROUP_NOT_FOUND.error().detail())
-    assert attempts._in_no_group([stray, stray])
+    assert transfer._in_no_group([stray, stray])
     for results in ([], [stray, refused], [stray, taken]):
-        assert not attempts._in_no_group(results)
+        assert not transfer._in_no_group(results)

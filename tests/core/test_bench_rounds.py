@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.bench.figures import Figure, Reading, Setting
-from rlctl.bench.report import entry
-from rlctl.bench.rounds import Spread, interleaved, ratios
-from rlctl.bench.weights.collectives import busy_s
+from tools.benchmark.figures import Figure, Reading, Setting
+from tools.benchmark.report import entry
+from tools.benchmark.rounds import Spread, interleaved, ratios
+from tools.benchmark.weights.collectives import busy_s
 
 
 def test_sides_take_turns_after_a_warm_up_that_does_not_count() -> None:

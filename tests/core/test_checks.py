@@ -9,10 +9,10 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
-from rlctl.checks import check
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.validation import check
 from rlctl.ports import new_uuid7
-from rlctl.times import duration, seconds
 from rlctl.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.verbs_pb2 import Shape, TensorBucket, UpdateOptions

@@ -6,9 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from rlctl.compat import slime
-from rlctl.compat.slime import get_model_url, set_model_routers
-from rlctl.errors import InvalidRequest, NotFound, Unavailable
+from rlctl.contract.errors import InvalidRequest, NotFound, Unavailable
+from rlctl.integrations import slime
+from rlctl.integrations.slime import get_model_url, set_model_routers
 
 ARGS = Namespace(sglang_model_routers={"actor": ("10.0.0.1", 3000), "ref": ("fd00::1", 3001)})
 

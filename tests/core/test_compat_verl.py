@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlctl.compat.verl_weights import TrainingWeights
-from rlctl.errors import Unsupported
-from rlctl.weights.repeats import Spare
-from rlctl.weights.source import WeightSource, left_out, spares_of
+from rlctl.contract.errors import Unsupported
+from rlctl.integrations.verl.weights import TrainingWeights
+from rlctl.weights.tensor.source import WeightSource, left_out, spares_of
+from rlctl.weights.tensor.tied_names import Spare
 
 
 class Engine:

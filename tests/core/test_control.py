@@ -9,16 +9,16 @@ import pytest
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from waiting import eventually
 
-from rlctl.control import commander as commanding
-from rlctl.control import executor as executing
-from rlctl.control.commander import Commander, Issued
-from rlctl.control.executor import Executor
+from rlctl.command_stream import commander as commanding
+from rlctl.command_stream import executor as executing
+from rlctl.command_stream.commander import Commander, Issued
+from rlctl.command_stream.executor import Executor
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
-from rlctl.testing.links import MemoryLink, memory_link
-from rlctl.testing.waiting import eventually
+from rlctl.testing.loopback_links import MemoryLink, memory_link
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_NOT_SENT, OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.control_pb2 import Attach, Attached, CommandResult, ServingGrant

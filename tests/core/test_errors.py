@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError, from_detail
 from rlctl.rollout.sample import RolloutFailed
 from rlctl.transport import status
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail

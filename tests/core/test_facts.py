@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import of_request
 from rlctl.stage.facts import Facts, Weights
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -23,7 +24,6 @@ from rlctl.v1.common_pb2 import (
     WeightVersion,
 )
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.verbs import of_request
 
 EPOCH = 3
 

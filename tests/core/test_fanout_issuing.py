@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from google.protobuf.any_pb2 import Any as Packed
 
-from rlctl.control.commander import Commander
-from rlctl.coordinator.fanout import AT_ONCE, Fanout
-from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.roster import Roster, Slot
+from rlctl.command_stream.commander import Commander
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.operations.fanout import AT_ONCE, Fanout
 from rlctl.ports import SystemClock
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ResponseHeader
 from rlctl.v1.control_pb2 import ControlRequest

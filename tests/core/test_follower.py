@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+from waiting import eventually
+
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineInfo
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
-from rlctl.testing.links import MemoryLink
-from rlctl.testing.waiting import eventually
+from rlctl.testing.loopback_links import MemoryLink
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, WorkerCoordinates
 from rlctl.v1.control_pb2 import Attach

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 import pytest
+from waiting import eventually
 
-from rlctl.coordinator import roster
-from rlctl.coordinator.operations import RETAINED_BYTES, Operations, Run
-from rlctl.coordinator.roster import Roster, Slot
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet import roster
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run
 from rlctl.ports import Delete, Put, SystemClock
-from rlctl.testing.waiting import eventually
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.verbs_pb2 import FlushCacheRequest, LoadAdapterRequest

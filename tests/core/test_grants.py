@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rlctl.errors import RlctlError
-from rlctl.stage.core import Stage
-from rlctl.times import duration
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import RlctlError
+from rlctl.stage.state_machine import Stage
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.control_pb2 import Attach, Attached, ServingGrant
 from rlctl.v1.fleet_pb2 import StageRegistration

@@ -10,12 +10,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
-from rlctl.coordinator import sqlite_journal
-from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal import sqlite
+from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.ports import Delete, Put
-from rlctl.testing.waiting import eventually
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def test_a_locked_journal_names_the_process_that_uses_it(path: Path) -> None:
 def test_two_that_make_it_at_the_same_time_do_not_both_hold_it(path: Path) -> None:
     made: list[SqliteJournal] = []
     with pytest.MonkeyPatch.context() as patch:
-        link = sqlite_journal.os.link
+        link = sqlite.os.link
 
         def link_later(draft: Path, target: Path) -> None:
             patch.undo()
             made.append(SqliteJournal(path))
             link(draft, target)
 
-        patch.setattr(sqlite_journal.os, "link", link_later)
+        patch.setattr(sqlite.os, "link", link_later)
         with pytest.raises(RlctlError, match="locked"):
             SqliteJournal(path)
     assert [file.name for file in path.parent.iterdir() if file.name.startswith(".")] == []
@@ -175,8 +175,8 @@ def test_one_of_an_older_schema_is_brought_to_this_one_and_keeps_its_records(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_some(path)
-    later = (*sqlite_journal.MIGRATIONS, "ALTER TABLE record ADD COLUMN note TEXT", "UPDATE record SET note = 'old'")
-    monkeypatch.setattr(sqlite_journal, "MIGRATIONS", later)
+    later = (*sqlite.MIGRATIONS, "ALTER TABLE record ADD COLUMN note TEXT", "UPDATE record SET note = 'old'")
+    monkeypatch.setattr(sqlite, "MIGRATIONS", later)
     journal = SqliteJournal(path)
     assert len(list(journal.read("a"))) == 200
     journal.close()
@@ -188,7 +188,7 @@ def test_one_of_an_older_schema_is_brought_to_this_one_and_keeps_its_records(
 def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_some(path)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_journal, "MIGRATIONS", (*sqlite_journal.MIGRATIONS, "DROP TABLE record", "no statement"))
+        patch.setattr(sqlite, "MIGRATIONS", (*sqlite.MIGRATIONS, "DROP TABLE record", "no statement"))
         with pytest.raises(RlctlError, match="syntax error"):
             SqliteJournal(path)
     journal = SqliteJournal(path)

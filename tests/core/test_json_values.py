@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.json_values import of_kind
+from rlctl.contract.json_values import of_kind
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.coordinator.keys import Keys
-from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal.sqlite import SqliteJournal
+from rlctl.coordinator.operations.idempotency_keys import Keys
 from rlctl.ports import Delete, Put, SystemClock
 
 BODY, OTHER = b"a" * 32, b"b" * 32

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 from children import Child
 
-from rlctl.errors import InvalidRequest, Reason, RlctlError
+from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
 from rlctl.launch import gateways as gateways_module
-from rlctl.launch import processes
 from rlctl.launch.gateways import Gateways
-from rlctl.launch.local_launcher import LocalLauncher
-from rlctl.launch.logs import keep_short
-from rlctl.launch.processes import Process
-from rlctl.launch.spec import GatewaySpec
+from rlctl.launch.interface.spec import GatewaySpec
+from rlctl.launch.local import child_processes
+from rlctl.launch.local.child_processes import Process
+from rlctl.launch.local.launcher import LocalLauncher
+from rlctl.launch.local.log_files import keep_short
 from rlctl.transport.auth import load_token
-from rlctl.weights.interfaces import address_on, own_address
+from rlctl.weights.group.network_interfaces import address_on, own_address
 
 PROGRAM = """
 import json, os, sys
@@ -121,8 +121,8 @@ def test_a_process_has_ended_though_one_of_its_children_goes_on(tmp_path: Path, 
 def test_a_log_that_has_become_long_begins_anew_and_the_process_goes_on(
     tmp_path: Path, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "TEND_S", 0.01)
-    monkeypatch.setattr(processes, "keep_short", functools.partial(keep_short, at_most=1000))
+    monkeypatch.setattr(child_processes, "TEND_S", 0.01)
+    monkeypatch.setattr(child_processes, "keep_short", functools.partial(keep_short, at_most=1000))
     (tmp_path / "logs.py").write_text(LOGS)
     log, kept = tmp_path / "a.log", tmp_path / "a.log.1"
     log.write_text("old\n")  # of a process before

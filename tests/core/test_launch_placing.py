@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlctl.launch.placing import Node, choose, shortage
+from rlctl.launch.ray.node_choice import Node, choose, shortage
 
 NEED = {"GPU": 2.0}
 

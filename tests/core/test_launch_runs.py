@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from children import Children
 
-from rlctl.errors import Reason
-from rlctl.launch import engine_run
-from rlctl.launch.devices import gpu_count
-from rlctl.launch.engine_run import REPLACED, EngineRun, Limits, Phase
-from rlctl.launch.processes import last_line, log_end
-from rlctl.launch.spec import EngineSpec
+from rlctl.contract.errors import Reason
+from rlctl.launch import engine_lifecycle
+from rlctl.launch.engine_lifecycle import REPLACED, EngineRun, Limits, Phase
+from rlctl.launch.interface.spec import EngineSpec
+from rlctl.launch.local.child_processes import last_line, log_end
+from rlctl.launch.local.gpus import gpu_count
 from rlctl.stage import server
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE, StageState
 from rlctl.v1.fleet_pb2 import Stage, StageReport
@@ -23,7 +23,7 @@ from rlctl.v1.fleet_pb2 import Stage, StageReport
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """``clock(3)``: three seconds later."""
     now = [100.0]
-    monkeypatch.setattr(engine_run.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(engine_lifecycle.time, "monotonic", lambda: now[0])
 
     def later(seconds: float) -> None:
         now[0] += seconds

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlctl.merging import Merged, MergedSample
-from rlctl.rollout.progress import Progress, begin
+from rlctl.contract.partial_responses import Merged, MergedSample
+from rlctl.rollout.continuation import Progress, begin
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1.common_pb2 import WeightVersion
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.client.blaming import blame_ranks, parts_in_question
-from rlctl.coordinator import verification
-from rlctl.errors import Reason
-from rlctl.fingerprints import differing, fingerprints
+from rlctl.contract.errors import Reason
+from rlctl.contract.fingerprints import differing, fingerprints
+from rlctl.coordinator.transaction import verification_levels
+from rlctl.trainer.mismatch_report import blame_ranks, parts_in_question
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_REJECTED, ErrorDetail, WorkerCoordinates
 from rlctl.v1.results_pb2 import Operation, RankResult, StageResult
 from rlctl.v1.trainer_pb2 import Sent
@@ -42,7 +42,7 @@ def test_a_mismatch_names_the_ranks_that_are_known_to_be_wrong_or_all_that_may_b
     parts: list[TensorPart | None], said: str, metadata: dict[str, str]
 ) -> None:
     answer = stage(*(rank(number, part) for number, part in enumerate(parts)))
-    error = verification.named(Reason.DIGEST_MISMATCH.error("other weights"), answer)
+    error = verification_levels.named(Reason.DIGEST_MISMATCH.error("other weights"), answer)
     assert error.message == f"other weights; 2 of 7 tensors differ, first w, {said}"
     assert error.metadata == {"tensor": "w", "differing": "2"} | metadata
 
@@ -51,7 +51,7 @@ def test_a_mismatch_that_nobody_can_explain_stays_as_it_is() -> None:
     refused = stage(rank(0, row(0, "1")))
     refused.outcome = OUTCOME_REJECTED
     for answer in (stage(rank(0, None, first="")), refused, StageResult(outcome=OUTCOME_APPLIED)):
-        error = verification.named(Reason.DIGEST_MISMATCH.error("other weights"), answer)
+        error = verification_levels.named(Reason.DIGEST_MISMATCH.error("other weights"), answer)
         assert (error.message, error.metadata) == ("other weights", {})
 
 
@@ -94,7 +94,7 @@ def test_a_probe_passes_within_its_tolerance_and_only_as_a_whole(found: list[lis
     probe = Probe(prompts=[ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1, -2])], tolerance=0.01)
     check = CheckReport(probed=[ProbePrompt(token_ids=[1, 2, 3], logprobs=values) for values in found])
     result = StageResult(slot="a", outcome=OUTCOME_APPLIED, rank_results=[RankResult(check=check), RankResult()])
-    wrong = verification.judge_probe([result], probe)
+    wrong = verification_levels.judge_probe([result], probe)
     assert list(wrong) == (["a"] if said else [])
     if said:
         assert said in wrong["a"].message

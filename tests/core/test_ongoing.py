@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 import pytest
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
-from rlctl.stage import ongoing
-from rlctl.stage.ongoing import Ongoing
-from rlctl.stage.serving import Serving
+from rlctl.stage.generation import gate_watch
+from rlctl.stage.generation.gate_watch import Ongoing
+from rlctl.stage.serving_state import Serving
 from rlctl.v1 import common_pb2
 
 READY = Serving(
@@ -69,7 +69,7 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     """One that is looked at often."""
-    monkeypatch.setattr(ongoing, "LOOK_S", SOON_S)
+    monkeypatch.setattr(gate_watch, "LOOK_S", SOON_S)
     return Host()
 
 
@@ -134,7 +134,7 @@ async def test_an_adapter_that_is_gone_ends_its_own_requests_only(host: Host) ->
 
 
 async def test_time_is_up_between_two_looks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ongoing, "LOOK_S", 3600.0)
+    monkeypatch.setattr(gate_watch, "LOOK_S", 3600.0)
     assert await reason(host.wait(new(), left=SOON_S)) is Reason.DEADLINE_EXCEEDED
     assert await reason(host.wait(new(), left=0.0)) is Reason.DEADLINE_EXCEEDED
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl import outcomes
-from rlctl.errors import Reason
+from rlctl.contract import outcomes
+from rlctl.contract.errors import Reason
+from rlctl.contract.verbs import VERBS, Verb
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -30,7 +31,6 @@ from rlctl.v1.results_pb2 import (
     RankResult,
     StageResult,
 )
-from rlctl.verbs import VERBS, Verb
 
 EVERY = (OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
 PAUSE, READ, WRITE = VERBS["PauseGeneration"], VERBS["GetModelInfo"], VERBS["UpdateWeightsFromDistributed"]

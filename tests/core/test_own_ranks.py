@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlctl import outcomes
+from rlctl.contract import outcomes
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call, brings_ranks
-from rlctl.errors import Reason
 from rlctl.ports import SystemClock
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
@@ -18,7 +18,7 @@ from rlctl.v1.common_pb2 import (
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 RANKS = [WorkerCoordinates(rank=rank) for rank in range(3)]
 

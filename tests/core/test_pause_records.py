@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rlctl.coordinator.pauses import Pauses
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.kept_pauses import Pauses
 from rlctl.ports import Delete, Put
 from rlctl.v1.common_pb2 import Target
 from rlctl.v1.fleet_pb2 import Pause

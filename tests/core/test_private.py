@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cli import state
-from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.launch.local_launcher import LocalLauncher
-from rlctl.launch.logs import keep_short
+from rlctl.coordinator.journal.sqlite import SqliteJournal
+from rlctl.launch.local.launcher import LocalLauncher
+from rlctl.launch.local.log_files import keep_short
+from rlctl.launch.supervisor import fleet_state
 from rlctl.ports import Put
 
 
@@ -48,10 +48,10 @@ async def test_a_journal_that_others_could_read_until_now(tmp_path: Path) -> Non
 
 def test_the_state_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    directory = state.state_directory("lab")
+    directory = fleet_state.state_directory("lab")
     directory.mkdir(parents=True, mode=0o755)
-    with state.claimed("lab"):
-        state.write(state.FleetState("lab", 1, "now", state.READY, "127.0.0.1:1", str(directory)))
+    with fleet_state.claimed("lab"):
+        fleet_state.write(fleet_state.FleetState("lab", 1, "now", fleet_state.READY, "127.0.0.1:1", str(directory)))
         assert modes(directory) == {"lab": 0o700, "lock": 0o600, "fleet.json": 0o600}
 
 

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlctl.errors import InvalidRequest
-from rlctl.rollout.radix import RadixTree
-from rlctl.rollout.trajectories import Piece, Trajectories
+from rlctl.contract.errors import InvalidRequest
+from rlctl.gateway.radix.trajectories import Piece, Trajectories
+from rlctl.gateway.radix.tree import RadixTree
 
 
 def prompt(text, *tokens):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch import ray_places
-from rlctl.launch.placing import Node
-from rlctl.launch.spec import Reservation
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.interface.spec import Reservation
+from rlctl.launch.ray import placement_groups
+from rlctl.launch.ray.node_choice import Node
 
 ROOM = 4
 
@@ -34,10 +34,10 @@ def held() -> dict[str, int]:
 
 def test_a_refused_change_gives_back_what_it_took_and_holds_what_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
     HELD.clear()
-    monkeypatch.setattr(ray_places, "placement_group", Group)
-    monkeypatch.setattr(ray_places, "remove_placement_group", HELD.remove)
-    monkeypatch.setattr(ray_places.Places, "_nodes", lambda _: [Node("1", "a", {"CPU": float(ROOM)}, {})])
-    places = ray_places.Places(per_node=8)
+    monkeypatch.setattr(placement_groups, "placement_group", Group)
+    monkeypatch.setattr(placement_groups, "remove_placement_group", HELD.remove)
+    monkeypatch.setattr(placement_groups.Places, "_nodes", lambda _: [Node("1", "a", {"CPU": float(ROOM)}, {})])
+    places = placement_groups.Places(per_node=8)
     one, two = (Reservation(name, ranks, "cpu") for name, ranks in (("a", 1), ("b", 2)))
     places.make_room((), [one, two])
     assert held() == {"rlctl a": 1, "rlctl b": 2}

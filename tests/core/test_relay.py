@@ -10,15 +10,17 @@ from typing import cast
 import pytest
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
+from waiting import eventually
 
-from rlctl import loops, outcomes
-from rlctl.control.commander import Commander, Issued
+from rlctl.command_stream.commander import Commander, Issued
+from rlctl.contract import outcomes
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS, Verb
 from rlctl.engine import Call, Engine
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
-from rlctl.stage.core import Stage
+from rlctl.runtime import event_loops
 from rlctl.stage.relay import LocalRank, Relay, RemoteRank
-from rlctl.testing.waiting import eventually
+from rlctl.stage.state_machine import Stage
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
@@ -31,8 +33,7 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.verbs import VERBS, Verb
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 CLOCK = SystemClock()
 PAUSE = VERBS["PauseGeneration"]
@@ -314,7 +315,7 @@ def test_what_rank_zero_has_not_begun_when_its_time_is_up_is_refused_and_not_unk
     async def many() -> set[tuple[int, str]]:
         return set(await asyncio.gather(*(behind_another() for _ in range(200))))
 
-    assert loops.run(many()) == {(OUTCOME_REJECTED, "DEADLINE_EXCEEDED")}
+    assert event_loops.run(many()) == {(OUTCOME_REJECTED, "DEADLINE_EXCEEDED")}
 
 
 class Handing:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.client.leading import _worth_retrying
-from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
+from rlctl.trainer.lead import _worth_retrying
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import Operation, StageResult
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.rollout.admission import Admission, max_staleness, parse
-from rlctl.rollout.candidates import Candidates
-from rlctl.rollout.health import FAILED_S, REFUSED_S, Health
-from rlctl.rollout.policies import POLICIES, ConsistentHashing, policy
-from rlctl.rollout.ring import Ring
-from rlctl.rollout.router import Router, Wanted, next_step, obstacles
-from rlctl.rollout.sessions import BOUND, Sessions
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout.picking.admission import Admission, max_staleness, parse
+from rlctl.rollout.picking.candidates import Candidates
+from rlctl.rollout.picking.hash_ring import Ring
+from rlctl.rollout.picking.health import FAILED_S, REFUSED_S, Health
+from rlctl.rollout.picking.policies import POLICIES, ConsistentHashing, policy
+from rlctl.rollout.picking.router import Router, Wanted, next_step, obstacles
+from rlctl.rollout.picking.sessions import BOUND, Sessions
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DIRTY,
     STAGE_STATE_PAUSED,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.rollout.progress import Progress, begin, derived_seed
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout.continuation import Progress, begin, derived_seed
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1.common_pb2 import WeightVersion

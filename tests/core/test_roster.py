@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlctl.coordinator.roster import Roster
-from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.ports import SystemClock
 from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.fleet_pb2 import Capabilities, StageLayout, StageRegistration

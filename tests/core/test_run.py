@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rlctl.coordinator.operations import Run
+from rlctl.coordinator.operations.operations import Run
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED
 from rlctl.v1.journal_pb2 import OperationRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING, Operation, StageResult

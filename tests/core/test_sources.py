@@ -6,9 +6,9 @@ from typing import cast
 
 from test_versions import LATEST, fleet
 
-from rlctl.control.commander import Commander
-from rlctl.coordinator.roster import Slot
-from rlctl.coordinator.sources import Sources
+from rlctl.command_stream.commander import Commander
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.healing.sources import Sources
 from rlctl.v1.common_pb2 import STAGE_STATE_READY
 from rlctl.v1.fleet_pb2 import Capabilities, StageLayout, StageRegistration, StageReport
 from rlctl.v1.journal_pb2 import SlotRecord

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.coordinator.start_over import previous, start_over
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal.sqlite import SqliteJournal
+from rlctl.coordinator.journal.start_over import previous, start_over
 from rlctl.ports import Put
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord

@@ -11,7 +11,7 @@ import pytest
 from test_topology_resolve import HF, REGULAR, flagged, good, load, model
 
 from rlctl.engine import KnownOptions
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.interface.spec import EngineSpec
 from rlctl.topology.diff import Change, difference
 from rlctl.topology.flags import Flags
 from rlctl.topology.json_schema import schema

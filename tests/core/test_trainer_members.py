@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from waiting import eventually
 
-from rlctl.client.pending import Progress
-from rlctl.client.trainer import Lead, Members
-from rlctl.errors import Reason, RlctlError, from_detail
-from rlctl.testing.links import MemoryLink
-from rlctl.testing.waiting import eventually
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.testing.loopback_links import MemoryLink
+from rlctl.trainer.member_streams import Lead, Members
+from rlctl.trainer.pending_update import Progress
 from rlctl.v1.trainer_pb2 import JoinRequest, JoinResponse, Offer
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlctl.coordinator import verification
-from rlctl.coordinator.roster import Slot
-from rlctl.coordinator.verification import NOTHING, Expected
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.transaction import verification_levels
+from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,
@@ -65,7 +65,7 @@ def test_a_level_is_reached_where_engine_path_and_fleet_allow_it(
     levels: set[int],
 ) -> None:
     together = [target, slot("b")][:replicas]
-    obstacles = verification.reached(target, transport, options(probe=probe), together)
+    obstacles = verification_levels.reached(target, transport, options(probe=probe), together)
     assert {level for level, why in obstacles.items() if not why} == levels
 
 
@@ -94,18 +94,18 @@ def test_a_probe_is_refused_for_a_target_that_cannot_compute_it(target: Slot, ca
 
 
 def test_evidence_is_recorded_by_kind_and_the_weakest_counts_for_all() -> None:
-    both = verification.certificate(EXPECTED, probed=True)
+    both = verification_levels.certificate(EXPECTED, probed=True)
     assert both == common.Verification(held=EXPECTED, computed=PROBE)
-    bytes_alone = verification.certificate(RECEIVED, probed=False)
+    bytes_alone = verification_levels.certificate(RECEIVED, probed=False)
     assert bytes_alone == common.Verification(held=RECEIVED, computed=NONE)
-    assert verification.weakest([both, bytes_alone]) == bytes_alone
-    assert verification.weakest([]) == common.Verification()
+    assert verification_levels.weakest([both, bytes_alone]) == bytes_alone
+    assert verification_levels.weakest([]) == common.Verification()
 
 
 def refused(wanted: int, *targets: Slot, probe: bool = False) -> RlctlError | None:
     transports: dict[str, Any] = {each.name: TRANSPORT_TORCH_GLOO for each in targets}
     try:
-        verification.refuse_unreachable(options(wanted, probe=probe), targets, transports, targets)
+        verification_levels.refuse_unreachable(options(wanted, probe=probe), targets, transports, targets)
     except RlctlError as error:
         return error
     return None
@@ -134,7 +134,7 @@ def test_a_level_that_an_engine_has_a_reason_against_is_refused_with_that_reason
     target = slot(can=())
     target.capabilities.unsupported["verify=received"] = "bytes that arrive prove no load"
     with pytest.raises(RlctlError) as refused:
-        verification.refuse_unreachable(options(RECEIVED), [target], {"a": TRANSPORT_TORCH_GLOO}, [target])
+        verification_levels.refuse_unreachable(options(RECEIVED), [target], {"a": TRANSPORT_TORCH_GLOO}, [target])
     assert refused.value.reason is Reason.VERIFICATION_UNREACHABLE
     assert "bytes that arrive prove no load" in refused.value.message
 
@@ -154,7 +154,7 @@ def chosen(
 ) -> common.VerificationLevel.ValueType:
     together = [target, slot("b")]
     transports: dict[str, Any] = {target.name: TRANSPORT_TORCH_GLOO}
-    return verification.levels(
+    return verification_levels.levels(
         options(verify), [target], transports, expected, together, digesting=["a"] if digesting else [], **more
     )["a"]
 
@@ -204,7 +204,9 @@ def test_a_target_digests_what_comes_where_nothing_higher_will_be_judged(
 ) -> None:
     target = slot(can=can)
     together = [target, slot("b")][:replicas]
-    found = verification.digests_what_comes(options(verify), target, TRANSPORT_TORCH_GLOO, together, partial=partial)
+    found = verification_levels.digests_what_comes(
+        options(verify), target, TRANSPORT_TORCH_GLOO, together, partial=partial
+    )
     assert found == digests
 
 
@@ -241,25 +243,25 @@ def said(name: str, *digests: str, outcome: int = OUTCOME_APPLIED, inconsistent:
 def test_a_digest_proves_what_it_is_compared_with(
     level: Any, expected: Expected, answers: list[StageResult], wrong: str
 ) -> None:
-    found = verification.judge_digests(answers, {"a": level, "b": level}, expected)
+    found = verification_levels.judge_digests(answers, {"a": level, "b": level}, expected)
     assert sorted(found) == sorted(wrong)
     assert {error.outcome for error in found.values()} <= {OUTCOME_DIRTY}
 
 
 def test_levels_are_judged_side_by_side() -> None:
     answers = [said("a", "digest"), said("b", "digest"), said("c", "other")]
-    found = verification.judge_digests(answers, {"a": EXPECTED, "b": REPLICA, "c": REPLICA}, WHOLE)
+    found = verification_levels.judge_digests(answers, {"a": EXPECTED, "b": REPLICA, "c": REPLICA}, WHOLE)
     assert sorted(found) == ["b", "c"]
     answers[1] = said("b", "other")
-    found = verification.judge_digests(answers, {"a": EXPECTED, "b": REPLICA, "c": REPLICA}, WHOLE)
+    found = verification_levels.judge_digests(answers, {"a": EXPECTED, "b": REPLICA, "c": REPLICA}, WHOLE)
     assert not found, "what the source vouches for is no replica"
 
 
 def test_a_digest_that_may_never_have_been_computed_is_not_known_to_be_wrong() -> None:
     silent = said("a", outcome=OUTCOME_UNKNOWN)
-    assert verification.judge_digests([silent], {"a": EXPECTED}, WHOLE)["a"].outcome == OUTCOME_UNKNOWN
-    assert verification.judge_probe([silent], Probe())["a"].outcome == OUTCOME_UNKNOWN
-    assert verification.judge_probe([said("a", outcome=OUTCOME_REJECTED)], Probe())["a"].outcome == OUTCOME_DIRTY
+    assert verification_levels.judge_digests([silent], {"a": EXPECTED}, WHOLE)["a"].outcome == OUTCOME_UNKNOWN
+    assert verification_levels.judge_probe([silent], Probe())["a"].outcome == OUTCOME_UNKNOWN
+    assert verification_levels.judge_probe([said("a", outcome=OUTCOME_REJECTED)], Probe())["a"].outcome == OUTCOME_DIRTY
 
 
 def test_what_each_rank_took_in_is_what_was_sent() -> None:
@@ -270,9 +272,9 @@ def test_what_each_rank_took_in_is_what_was_sent() -> None:
         ]
         return StageResult(slot="a", rank_results=ranks)
 
-    assert not verification.judge_received([took("sent", "sent")], WHOLE)
+    assert not verification_levels.judge_received([took("sent", "sent")], WHOLE)
     for digests, rank in ((("sent", "other"), "1"), (("", "sent"), "0"), (("other", "other"), "0")):
-        found = verification.judge_received([took(*digests)], WHOLE)
+        found = verification_levels.judge_received([took(*digests)], WHOLE)
         assert (found["a"].metadata["ranks"], found["a"].outcome) == (rank, OUTCOME_DIRTY)
 
 
@@ -280,7 +282,7 @@ def test_one_answer_for_all_ranks_proves_nothing_where_nothing_is_verified() -> 
     answers = [
         StageResult(slot=name, evidence=evidence) for name, evidence in (("a", EVIDENCE_ENGINE), ("b", EVIDENCE_RANK))
     ]
-    assert list(verification.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=False)) == ["a"]
-    assert not verification.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=True)
-    assert not verification.judge_evidence(answers, {"a": RECEIVED, "b": NONE}, probed=False)
-    assert not verification.judge_evidence(answers, {}, probed=False)
+    assert list(verification_levels.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=False)) == ["a"]
+    assert not verification_levels.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=True)
+    assert not verification_levels.judge_evidence(answers, {"a": RECEIVED, "b": NONE}, probed=False)
+    assert not verification_levels.judge_evidence(answers, {}, probed=False)

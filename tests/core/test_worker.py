@@ -7,15 +7,15 @@ import traceback
 from typing import Any, cast
 
 import pytest
+from waiting import eventually
 
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import SystemClock
-from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN, WorkerCoordinates
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 SOON_S = 5.0
 

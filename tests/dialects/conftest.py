@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 from sglang_suite import Server
 
-from rlctl.client import aio
-from rlctl.client.aio import AsyncFleet
-from rlctl.gateway.generation.service import Settings
+from rlctl.gateway.backend.service import Settings
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk import aio
+from rlctl.sdk.aio import AsyncFleet
 
 Open = Callable[..., AbstractAsyncContextManager[aiohttp.ClientSession]]
 

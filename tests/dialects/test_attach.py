@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from http_calls import post
 
-from rlctl.client.aio import AsyncFleet
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.aio import AsyncFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -13,7 +13,7 @@ import pytest
 from client_bodies import SENT, Sent, streams
 from http_calls import events, post
 
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

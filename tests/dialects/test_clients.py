@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.gateway import dialects
-from rlctl.gateway.generation.service import Settings
-from rlctl.gateway.table import ENGINE
+from rlctl.gateway.backend.service import Settings
+from rlctl.gateway.http.table import ENGINE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dialects.md"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
-from rlctl import http_callers
 from rlctl.gateway import dialects
 from rlctl.ports import new_uuid7
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.runtime import http_limits
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 PAUSES = {
     "sglang": "/pause_generation",
@@ -108,7 +108,7 @@ async def test_a_key_outlives_the_coordinator(fleet: InProcessFleet, open_gatewa
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     load: Callable[..., Any] = dialects.load
     monkeypatch.setattr(dialects, "load", lambda *args: dataclasses.replace(load(*args), body_bytes=1000))
-    monkeypatch.setattr(http_callers, "READ_S", 0.1)
+    monkeypatch.setattr(http_limits, "READ_S", 0.1)
 
 
 @EACH

@@ -7,20 +7,20 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
-from rlctl.errors import Reason
-from rlctl.gateway import engines
-from rlctl.gateway.call import EXCLUDED
+from rlctl.contract.errors import Reason
+from rlctl.gateway.http import engine_urls
+from rlctl.gateway.http.call import EXCLUDED
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, STAGE_STATE_UNREACHABLE
 
 
 async def leave(fleet: InProcessFleet, slot: str) -> None:
     def there() -> bool:
         stages = fleet.server.coordinator.roster.fleet().stages
-        return any(s.registration.slot == slot and s.state not in engines.GONE for s in stages)
+        return any(s.registration.slot == slot and s.state not in engine_urls.GONE for s in stages)
 
     await fleet.stages.pop(slot).stop()
     await eventually(lambda: not there())

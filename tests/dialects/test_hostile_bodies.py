@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlctl.gateway import dialects
-from rlctl.gateway.generation.service import Settings
-from rlctl.gateway.table import ENGINE
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.gateway.backend.service import Settings
+from rlctl.gateway.http.table import ENGINE
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 FIELDS = (
     *("url", "worker_url", "text", "mode", "stages", "timeout_s", "torch_empty_cache", "model_path", "weight_version"),

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 PAUSES = {
     "sglang": "/pause_generation",

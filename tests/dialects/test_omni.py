@@ -14,13 +14,13 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from http_trainer import Source, announced, chunks_of, digest_of, weights_of
 
-from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import save
-from rlctl.gateway.dialects import omni
-from rlctl.launch.fleet import LaunchedFleet
-from rlctl.weights.digest import combine
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.source import as_source
+from rlctl.gateway.dialects.omni import dialect
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor.digest import combine
+from rlctl.weights.tensor.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -85,7 +85,7 @@ async def everywhere(http: aiohttp.ClientSession, digest: str) -> None:
 async def test_with_a_key_admin_requests_need_it(
     torch_fleet: LaunchedFleet, open_gateway: Any, monkeypatch: pytest.MonkeyPatch, by: str, scheme: str
 ) -> None:
-    monkeypatch.setenv(omni.KEY, "the key" if by == "environment" else "another")
+    monkeypatch.setenv(dialect.KEY, "the key" if by == "environment" else "another")
     key = "the key" if by == "argument" else ""
     async with open_gateway(torch_fleet.address, "omni", admin_api_key=key) as http:
         for method, path in [*ADMIN, *ROUTER]:
@@ -230,7 +230,7 @@ async def test_a_group_of_another_size_is_refused_with_both_numbers(http: aiohtt
 async def test_updates_take_turns_and_one_that_waits_too_long_is_told_503(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(omni, "LOCK_S", 0.2)
+    monkeypatch.setattr(dialect, "LOCK_S", 0.2)
     async with Source(4) as source:
         body = {**source.where, "group_name": source.name, "rank_offset": 1, "backend": "gloo"}
         joining = asyncio.create_task(ask(http, "/init_weights_update_group", body))

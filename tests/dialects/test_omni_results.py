@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.errors import Reason
-from rlctl.gateway.dialects import omni_results
+from rlctl.contract.errors import Reason
+from rlctl.gateway.dialects.omni import replies
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, Outcome, WeightVersion
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
@@ -29,7 +29,7 @@ def result(slot: str, outcome: Outcome.ValueType = OUTCOME_APPLIED, version: str
 def test_mixed_versions_are_a_conflict(versions: tuple[str, str], status: int) -> None:
     results = [result("a", version=versions[0]), result("b", version=versions[1])]
     operation = Operation(verb="GetModelInfo", state=OPERATION_STATE_OK, targets=["a", "b"], stage_results=results)
-    reply = omni_results.of_router(operation, "/model_info", str)
+    reply = replies.of_router(operation, "/model_info", str)
     assert (reply.status, reply.body["success"]) == (status, status == 200)
     assert status == 200 or "1, 2" in reply.body["message"]
 
@@ -40,12 +40,12 @@ def test_mixed_versions_are_a_conflict(versions: tuple[str, str], status: int) -
 def test_a_skip_is_no_success(verb: str, state: OperationState.ValueType) -> None:
     skipped = result("a", OUTCOME_SKIPPED)
     operation = Operation(verb=verb, state=state, targets=["a"], stage_results=[skipped])
-    reply = omni_results.of_worker(operation, "a")
+    reply = replies.of_worker(operation, "a")
     [stage] = reply.body["results"]
     assert (reply.status, reply.body["success"], stage["success"]) == (501, False, False)
     assert (stage["data"]["skipped"], stage["data"]["unsupported"]) == (True, True)
     assert not any(rank["success"] for rank in stage["data"]["rank_results"])
-    reply = omni_results.of_router(operation, f"/{verb}", str)
+    reply = replies.of_router(operation, f"/{verb}", str)
     assert (reply.status, reply.body["success"]) == (502, False)
     assert "it cannot" in reply.body["message"]
 
@@ -55,7 +55,7 @@ def test_a_continue_that_waits_for_memory_is_a_success() -> None:
     for error in (later.error, later.rank_results[0].error):
         error.CopyFrom(Reason.MEMORY_RELEASED.error("released: kv_cache").detail())
     operation = Operation(verb="ContinueGeneration", state=OPERATION_STATE_OK, targets=["a"], stage_results=[later])
-    assert omni_results.of_router(operation, "/continue_generation", str).status == 200
+    assert replies.of_router(operation, "/continue_generation", str).status == 200
 
 
 @pytest.mark.parametrize("differs", ["", "missing", "unexpected", "changed"])
@@ -67,7 +67,7 @@ def test_matched_is_a_truth_value(differs: str) -> None:
     checked = result("a")
     checked.rank_results[0].check.CopyFrom(report)
     operation = Operation(verb="CheckWeights", state=OPERATION_STATE_OK, targets=["a"], stage_results=[checked])
-    [stage] = omni_results.of_worker(operation, "a").body["results"]
+    [stage] = replies.of_worker(operation, "a").body["results"]
     for data in (stage["data"], stage["data"]["rank_results"][0]["data"]):
         assert data["matched"] is (not differs)
         assert [type(data[name]) for name in ("missing", "unexpected", "changed")] == [list] * 3
@@ -83,11 +83,11 @@ def test_fields_have_the_original_s_types() -> None:
     operation = Operation(
         verb="GetModelInfo", operation_id="1", state=OPERATION_STATE_OK, targets=["a"], stage_results=[told]
     )
-    body = omni_results.of_worker(operation, "a").body
+    body = replies.of_worker(operation, "a").body
     [stage] = body["results"]
     assert (body["op_id"], body["action"], stage["action"], stage["error"]) == ("1", "model_info", "model_info", None)
     data = stage["data"]["rank_results"][0]["data"]
     assert (data["local_parameters"], data["vocab_size"], data["weight_version"]) == (1 << 40, 0, "1")
     assert stage["data"]["engine_paused"] is False
-    reply = omni_results.of_router(operation, "/model_info", str).body
+    reply = replies.of_router(operation, "/model_info", str).body
     assert (reply["model_path"], reply["weight_version"], reply["workers"]) == ("/m", "1", reply["results"])

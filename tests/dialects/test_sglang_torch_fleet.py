@@ -15,9 +15,9 @@ from sglang_suite import Server
 from slime_publisher import SlimePublisher
 
 import rlctl
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -11,10 +11,10 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import encode
-from rlctl.gateway.radix import CUTS
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.gateway.radix.middleware import CUTS
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.aio import AsyncFleet
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -143,7 +143,7 @@ async def test_everything_is_aborted_by_way_of_the_worker_list(http: aiohttp.Cli
 
 # The radix middleware.
 
-RADIX = ("rlctl.gateway.radix:RadixMiddleware",)
+RADIX = ("rlctl.gateway.radix.middleware:RadixMiddleware",)
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from http_calls import post
 
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 GROUP = {"master_address": "127.0.0.1", "master_port": "29500", "rank_offset": "1", "world_size": "9"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
@@ -92,7 +92,7 @@ async def test_without_the_token_nothing_is_told_or_kept(fleet: InProcessFleet, 
         ("vllm", "/detokenize", {"tokens": [1]}),
         ("vllm", "/finish_session", {"session_id": "x"}),
     ):
-        paths = ("rlctl.gateway.radix:RadixMiddleware",) if dialect == "slime" else ()
+        paths = ("rlctl.gateway.radix.middleware:RadixMiddleware",) if dialect == "slime" else ()
         async with open_gateway(fleet.server.address, dialect, paths, token=TOKEN) as http:
             method = "GET" if body is None else "POST"
             async with http.request(method, path, json=body, headers=header) as response:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 
 GROUP = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1, "backend": "gloo"}
 

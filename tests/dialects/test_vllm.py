@@ -16,12 +16,12 @@ from http_trainer import Source, announced, chunks_of, digest_of, weights_of
 from models import changed
 from vllm_server import SLOTS, ask, each
 
-from rlctl.client.aio import AsyncFleet
+from rlctl.contract.vllm_groups import group_name
 from rlctl.demo.tiny import encode, save
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.aio import AsyncFleet
 from rlctl.v1.common_pb2 import STAGE_STATE_READY
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
-from rlctl.vllm_transfer import group_name
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

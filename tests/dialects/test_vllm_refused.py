@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from google.protobuf.message import Message
 
-from rlctl.client.aio import AsyncFleet
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
+from rlctl.sdk.aio import AsyncFleet
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.verbs_pb2 import FlushCacheRequest
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from vllm_server import ask, each
 
-from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import encode
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.aio import AsyncFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from rlctl.gateway.call import UNKNOWN_FIELDS, Call
-from rlctl.gateway.dialects import vllm_requests
+from rlctl.gateway.dialects.vllm import requests
+from rlctl.gateway.http.call import UNKNOWN_FIELDS, Call
 
 GROUP = {"master_port": 29500, "world_size": 3, "rank_offset": 1}
 BUCKET = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 2]]}
@@ -33,8 +33,8 @@ async def nothing(_: Call) -> str:
 
 @pytest.fixture(autouse=True)
 def _no_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_requests, "backend", nothing)
-    monkeypatch.setattr(vllm_requests, "_standing", nothing)
+    monkeypatch.setattr(requests, "backend", nothing)
+    monkeypatch.setattr(requests, "_standing", nothing)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def _no_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_of_a_group(body: dict[str, Any]) -> None:
     made = call(body)
-    [request] = await vllm_requests.init_transfer(made, follow=False)
+    [request] = await requests.init_transfer(made, follow=False)
     assert request.master_address == "h"  # type: ignore[attr-defined]
     assert UNKNOWN_FIELDS not in made.notes
     made = call({**body, "colour": 1})
-    await vllm_requests.init_transfer(made, follow=False)
+    await requests.init_transfer(made, follow=False)
     assert made.notes[UNKNOWN_FIELDS] == "colour"
 
 
@@ -61,8 +61,8 @@ async def test_of_a_group(body: dict[str, Any]) -> None:
 )
 async def test_of_tensors(body: dict[str, Any]) -> None:
     made = call(body)
-    await vllm_requests.update_weights(made)
+    await requests.update_weights(made)
     assert UNKNOWN_FIELDS not in made.notes
     made = call({**body, "colour": 1})
-    await vllm_requests.update_weights(made)
+    await requests.update_weights(made)
     assert made.notes[UNKNOWN_FIELDS] == "colour"

@@ -11,16 +11,16 @@ import grpc.aio
 import pytest
 from test_adversity import full_disk
 from updating import Held, commit, digest, join, refusal, unreachable, version_of, write
+from waiting import eventually
 
-from rlctl.client import aio
-from rlctl.control import commander
-from rlctl.coordinator import peers
+from rlctl.command_stream import commander
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
+from rlctl.sdk import aio
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
@@ -235,7 +235,7 @@ async def test_a_restarted_stage_has_them_again_from_disk(fleet: InProcessFleet,
 async def test_a_stage_that_was_away_serves_no_other_adapter_of_the_same_label(
     make_fleet: Callable, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, label: str
 ) -> None:
-    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(stage_links, "DRIFT_S", 0.1)
     monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)
     async with make_fleet(a=1, b=1, lease_s=0.3) as fleet:
         assert (await load(fleet, checkpoint("old"), label)).state == OPERATION_STATE_OK
@@ -438,7 +438,7 @@ async def test_unloading(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
 async def test_a_stage_that_is_out_of_reach_serves_no_adapter_after_it_was_unloaded(
     make_fleet: Callable, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(stage_links, "DRIFT_S", 0.1)
     monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)  # leases run from the pongs
     async with make_fleet(a=1, b=1, lease_s=0.3) as fleet:
         await load(fleet, checkpoint("lora"))

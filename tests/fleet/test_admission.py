@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 from updating import refusal
 
-from rlctl.coordinator.admission import Admission
-from rlctl.errors import InvalidRequest, PreconditionFailed, Reason
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.contract.errors import InvalidRequest, PreconditionFailed, Reason
+from rlctl.coordinator.fleet.admission import Admission
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader

@@ -11,15 +11,15 @@ from typing import Any
 import grpc.aio
 import pytest
 from updating import abort, begin, commit, digest, join, refusal, unreachable, version_of, weights, write
+from waiting import eventually
 
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import Put, new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.channel import open_channel
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
@@ -210,7 +210,7 @@ async def test_what_is_refused_for_the_journal_has_not_happened(fleet: InProcess
 async def test_an_end_that_could_not_be_recorded_is_once_the_journal_takes_it(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.coordinator.updates.LOOK_S", 0.05)
+    monkeypatch.setattr("rlctl.coordinator.updates.manager.LOOK_S", 0.05)
     fleet.server.coordinator.updates._looking.cancel()  # type: ignore[union-attr]
     fleet.server.coordinator.updates.start()
     filled = AsyncExitStack()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from updating import Held, begin, commit, digest, join, restart, unreachable, version_of, weights, write
+from waiting import eventually
 
 from rlctl.ports import new_uuid7
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import verbs_pb2 as v

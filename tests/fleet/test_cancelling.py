@@ -12,14 +12,14 @@ from test_adapters import held, load
 from test_healing import dirty
 from test_records import at_write
 from updating import begin, from_disk, join, weights, write
+from waiting import eventually
 
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, RequestHeader

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 from updating import Held
+from waiting import eventually
 
 import rlctl
-from rlctl.client import aio
-from rlctl.client.fleet import Fleet
-from rlctl.client.pending import Pending
-from rlctl.client.publisher import AsyncPublisher
-from rlctl.client.rollout import AsyncRollout
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.rollout.rollout import AsyncRollout
+from rlctl.sdk import aio
+from rlctl.sdk.blocking import Fleet
+from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.trainer.pending_update import Pending
+from rlctl.trainer.publisher import AsyncPublisher
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, RequestHeader
 from rlctl.v1.coordinator_pb2 import GetOperationRequest
 from rlctl.v1.results_pb2 import OPERATION_STATE_UNKNOWN
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
 async def failures(calls: Iterable[asyncio.Future]) -> list[tuple[Reason, int]]:

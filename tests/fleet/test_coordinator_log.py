@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 from updating import begin, commit, digest, join, refusal, write
+from waiting import eventually
 
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
 

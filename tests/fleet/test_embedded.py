@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 from children import Child
+from waiting import eventually
 
 import rlctl
-from rlctl import embed
-from rlctl.client import aio
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig, EngineInfo, recognise
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.processes import Process
+from rlctl.launch import embedded
+from rlctl.launch.local.child_processes import Process
+from rlctl.sdk import aio
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
@@ -258,10 +258,10 @@ async def refused_by(connecting: Callable[[], object]) -> RlctlError:
 
 
 def test_a_server_that_does_not_get_attached_is_told_with_the_time_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embed, "LOAD_S", 0.2)
+    monkeypatch.setattr(embedded, "LOAD_S", 0.2)
     child: Any = Child("actor-0", [])
     child.announced = Process.announced.__get__(child)
     child._announced = threading.Event()
     with pytest.raises(RlctlError, match=r"actor-0 is not attached after 0.2 s") as caught:
-        embed._announced(child)
+        embedded._announced(child)
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import pytest
+from waiting import eventually
 
-from rlctl.coordinator import peers
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import EngineInfo
-from rlctl.errors import Reason
 from rlctl.stage import server
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport import grpc
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import STAGE_STATE_FAILED, STAGE_STATE_PAUSED, STAGE_STATE_READY
@@ -102,7 +102,7 @@ async def test_an_engine_that_is_started_again_under_a_pause_by_name_is_paused(
 async def test_a_stage_whose_engine_does_not_start_again_says_so_and_holds_no_lease(
     make_fleet: Callable, engines: type[Restartable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    monkeypatch.setattr(stage_links, "GRANT_EVERY_S", 0.05)
     monkeypatch.setattr(server, "RESTART_AT_MOST_S", 0.01)
     monkeypatch.setattr(Restartable, "log_lines", lambda self: ["early", *["CUDA out of memory " * 50] * 20])
     gate = asyncio.Event()
@@ -199,7 +199,7 @@ async def test_a_follower_whose_engine_fails_before_rank_zero_has_started_is_los
     async with make_fleet(a=1) as fleet:
         monkeypatch.setattr(server, "engine_class", lambda _: Zero)
         monkeypatch.setattr("rlctl.worker.server.follower_class", lambda _: Follower)
-        monkeypatch.setattr("rlctl.testing.fleet.StageServer", Heard)
+        monkeypatch.setattr("rlctl.testing.in_process_fleet.StageServer", Heard)
         async with asyncio.timeout(10):
             await fleet.start_stage(StageSpec("b", checkpoint("one"), tp_size=2))
         _, stage = await fleet.until(lambda stages: len(stages) == 2 and stages[1].report.ranks)

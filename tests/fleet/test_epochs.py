@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from updating import refusal
+from waiting import eventually
 
-from rlctl.control.commander import Commander
-from rlctl.coordinator.core import TOO_HIGH
-from rlctl.errors import Reason, RlctlError
+from rlctl.command_stream.commander import Commander
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.service import TOO_HIGH
 from rlctl.ports import SystemClock
-from rlctl.stage.core import MOST_AHEAD, MOST_EPOCH
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.stage.state_machine import MOST_AHEAD, MOST_EPOCH
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.links import GrpcDialer
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c

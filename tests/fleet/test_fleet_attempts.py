@@ -23,14 +23,14 @@ from updating import (
     weights,
     write,
 )
+from waiting import eventually
 
-from rlctl.control import commander
-from rlctl.coordinator import peers
+from rlctl.command_stream import commander
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
@@ -50,7 +50,7 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lost_in: str, pause: common.PauseMode.ValueType
 ) -> None:
     # How much longer than its lease the lost one may serve, as far as the coordinator knows: it is waited for.
-    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(stage_links, "DRIFT_S", 0.1)
     monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)  # leases run from the pongs
     async with make_fleet(a=1, b=1, c=2, lease_s=0.3) as fleet, AsyncExitStack() as away:
 

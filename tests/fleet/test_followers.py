@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from updating import begin, commit, digest, join, refusal, write
+from waiting import eventually
 
-from rlctl.coordinator import followers
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet import routing_followers
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import verbs_pb2 as v
@@ -173,7 +173,7 @@ async def test_what_was_refused_is_on_the_list_again(fleet: InProcessFleet, chec
 
 
 async def test_who_does_not_confirm_is_waited_for_once(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "CONFIRM_S", 0.2)
+    monkeypatch.setattr(routing_followers, "CONFIRM_S", 0.2)
     loop = asyncio.get_running_loop()
     watched = fleet.server.coordinator.roster.followers
     async with listed(fleet) as kept:
@@ -187,7 +187,7 @@ async def test_who_does_not_confirm_is_waited_for_once(fleet: InProcessFleet, mo
 
 
 async def test_who_leaves_is_not_waited_for(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "CONFIRM_S", 60.0)
+    monkeypatch.setattr(routing_followers, "CONFIRM_S", 60.0)
     async with listed(fleet) as kept:
         kept.confirms.clear()
         pausing = asyncio.create_task(_pause(fleet))

@@ -11,15 +11,15 @@ import grpc.aio
 import pytest
 from http_calls import nested
 from updating import restart
+from waiting import eventually
 
 import rlctl
-from rlctl.client import aio
-from rlctl.client.aio import AsyncFleet
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.sdk import aio
+from rlctl.sdk.aio import AsyncFleet
 from rlctl.testing.fake_engine import FAULTS, FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import rollout_pb2 as r

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
 
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v

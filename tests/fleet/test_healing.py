@@ -13,17 +13,17 @@ import pytest
 from test_membership import restart_coordinator
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
-from rlctl.coordinator import peers
-from rlctl.coordinator.healing import HEAL_S, MAKE_WAY_S
-from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason
+from rlctl.contract.fingerprints import fingerprints
+from rlctl.coordinator.fleet import stage_links
+from rlctl.coordinator.healing.healer import HEAL_S, MAKE_WAY_S
+from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.engine import Call, EngineInfo
-from rlctl.errors import Reason
-from rlctl.fingerprints import fingerprints
 from rlctl.ports import Delete, Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.times import seconds
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
@@ -561,7 +561,7 @@ async def test_a_coordinator_stops_although_a_heal_does_not_give_way(
     fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
     healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest(slots=["a"])))
     await reading.wait()
-    monkeypatch.setattr("rlctl.coordinator.healing.MAKE_WAY_S", 0.05)
+    monkeypatch.setattr("rlctl.coordinator.healing.healer.MAKE_WAY_S", 0.05)
     stopping = asyncio.ensure_future(fleet.server.coordinator.stop())
     await asyncio.sleep(0.2)
     going_on.set()
@@ -624,7 +624,7 @@ async def wake(fleet: InProcessFleet, slot: str) -> None:
 async def test_once_nobody_can_compare_any_more_the_checkpoint_decides(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    monkeypatch.setattr(stage_links, "GRANT_EVERY_S", 0.05)
     path = checkpoint("one")
     specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path), StageSpec("c", path)]
     async with InProcessFleet(tmp_path / "journal", specs[:1], heal=False) as fleet:
@@ -646,7 +646,7 @@ async def test_once_nobody_can_compare_any_more_the_checkpoint_decides(
 async def test_a_checkpoint_of_the_same_name_that_was_written_anew_is_not_the_version_though_nobody_can_compare(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, *, restarted: bool
 ) -> None:
-    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    monkeypatch.setattr(stage_links, "GRANT_EVERY_S", 0.05)
     path = checkpoint("one")
     specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path), StageSpec("c", path)]
     async with InProcessFleet(tmp_path / "journal", specs[:1], heal=False) as fleet:
@@ -667,7 +667,7 @@ async def test_a_checkpoint_of_the_same_name_that_was_written_anew_is_not_the_ve
 async def test_a_stage_that_sleeps_and_could_be_asked_is_waited_for(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    monkeypatch.setattr(stage_links, "GRANT_EVERY_S", 0.05)
     path = checkpoint("one")
     with monkeypatch.context() as patch:
         patch.setattr(FakeEngine, "start", start_silently)
@@ -721,7 +721,7 @@ async def test_a_witness_that_is_found_damaged_says_nothing_about_the_version(
 async def test_an_update_does_not_wait_for_the_rest_of_a_heal_of_several_stages(
     make_fleet: Callable[..., Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.coordinator.healing.MAKE_WAY_S", 2.0)
+    monkeypatch.setattr("rlctl.coordinator.healing.healer.MAKE_WAY_S", 2.0)
     async with make_fleet(heal=False, a=1, b=2) as fleet:
         await from_disk(fleet, checkpoint("two"), "two")
         await dirty(fleet)

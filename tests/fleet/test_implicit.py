@@ -12,16 +12,17 @@ import pytest
 from test_adversity import full_disk
 from test_records import MEANWHILE_S, at_write
 from updating import begin, digest, fault, refusal, version_of, weights
+from waiting import eventually
 
-from rlctl.coordinator import implicit, together
-from rlctl.coordinator.joining import Joined
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.operations import collective_fanout
+from rlctl.coordinator.operations.call_coalescing import Joined
+from rlctl.coordinator.updates import implicit
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import Put, new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
@@ -245,7 +246,7 @@ async def test_the_name_of_an_update_that_failed_is_given_to_no_other_version(fl
 async def test_a_call_that_comes_long_after_the_others_is_an_operation_of_its_own(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.coordinator.joining.JOINED_S", 0.0)
+    monkeypatch.setattr("rlctl.coordinator.operations.call_coalescing.JOINED_S", 0.0)
     await form(fleet)
     await write(fleet, "w1")
     first = await end(fleet, "a", version="x")
@@ -617,7 +618,7 @@ async def test_a_group_that_is_cancelled_while_its_store_is_waited_for_is_not_fo
     calls = [asyncio.ensure_future(group(fleet, slot, offset)) for slot, offset in (("a", 1), ("b", 2))]
     await probed.wait()
     [running] = await operations(fleet, "InitWeightsUpdateGroup")
-    async with asyncio.timeout(together.LEAVE_S):
+    async with asyncio.timeout(collective_fanout.LEAVE_S):
         await fleet.stub.CancelOperation(rpc.CancelOperationRequest(operation_id=running.operation_id))
     for call in calls:
         ended = await call

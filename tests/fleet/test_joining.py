@@ -11,15 +11,15 @@ import pytest
 from test_adversity import full_disk
 from test_implicit import engines, group, header
 from updating import refusal, weights
+from waiting import eventually
 
-from rlctl.coordinator.joining import JOINED_S
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.operations.call_coalescing import JOINED_S
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.journal_pb2 import OperationRecord

@@ -9,12 +9,12 @@ import pytest
 from test_membership import restart_coordinator
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
+from rlctl.contract.errors import Reason
+from rlctl.contract.fingerprints import fingerprints
 from rlctl.engine import Call
-from rlctl.errors import Reason
-from rlctl.fingerprints import fingerprints
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine, logprobs
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v

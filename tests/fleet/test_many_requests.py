@@ -11,12 +11,12 @@ import grpc.aio
 import pytest
 from google.protobuf.message import DecodeError
 from http_calls import nested
+from waiting import eventually
 
-from rlctl.client.line import KEPT, Answers, Line, _Stream
-from rlctl.errors import Reason, RlctlError
-from rlctl.stage.multiplexed import UNSENT, Multiplexed
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout.stage_stream import KEPT, Answers, Line, _Stream
+from rlctl.stage.generation.request_stream import UNSENT, Multiplexed
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, REFUSED_ABOVE_BYTES, bearer, open_channel
 from rlctl.transport.server import GRACE_S
 from rlctl.transport.status import from_grpc

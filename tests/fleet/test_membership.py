@@ -11,13 +11,13 @@ from typing import Any
 import grpc.aio
 import pytest
 from updating import abort, begin, refusal, unreachable
+from waiting import eventually
 
-from rlctl.client import aio
-from rlctl.control.commander import Commander
-from rlctl.coordinator import peers
-from rlctl.errors import InvalidRequest, Reason, RlctlError
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
+from rlctl.command_stream.commander import Commander
+from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
+from rlctl.coordinator.fleet import stage_links
+from rlctl.sdk import aio
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
@@ -88,8 +88,8 @@ async def test_a_stage_that_was_replaced_and_comes_back_serves_nothing_until_it_
 async def test_a_stage_that_is_away_is_logged_once(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "REDIAL_S", (0.01,))
-    caplog.set_level("INFO", peers.__name__)
+    monkeypatch.setattr(stage_links, "REDIAL_S", (0.01,))
+    caplog.set_level("INFO", stage_links.__name__)
     coordinator, dialled = fleet.server.coordinator, 0
     dial = coordinator._peers._dialer.dial
 
@@ -228,7 +228,7 @@ async def test_a_coordinator_of_a_lower_epoch_is_not_let_in(fleet: InProcessFlee
 async def test_why_a_slot_is_empty_is_shown_as_its_launcher_says_it_until_it_is_filled(
     make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "DRIFT_S", 0.0)
+    monkeypatch.setattr(stage_links, "DRIFT_S", 0.0)
     async with make_fleet(a=1, lease_s=1.0) as fleet:
         failure = EngineFailure(reason="a ended with 1: no memory", failures=3, log=["one", "two"])
         request = c.ReportEngineFailureRequest(slot="a", failure=failure)
@@ -277,7 +277,7 @@ async def test_a_coordinator_that_has_lost_its_journal_lets_go_of_its_stages(
     make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To its successor something else may fill a slot: whoever it went on to hold here would never ask there."""
-    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    monkeypatch.setattr(stage_links, "GRANT_EVERY_S", 0.05)
     async with make_fleet(a=1, b=1) as fleet:
         coordinator = fleet.server.coordinator
         monkeypatch.setattr(coordinator._journal, "held", lambda: False)

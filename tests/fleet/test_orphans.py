@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 from updating import abort, begin, join, write
+from waiting import eventually
 
-from rlctl.coordinator import orphans
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.healing import orphans
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
     OUTCOME_REJECTED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 from rlctl.v1.verbs_pb2 import GetServerInfoRequest

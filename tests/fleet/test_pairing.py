@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from rlctl.client import pairing
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout import prefill_decode
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.fleet_pb2 import Stage, StageRegistration, StageReport
 from rlctl.v1.rollout_pb2 import (
@@ -82,7 +82,7 @@ async def together(prefill: Half, decode: Half, *, scored: bool = False, n: int 
         outcome.at_prefill = True
 
     try:
-        async for part in pairing.together(request, prefill.parts(), decode.parts(), met):
+        async for part in prefill_decode.together(request, prefill.parts(), decode.parts(), met):
             outcome.parts.append(part)
     except RlctlError as error:
         outcome.error = error
@@ -95,7 +95,7 @@ async def together(prefill: Half, decode: Half, *, scored: bool = False, n: int 
 async def test_what_is_generated_is_the_decode_stages_and_the_prompts_scores_are_the_prefill_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pairing, "CAUSE_S", 3600.0)
+    monkeypatch.setattr(prefill_decode, "CAUSE_S", 3600.0)
     outcome = await together(Half(SOON_S, SCORED, COMPUTED), Half(tokens(1, 2), tokens(3, ends=True)), scored=True)
     assert not outcome.at_prefill
     assert [list(part.samples[0].output_ids) for part in outcome.parts] == [[1, 2], [3]]
@@ -148,7 +148,7 @@ async def test_a_decode_stage_that_says_nothing_at_all_is_no_part() -> None:
 
 
 async def test_the_cause_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing, "CAUSE_S", 0.02)
+    monkeypatch.setattr(prefill_decode, "CAUSE_S", 0.02)
     outcome = await together(Half(asyncio.Event()), Half(LOST))
     assert outcome.error is LOST
     assert outcome.at_prefill
@@ -166,7 +166,7 @@ async def test_a_prompt_that_is_aborted_cuts_every_sample(decode: Sequence[Told]
 
 async def test_who_stops_listening_ends_both() -> None:
     halves = Half(SCORED, asyncio.Event()), Half(tokens(1), asyncio.Event())
-    parts = pairing.together(GenerateRequest(rid="r"), halves[0].parts(), halves[1].parts(), lambda: None)
+    parts = prefill_decode.together(GenerateRequest(rid="r"), halves[0].parts(), halves[1].parts(), lambda: None)
     assert list((await anext(parts)).samples[0].output_ids) == [1]
     await parts.aclose()
     assert all(half.closed.is_set() for half in halves)
@@ -182,7 +182,7 @@ def test_both_get_one_request_under_a_room_of_its_own() -> None:
     )
     decode = Stage(registration=StageRegistration(slot="d", model="actor"))
     request = GenerateRequest(rid="r", text="x")
-    made = [pairing.halves(request, prefill, decode) for _ in range(100)]
+    made = [prefill_decode.halves(request, prefill, decode) for _ in range(100)]
     assert {(each.bootstrap_host, each.bootstrap_port, each.model, each.rid) for each in made} == {
         ("h", 9, "actor", "r")
     }
@@ -190,5 +190,5 @@ def test_both_get_one_request_under_a_room_of_its_own() -> None:
     assert all(each.bootstrap_room < 1 << 63 for each in made)
     assert {(each.bootstrap_version_seq, each.bootstrap_adapter_digest) for each in made} == {(3, "")}
     request.adapter = "prose"
-    assert pairing.halves(request, prefill, decode).bootstrap_adapter_digest == "def"
+    assert prefill_decode.halves(request, prefill, decode).bootstrap_adapter_digest == "def"
     assert not request.HasField("bootstrap_room")

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from rlctl.client import part as parts
-from rlctl.client.part import Part
-from rlctl.client.passing import in_thread
-from rlctl.client.pending import Progress
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.trainer import source_rank as parts
+from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.source_rank import Part
+from rlctl.trainer.weights_pass import in_thread
 from rlctl.v1.trainer_pb2 import Attempt
 from rlctl.v1.verbs_pb2 import TensorSegment
-from rlctl.weights.buckets import Bucket, to_proto
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.buckets import Bucket, to_proto
+from rlctl.weights.tensor.tensors import TensorMeta
 
 TENSORS = 10
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 from updating import begin, commit, digest, join, refusal, write
+from waiting import eventually
 
-from rlctl.coordinator import lifting, pausing
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.verbs import pause as pausing
+from rlctl.coordinator.verbs import pause_expiry as lifting
 from rlctl.engine import Call, EngineConfig, EngineInfo
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
-from rlctl.stage.core import Stage
 from rlctl.stage.server import StageConfig, StageServer
+from rlctl.stage.state_machine import Stage
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v

@@ -15,18 +15,18 @@ from google.protobuf.message import Message
 from updating import join, unreachable, write
 
 import rlctl
-from rlctl.client import aio
 from rlctl.client.connection import Connection
-from rlctl.client.leading import Leading
-from rlctl.client.pending import AsyncPending
-from rlctl.client.publisher import AsyncPublisher
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.times import duration
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.sdk import aio
+from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.trainer.lead import Leading
+from rlctl.trainer.pending_update import AsyncPending
+from rlctl.trainer.publisher import AsyncPublisher
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
 class Source:
@@ -53,7 +53,7 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
     publisher = client.publisher("actor")
     with pytest.raises(TimeoutError, match="own gather"):
         await publisher.update(Source(fail), version="never", checkpoint=checkpoint("two"))
-    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 0.0)
     release = threading.Event()
     with pytest.raises(RlctlError) as caught:
         await publisher.update(Source(release.wait), version="late", checkpoint=checkpoint("two"), deadline_s=0.3)
@@ -67,7 +67,7 @@ async def test_pairs_that_do_not_come_keep_neither_the_loop_nor_their_trainer(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be gathered by collectives of the trainer's own, in which another of its ranks is missing."""
-    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 0.0)
     release = threading.Event()
 
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:
@@ -208,8 +208,8 @@ async def test_a_trainer_whose_ranks_do_not_all_come_can_still_end_and_meets_onc
         come.wait(60)
         return told
 
-    monkeypatch.setattr("rlctl.client.publisher.share", share)
-    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    monkeypatch.setattr("rlctl.trainer.publisher.share", share)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 0.0)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     async with await aio.connect(fleet.server.address) as client:
@@ -227,9 +227,9 @@ async def test_a_trainer_whose_ranks_do_not_all_come_can_still_end_and_meets_onc
 async def test_a_coordinator_that_is_gone_does_not_keep_a_trainer_beyond_its_deadline(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.client.leading.LATE_S", 0.1)
+    monkeypatch.setattr("rlctl.trainer.lead.LATE_S", 0.1)
     monkeypatch.setattr("rlctl.client.connection.REPLY_S", 0.1)
-    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 0.0)
     call = Connection.call
 
     async def opened(self: Connection, method: str, request: object, timeout_s: float) -> BeginWeightUpdateResponse:
@@ -274,7 +274,7 @@ async def served(client: aio.AsyncFleet) -> list[str]:
 async def test_an_update_whose_time_is_up_while_it_is_committed_is_unknown(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.2)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 0.2)
     Slow(monkeypatch, "UpdateWeightsFromDisk", 30)
     async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
         with pytest.raises(RlctlError) as caught:
@@ -294,7 +294,7 @@ async def test_an_update_whose_answer_is_missing_is_what_the_coordinator_says_it
         return [Sent()]
 
     monkeypatch.setattr(Leading, "_send", send)
-    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.2)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 0.2)
     Slow(monkeypatch, "CommitWeightUpdate", 30)
     async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
         result = await publisher.update(Source(lambda: None), version="two", verify="none", deadline_s=1.5)
@@ -339,7 +339,7 @@ class Group:
 async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_every_rank(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setattr("rlctl.client.publisher.share", Group.share)
+    monkeypatch.setattr("rlctl.trainer.publisher.share", Group.share)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     told: queue.Queue[str] = queue.Queue()

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from updating import abort, begin, commit, digest, from_disk, join, refusal, write
+from waiting import eventually
 
-from rlctl.coordinator import updates
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
-from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.coordinator.updates import manager
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1.common_pb2 import STAGE_STATE_STALE, RequestHeader, Target
@@ -123,7 +123,7 @@ async def test_a_quarantine_that_the_journal_did_not_take_is_recorded_once_it_do
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the coordinator after this one would not know of it."""
-    monkeypatch.setattr(updates, "LOOK_S", 0.05)
+    monkeypatch.setattr(manager, "LOOK_S", 0.05)
     async with make_fleet(a=1, b=1) as fleet:
         coordinator = fleet.server.coordinator
         write_through = coordinator._journal.write

@@ -24,17 +24,17 @@ from updating import (
     weights,
     write,
 )
+from waiting import eventually
 
-from rlctl.control import commander
-from rlctl.coordinator import peers
+from rlctl.command_stream import commander
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
@@ -435,7 +435,7 @@ async def test_what_has_read_its_batch_has_not_confirmed_it(
 async def test_a_stage_that_cannot_be_reached_ends_the_rolling(
     make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(stage_links, "DRIFT_S", 0.1)
     monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)  # leases run from the pongs
     async with make_fleet(a=1, b=1, c=1, lease_s=0.3) as three:
         plan = await first_batch(three)

@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 from updating import restart, unreachable
+from waiting import eventually
 
 import rlctl
-from rlctl.client import aio, dispatch
-from rlctl.client.aio import AsyncFleet
-from rlctl.client.rollout import Place
-from rlctl.errors import Reason, RlctlError
-from rlctl.rollout.progress import begin
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout import dispatch
+from rlctl.rollout.continuation import begin
+from rlctl.rollout.rollout import Place
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
-from rlctl.stage.serving import Serving
+from rlctl.sdk import aio
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.stage.serving_state import Serving
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v

@@ -16,14 +16,14 @@ from google.protobuf.any_pb2 import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rlctl.addresses import is_loopback, join, split
-from rlctl.client import aio
-from rlctl.control.commander import Commander
+from rlctl.command_stream.commander import Commander
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator import server
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.runtime.addresses import is_loopback, join, split
+from rlctl.sdk import aio
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport import auth
 from rlctl.transport.auth import load_token
 from rlctl.transport.channel import bearer, open_channel

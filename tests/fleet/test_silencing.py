@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 from updating import begin, join, unreachable, update, write
+from waiting import eventually
 
-from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.roster import ModelState
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.coordinator.fleet.roster import ModelState
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import RegisterStageRequest
 from rlctl.v1.fleet_pb2 import StageRegistration

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
 
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.fingerprints import fingerprints
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
-from rlctl.fingerprints import fingerprints
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import update_pb2 as u

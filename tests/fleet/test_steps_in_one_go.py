@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from updating import abort, begin, commit, digest, fault, join, version_of, weights, write
 
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED

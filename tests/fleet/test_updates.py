@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, unreachable, version_of, weights, write
+from waiting import eventually
 
-from rlctl.client import aio
-from rlctl.coordinator.session import Session
-from rlctl.coordinator.updates import Graces
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.updates.manager import Graces
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
+from rlctl.sdk import aio
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v

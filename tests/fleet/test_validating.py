@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from updating import refusal, version_of, weights
 
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v

@@ -8,17 +8,18 @@ import dataclasses
 import grpc
 import grpc.aio
 import pytest
+from waiting import eventually
 
-from rlctl.client import aio
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
+from rlctl.sdk import aio
 from rlctl.testing import fake_engine
 from rlctl.testing.chaos_proxy import ChaosProxy
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
@@ -40,7 +41,6 @@ from rlctl.v1.results_pb2 import (
     OPERATION_STATE_UNKNOWN,
 )
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
-from rlctl.verbs import VERBS
 
 
 def header(*slots: str, timeout_s: float = 0.0, **more: object) -> RequestHeader:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from updating import begin, commit, digest, join, write
+from waiting import eventually
 
-from rlctl.errors import Reason
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.contract.errors import Reason
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader, Target

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlctl.demo import tiny
-from rlctl.gateway.generation.service import Settings
+from rlctl.gateway.backend.service import Settings
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 

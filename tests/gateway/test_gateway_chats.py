@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from http_calls import events, post
 
-from rlctl.gateway.generation.tokenizers import LONG, Tokenizer
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.gateway.backend.tokenizers import LONG, Tokenizer
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 CHATS = "/v1/chat/completions"
 

@@ -10,13 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 from http_calls import events, nested, post
+from waiting import eventually
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.gateway.call import UNKNOWN_FIELDS
-from rlctl.rollout import progress
-from rlctl.sampling import MOST_LEVELS, MOST_SAMPLES
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import MOST_LEVELS, MOST_SAMPLES
+from rlctl.gateway.http.call import UNKNOWN_FIELDS
+from rlctl.rollout import continuation
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import MAX_MESSAGE_BYTES
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as r
@@ -377,7 +377,7 @@ async def test_a_short_body_that_asks_for_much_is_refused_before_anything_is_mad
     def made(*_: Any, **__: Any) -> Any:
         raise AssertionError("a sample was made")
 
-    monkeypatch.setattr(progress, "begin", made)
+    monkeypatch.setattr(continuation, "begin", made)
     many, large, stops = [[1]] * 10_000, [70_000] * 50_000, ["x" * 100] * 1000
     async with make_gateway(fleet, dialect="vllm") as (_, http):
         for path, body, status, field in (

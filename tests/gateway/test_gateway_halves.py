@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from rlctl.gateway import halves
-from rlctl.gateway.dialect import Reply
-from rlctl.gateway.generation.running import PREFILL
-from rlctl.gateway.generation.service import Settings
-from rlctl.gateway.halves import Halves
+from rlctl.gateway.backend.service import Settings
+from rlctl.gateway.generation.samples import PREFILL
+from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.router import split_pairs
+from rlctl.gateway.router.split_pairs import Halves
 
 WITHIN_S = 5.0
 
@@ -72,7 +72,7 @@ async def test_nothing_is_kept_of_a_request_that_both_halves_have_come_of(first:
 async def test_a_prompt_whose_other_half_never_comes_is_not_kept_for_as_long_as_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(halves, "KEPT_S", 2.0)
+    monkeypatch.setattr(split_pairs, "KEPT_S", 2.0)
     both = Halves()
     waiting = [asyncio.ensure_future(prompt(both, room)) for room in range(1000)]
     left = asyncio.ensure_future(prompt(both, -1))
@@ -85,7 +85,7 @@ async def test_a_prompt_whose_other_half_never_comes_is_not_kept_for_as_long_as_
 
 
 async def test_a_prompt_waits_for_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "KEPT_S", 0.05)
+    monkeypatch.setattr(split_pairs, "KEPT_S", 0.05)
     both = Halves()
 
     async def long(call: Any) -> Reply:

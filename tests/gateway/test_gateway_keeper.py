@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.gateway import routed
+from rlctl.gateway.router import worker_list
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 
 class Router:
@@ -52,8 +52,8 @@ async def kept(fleet: InProcessFleet) -> AsyncIterator[Mapping[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed, "START_S", 5.0)
-    monkeypatch.setattr(routed, "AGAIN_S", 0.01)
+    monkeypatch.setattr(worker_list, "START_S", 5.0)
+    monkeypatch.setattr(worker_list, "AGAIN_S", 0.01)
 
 
 async def test_an_answer_that_breaks_off_is_asked_for_again(

@@ -12,15 +12,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
-from rlctl import errors, http_callers
-from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import bodies
-from rlctl.gateway.call import UNKNOWN_FIELDS, Call
-from rlctl.gateway.generation import native
+from rlctl.contract import errors
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.generation import sglang
+from rlctl.gateway.http import bodies
+from rlctl.gateway.http.call import UNKNOWN_FIELDS, Call
 from rlctl.rollout.sample import RolloutSample
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.runtime import http_limits
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import REFUSED_ABOVE_BYTES
 
 TOO_LARGE = "x" * (REFUSED_ABOVE_BYTES + 1)
@@ -86,7 +87,7 @@ async def test_a_refused_request_is_not_kept(
 async def test_a_body_that_comes_too_slowly_is_not_kept(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_callers, "READ_S", 0.1)
+    monkeypatch.setattr(http_limits, "READ_S", 0.1)
 
     async def trickle() -> Any:
         yield b"{"
@@ -105,13 +106,13 @@ async def test_a_large_body_that_is_read_keeps_no_other_request_waiting(
     parse, begun, release = bodies.parse, threading.Event(), threading.Event()
 
     def slow(data: bytes) -> Any:
-        if len(data) >= http_callers.LARGE:
+        if len(data) >= http_limits.LARGE:
             begun.set()
             assert release.wait(30)
         return parse(data)
 
     monkeypatch.setattr(bodies, "parse", slow)
-    large = json.dumps({"text": "x", "prompt": "x", "model_path": "/nowhere", "other": "x" * http_callers.LARGE})
+    large = json.dumps({"text": "x", "prompt": "x", "model_path": "/nowhere", "other": "x" * http_limits.LARGE})
     posts = [asyncio.create_task(http.post(path, data=large)) for _ in range(2)]
     await eventually(begun.is_set)
     async with http.get("/health") as response:
@@ -128,7 +129,7 @@ async def test_a_request_that_no_stage_takes_is_refused_before_samples_are_made(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(native.progress, "begin", lambda *args, **more: begun.append(args))
+    monkeypatch.setattr(sglang.progress, "begin", lambda *args, **more: begun.append(args))
     async with http.post("/generate", data=sent({"text": ["x", TOO_LARGE]})) as response:
         said = (await response.json())["error"]
     assert (response.status, said["reason"], said["field"]) == (413, "MESSAGE_TOO_LARGE", "GenerateRequest")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 
 TOLD = ("GetLoads", "GetServerInfo", "GetModelInfo", "CheckWeights")
 

@@ -10,10 +10,10 @@ import openai
 import pytest
 from http_calls import post
 
-from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Answer, Handler
-from rlctl.gateway.generation.service import Generation
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.gateway.backend.service import Generation
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Answer, Handler
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1.verbs_pb2 import LoadAdapterRequest
 
 PATHS = {

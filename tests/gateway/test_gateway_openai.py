@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 from http_calls import events, nested, post
 
-from rlctl.errors import Reason
-from rlctl.gateway.generation.running import _Text
-from rlctl.sampling import MOST_SAMPLES
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.contract.errors import Reason
+from rlctl.contract.sampling import MOST_SAMPLES
+from rlctl.gateway.generation.samples import _Text
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import rollout_pb2 as r
 
 COMPLETIONS = "/v1/completions"

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 
-from rlctl.gateway.openapi import PATH
+from rlctl.gateway.http.openapi import PATH
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.loops import LoopThread
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 
 CHECKED_IN = Path(__file__).parents[2] / "docs" / "reference" / "openapi-sglang.json"
 EXAMPLES = 8

@@ -12,25 +12,25 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from waiting import eventually
 
+from rlctl.contract.errors import RlctlError
 from rlctl.demo import tiny
-from rlctl.errors import RlctlError
-from rlctl.gateway import halves, sglang_router
-from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Reply
-from rlctl.gateway.generation import running
-from rlctl.gateway.generation.running import ANY
-from rlctl.gateway.halves import Halves
+from rlctl.gateway.generation import samples
+from rlctl.gateway.generation.samples import ANY
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.router import process, split_pairs
+from rlctl.gateway.router.process import DECODE, PREFILL, SglangRouter
+from rlctl.gateway.router.split_pairs import Halves
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.gateway.sglang_router import DECODE, PREFILL, SglangRouter
-from rlctl.rollout.router import Picked, Router
-from rlctl.testing.fleet import InProcessFleet, StageSpec
-from rlctl.testing.waiting import eventually
+from rlctl.rollout.picking.router import Picked, Router
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
 try:
-    sglang_router.program()
+    process.program()
 except RlctlError:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 
@@ -99,7 +99,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     prompt = Halves.prompt
 
     async def noted(self: Halves, call: Call) -> Reply:
-        found.append(call.path[running.PREFILL])
+        found.append(call.path[samples.PREFILL])
         return await prompt(self, call)
 
     monkeypatch.setattr(Halves, "prompt", noted)
@@ -170,7 +170,7 @@ def stable(reply: Any) -> Any:
 
 async def test_the_radix_middleware_keeps_what_goes_through_the_router(fleet: InProcessFleet, tmp_path: Path) -> None:
     router = SglangRouter(policy="round_robin", log=tmp_path / "router.log", pairs=True)
-    radix = ("rlctl.gateway.radix:RadixMiddleware",)
+    radix = ("rlctl.gateway.radix.middleware:RadixMiddleware",)
     server = GatewayServer(GatewayConfig(fleet.server.address, "slime", router=router, middleware_paths=radix))
     try:
         await server.start()
@@ -224,7 +224,7 @@ async def test_a_half_without_its_other_is_answered(
     monkeypatch: pytest.MonkeyPatch, server: GatewayServer, router: SglangRouter
 ) -> None:
     await until(router, **SLOTS)
-    monkeypatch.setattr(halves, "MEET_S", 0.1)
+    monkeypatch.setattr(split_pairs, "MEET_S", 0.1)
     status, reply = await ask(server.address, "/routed/d0/generate", {**ASK, "bootstrap_room": 1})
     assert status == 200, reply
     assert len(reply["output_ids"]) == 6

@@ -9,17 +9,17 @@ from typing import Any
 import aiohttp
 import pytest
 from http_calls import nested, post
+from waiting import eventually
 
 from rlctl.demo.tiny import VOCABULARY
-from rlctl.gateway.generation.tokenizers import Tokenizer
-from rlctl.gateway.radix import _parts
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.gateway.backend.tokenizers import Tokenizer
+from rlctl.gateway.radix.middleware import _parts
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
-RADIX = ("rlctl.gateway.radix:RadixMiddleware",)
+RADIX = ("rlctl.gateway.radix.middleware:RadixMiddleware",)
 
 
 def encode(text: str) -> list[int]:

@@ -11,23 +11,23 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
+from rlctl.contract.errors import RlctlError
 from rlctl.engine import Call
-from rlctl.errors import RlctlError
-from rlctl.gateway import sglang_router
-from rlctl.gateway.generation.running import ANY
+from rlctl.gateway.generation.samples import ANY
+from rlctl.gateway.router import process
+from rlctl.gateway.router.process import SglangRouter
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 try:
-    sglang_router.program()
+    process.program()
 except RlctlError:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 

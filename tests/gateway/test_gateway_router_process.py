@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import sglang_router
-from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.router import process
+from rlctl.gateway.router.process import SglangRouter
 
 
 def test_one_that_does_not_answer_in_time_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mute = tmp_path / "sglang-router"
     mute.write_text("#!/bin/sh\nexec sleep 60\n")
     mute.chmod(0o700)
-    monkeypatch.setattr(sglang_router, "program", lambda: str(mute))
-    monkeypatch.setattr(sglang_router, "START_S", 0.2)
+    monkeypatch.setattr(process, "program", lambda: str(mute))
+    monkeypatch.setattr(process, "START_S", 0.2)
     router = SglangRouter(log=tmp_path / "log")
     with pytest.raises(RlctlError) as caught:
         router.start()
@@ -33,7 +33,7 @@ def test_an_interrupt_of_the_terminal_is_not_for_it(tmp_path: Path, monkeypatch:
     silent = tmp_path / "sglang-router"
     silent.write_text("#!/bin/sh\nexec sleep 60\n")
     silent.chmod(0o700)
-    monkeypatch.setattr(sglang_router, "program", lambda: str(silent))
+    monkeypatch.setattr(process, "program", lambda: str(silent))
     router = SglangRouter(log=tmp_path / "log")
     monkeypatch.setattr(router, "workers", dict)
     with router:

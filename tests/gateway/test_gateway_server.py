@@ -11,18 +11,19 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
-from rlctl import http_callers
-from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import dialects, identity
-from rlctl.gateway.bodies import Fields
-from rlctl.gateway.call import UNKNOWN_FIELDS, Call
-from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
-from rlctl.gateway.generation import tokenizers
-from rlctl.gateway.generation.service import Generation
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway import dialects
+from rlctl.gateway.backend import tokenizers
+from rlctl.gateway.backend.service import Generation
+from rlctl.gateway.http import identity
+from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.call import UNKNOWN_FIELDS, Call
+from rlctl.gateway.http.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.runtime import http_limits
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 TOKEN = "a token made for this test"
 FINISHED: list[str] = []
@@ -134,7 +135,7 @@ async def test_what_is_not_there_is_said_in_the_dialects_words(http: aiohttp.Cli
 
 
 async def test_a_slow_body_is_given_up(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_callers, "READ_S", 0.1)
+    monkeypatch.setattr(http_limits, "READ_S", 0.1)
 
     async def trickle() -> Any:
         yield b"{"
@@ -235,8 +236,8 @@ def test_fields_within_fields_have_their_whole_path() -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_callers, "HEAD_S", 0.3)
-    monkeypatch.setattr(http_callers, "WRITE_S", 0.3)
+    monkeypatch.setattr(http_limits, "HEAD_S", 0.3)
+    monkeypatch.setattr(http_limits, "WRITE_S", 0.3)
 
 
 WHOLE = b"POST /slow_read HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -338,7 +339,7 @@ class Wire(asyncio.Transport):
 
 @pytest.mark.usefixtures("hasty")
 async def test_nobody_is_cut_off_between_two_answers() -> None:
-    guard, wire = http_callers.Guard(asyncio.Protocol()), Wire()
+    guard, wire = http_limits.Guard(asyncio.Protocol()), Wire()
     guard.connection_made(wire)
     guard.data_received(2 * WHOLE + WHOLE[:20])
     with guard.answer():

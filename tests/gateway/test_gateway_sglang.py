@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 import pytest
 from updating import unreachable
+from waiting import eventually
 
-from rlctl.gateway.call import UNKNOWN_FIELDS
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.gateway.http.call import UNKNOWN_FIELDS
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 
 BUCKET = {"names": ["w1"], "dtypes": ["float32"], "shapes": [[2, 3]], "group_name": "g", "flush_cache": False}

@@ -14,7 +14,7 @@ import pytest
 from http_calls import events, post
 
 from rlctl.demo import tiny
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 
 
 @pytest.fixture

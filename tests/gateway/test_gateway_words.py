@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.errors import RlctlError
-from rlctl.gateway.generation.native import WORDS
-from rlctl.sglang_api.asking import read
+from rlctl.contract.errors import RlctlError
+from rlctl.gateway.generation.sglang import WORDS
+from rlctl.sglang_api.request import read
 
 FIELDS = """
 rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes

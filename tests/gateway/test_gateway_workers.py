@@ -8,7 +8,7 @@ import sys
 import pytest
 
 CODE = """
-from rlctl.gateway.workers import Workers
+from rlctl.gateway.prefork import Workers
 
 def work(ready):
     raise ValueError("the cause")
@@ -25,7 +25,7 @@ def test_one_that_fails_says_why() -> None:
 
 STOPPED = """
 import os, signal, sys, time
-from rlctl.gateway.workers import Workers
+from rlctl.gateway.prefork import Workers
 
 class Told(Workers):
     # SIGTERM comes before or after the first worker is known, and before the others are forked.

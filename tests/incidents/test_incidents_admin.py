@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from updating import abort, begin, commit, digest, fault, generate, join, refusal, update, version_of, write
+from waiting import eventually
 
-from rlctl.control.commander import Commander
+from rlctl.command_stream.commander import Commander
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
+from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
@@ -31,7 +32,6 @@ from rlctl.v1.results_pb2 import (
     OPERATION_STATE_UNKNOWN,
 )
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
-from rlctl.verbs import VERBS
 
 
 def header(*slots: str, timeout_s: float = 0.0, request_id: str = "") -> RequestHeader:

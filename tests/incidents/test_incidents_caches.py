@@ -9,7 +9,7 @@ import torch
 from updating import from_disk
 
 from rlctl.demo import tiny
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.channel import open_channel
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub

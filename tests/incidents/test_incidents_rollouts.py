@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rlctl.client import aio
-from rlctl.rollout.ring import Ring
-from rlctl.rollout.sessions import BOUND
+from rlctl.rollout.picking.hash_ring import Ring
+from rlctl.rollout.picking.sessions import BOUND
+from rlctl.sdk import aio
 
 SLOTS = "abcd"
 SESSIONS = 24

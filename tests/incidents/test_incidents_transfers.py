@@ -11,21 +11,21 @@ import pytest
 import torch
 from updating import begin, commit, digest, fault, generate, join, refusal, restart, update, version_of, weights, write
 
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.times import duration
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.segments import from_proto
-from rlctl.weights.shared_memory import open_memory
-from rlctl.weights.source import as_source
+from rlctl.weights.shared_memory.posix import open_memory
+from rlctl.weights.shared_memory.segment import from_proto
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor.source import as_source
 
 
 async def test_incident_04_a_distributed_update_that_failed_resumes_nobody(fleet: InProcessFleet) -> None:

@@ -23,9 +23,9 @@ from updating import (
     write,
 )
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 from rlctl.testing import fake_engine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v

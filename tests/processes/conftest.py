@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from pathlib import Path
 def main() -> None:
     given = os.environ.get("OTHER_HOST")
     if given:
-        from rlctl.weights import identity
+        from rlctl.weights.tensor import placement
 
         with tempfile.TemporaryDirectory() as directory:
-            identity._BOOT_ID = Path(directory) / "boot_id"
-            identity._BOOT_ID.write_text(given)
-            assert identity.host_id().startswith(given)  # from here on it is remembered
+            placement._BOOT_ID = Path(directory) / "boot_id"
+            placement._BOOT_ID.write_text(given)
+            assert placement.host_id().startswith(given)  # from here on it is remembered
     from rlctl.cli.main import main as rlctl_main
 
     rlctl_main()

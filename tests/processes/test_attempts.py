@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted_weights import Interrupted
 from models import greedy
 from trainers import PP_TP, train
 from up_helpers import restarted
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.testing.interrupted import Interrupted
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.publisher import Publisher
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
 
@@ -157,8 +157,8 @@ def test_a_trainer_whose_update_is_ended_meanwhile_is_told_why(
     three: LaunchedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its own broadcast, or its next call, then breaks off with says nothing of that."""
-    monkeypatch.setattr("rlctl.client.publisher.LEASE_TTL_S", 4.0)
-    monkeypatch.setattr("rlctl.client.leading.Leading._renewing", lambda *_: nullcontext())
+    monkeypatch.setattr("rlctl.trainer.publisher.LEASE_TTL_S", 4.0)
+    monkeypatch.setattr("rlctl.trainer.lead.Leading._renewing", lambda *_: nullcontext())
     with three.connect() as fleet:
 
         def interrupted(happens: Callable[[], object]) -> Interrupted:

@@ -34,7 +34,7 @@ IDS = {
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlctl.bench", *arguments]
+    command = [sys.executable, "-m", "tools.benchmark", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -13,16 +13,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.rollout import Asking
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny
 from rlctl.demo.grpo import Trainer, rollouts
 from rlctl.demo.judge import MISMATCH, RISE
 from rlctl.demo.production import Production
 from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, draw
 from rlctl.demo.tiny import encode, save
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.rollout.rollout import Asking
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.rollout_pb2 import GenerateResponse

@@ -10,9 +10,9 @@ from models import changed, greedy
 
 import rlctl
 from rlctl.demo.tiny import encode
-from rlctl.launch.local_launcher import LocalLauncher
-from rlctl.launch.processes import stop_all
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.interface.spec import EngineSpec
+from rlctl.launch.local.child_processes import stop_all
+from rlctl.launch.local.launcher import LocalLauncher
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import rlctl
-from rlctl.client.fleet import Fleet
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rlctl.client.fleet import Fleet
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 from rlctl.v1.fleet_pb2 import Stage
@@ -117,7 +117,7 @@ def test_a_server_ends_in_order_though_its_engine_is_inside_torch() -> None:
     script = """
 import os, signal, threading
 import torch
-from rlctl.cli.serve import serve
+from rlctl.cli.commands.serve import serve
 
 torch.set_num_threads(1)
 
@@ -191,7 +191,7 @@ def test_nothing_outlives_the_launcher(tmp_path: Path, checkpoint: Callable[[str
     script = f"""
 import sys, time
 from pathlib import Path
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 engines = [EngineSpec("a", {checkpoint("one")!r}, engine="fake")]
 fleet = LaunchedFleet(engines, directory=Path({str(tmp_path)!r}) / "fleet")
 fleet.start()

@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from waiting import eventually
 
-from rlctl.launch.processes import Process
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.launch.local.child_processes import Process
+from rlctl.testing.in_process_fleet import InProcessFleet
 
 pytestmark = pytest.mark.processes
 

@@ -12,10 +12,10 @@ from models import changed
 from test_torch_fleet import all_generate_like, digests
 
 import rlctl
-from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
-from rlctl.launch.fleet import LaunchedFleet
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.launch.interface.spec import EngineSpec
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.verbs_pb2 import GetServerInfoRequest
 

@@ -14,7 +14,7 @@ from up_helpers import restarted
 
 import rlctl
 from rlctl.demo.tiny import save
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -11,9 +11,9 @@ import pytest
 from elsewhere import OWN_SHARED_MEMORY, need, serving
 
 import rlctl
-from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]

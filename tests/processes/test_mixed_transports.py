@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupted_weights import Interrupted
 from test_attempts import held
 from trainers import PP_TP, train
 from with_nccl import stand_in_at_a_source
 
 import rlctl
-from rlctl.client import part
-from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.testing.interrupted import Interrupted
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer import source_rank
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
 
@@ -37,7 +37,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> I
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setattr(part, "join", part.join)
+        patch.setattr(source_rank, "join", source_rank.join)
         stand_in_at_a_source()
         with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet"), module="with_nccl") as fleet:
             yield fleet

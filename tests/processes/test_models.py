@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import rlctl
-from rlctl.client.fleet import Fleet
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

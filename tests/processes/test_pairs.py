@@ -12,8 +12,8 @@ from models import greedy
 from paired import PROMPT, SAMPLING, killed_meanwhile, over_http, updated_meanwhile
 from up_helpers import known, own_state, rlctl_command
 
-from rlctl.client.fleet import connect
-from rlctl.client.publisher import rolling
+from rlctl.sdk.blocking import connect
+from rlctl.trainer.publisher import rolling
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

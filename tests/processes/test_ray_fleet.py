@@ -14,7 +14,7 @@ import pytest
 from ray_cluster import Nodes, ray_cluster
 from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, when
 
-from rlctl.client.fleet import Fleet, connect
+from rlctl.sdk.blocking import Fleet, connect
 from rlctl.v1.fleet_pb2 import Stage
 
 pytestmark = pytest.mark.processes

@@ -15,7 +15,7 @@ from ray_cluster import Nodes, ray_cluster
 from ray_given import CORE, Trainer, a_trainer, nodes_of, written
 from up_helpers import WAIT_S, known, own_state, rlctl_command, until
 
-from rlctl.client.fleet import connect
+from rlctl.sdk.blocking import connect
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

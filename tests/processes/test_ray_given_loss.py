@@ -12,7 +12,7 @@ from ray_cluster import ray_cluster
 from ray_given import CORE, a_trainer, nodes_of, written
 from up_helpers import known, own_state, rlctl_command, until, when
 
-from rlctl.client.fleet import connect
+from rlctl.sdk.blocking import connect
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -14,10 +14,10 @@ from models import Halfway, changed, greedy
 from test_torch_fleet import all_generate_like, digests
 
 import rlctl
-from rlctl.client.fleet import Fleet
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 
@@ -129,7 +129,7 @@ class Once:
         self._left = iter(self._pairs)
 
     def metas(self) -> Any:
-        from rlctl.weights.tensors import TensorMeta
+        from rlctl.weights.tensor.tensors import TensorMeta
 
         return [TensorMeta.of(name, tensor) for name, tensor in self._pairs]
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -23,7 +23,7 @@ import json, sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM
 import rlctl
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 def update(fleet, model, path, weights):
     before = len(fleet.operations(page_size=500))

@@ -13,11 +13,11 @@ from models import Halfway, changed, greedy
 from test_torch_fleet import all_generate_like, digests
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.publisher import Publisher
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 

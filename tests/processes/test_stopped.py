@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupted_weights import Interrupted
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.control.commander import SILENCE_S
+from rlctl.command_stream.commander import SILENCE_S
+from rlctl.contract.errors import RlctlError
 from rlctl.demo import tiny as demo_tiny
-from rlctl.errors import RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.testing.interrupted import Interrupted
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL

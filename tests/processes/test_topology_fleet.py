@@ -16,9 +16,9 @@ import psutil
 import pytest
 from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until, when
 
-from rlctl.client.fleet import connect
-from rlctl.compat.slime import get_model_url, set_model_routers
-from rlctl.errors import NotFound
+from rlctl.contract.errors import NotFound
+from rlctl.integrations.slime import get_model_url, set_model_routers
+from rlctl.sdk.blocking import connect
 
 pytestmark = pytest.mark.processes
 

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import torch
 from answers import of_each
+from interrupted_weights import Interrupted
 from models import Halfway, changed, greedy
+from shared_memory import mapped_by
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import EOS, encode, save
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.testing.interrupted import Interrupted
-from rlctl.testing.shared_memory import mapped_by
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.publisher import Publisher
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.weights.identity import SHARED_MEMORY
-from rlctl.weights.rendezvous import GroupStore
+from rlctl.weights.group.rendezvous import GroupStore
+from rlctl.weights.tensor.placement import SHARED_MEMORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -244,7 +244,7 @@ def test_a_source_that_fails_leaves_no_update_open(fleet: Fleet, publisher: Publ
 
     class Failing:
         def metas(self) -> Any:
-            from rlctl.weights.source import as_source
+            from rlctl.weights.tensor.source import as_source
 
             return as_source(model).metas()
 

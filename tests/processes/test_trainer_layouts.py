@@ -14,10 +14,10 @@ from trainer_models import make
 from trainers import FSDP, PP_TP
 
 import rlctl
-from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny
-from rlctl.launch.fleet import LaunchedFleet
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.launch.interface.spec import EngineSpec
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING
 

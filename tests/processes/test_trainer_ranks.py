@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import AsyncPublisher
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.publisher import AsyncPublisher
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -96,7 +96,7 @@ def ranks(torch_fleet: LaunchedFleet, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
         return asyncio.run_coroutine_threadsafe(wait(), met.get_loop()).result(20)
 
-    monkeypatch.setattr("rlctl.client.publisher.share", share)
+    monkeypatch.setattr("rlctl.trainer.publisher.share", share)
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with torch_fleet.connect() as fleet:

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted_weights import Interrupted
 
 import rlctl
-from rlctl.client import leading, part
-from rlctl.client.fleet import Fleet
-from rlctl.client.leading import Leading
-from rlctl.client.publisher import Publisher
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.testing.interrupted import Interrupted
-from rlctl.weights.rendezvous import GroupStore
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer import lead, source_rank
+from rlctl.trainer.lead import Leading
+from rlctl.trainer.publisher import Publisher
+from rlctl.weights.group.rendezvous import GroupStore
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -51,7 +51,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> I
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update takes many more segments than there are."""
-    monkeypatch.setattr("rlctl.client.part.SegmentSender", lambda device: SegmentSender(device, segment_bytes=32 << 10))
+    monkeypatch.setattr(
+        "rlctl.trainer.source_rank.SegmentSender", lambda device: SegmentSender(device, segment_bytes=32 << 10)
+    )
 
 
 class Counted:
@@ -178,7 +180,7 @@ def test_from_disk_the_weights_are_only_digested(fleet: Fleet, tmp_path: Path) -
 
 @pytest.mark.parametrize("path", ["broadcast", "auto"])
 def test_one_at_a_time_and_given_up_on_request(fleet: Fleet, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "HANGS_S", 0.5)
+    monkeypatch.setattr(source_rank, "HANGS_S", 0.5)
     publisher = fleet.publisher("actor", path=path)
     model = demo_tiny.make(seed=14)
     publisher.update(model, version=f"{path}-before")
@@ -229,8 +231,8 @@ def test_the_store_of_an_update_that_broke_off_stays_a_moment_for_ranks_on_their
             super().__init__(host)
             stores.append(self.address(host))
 
-    monkeypatch.setattr(leading, "GroupStore", Store)
-    monkeypatch.setattr(leading, "LINGERS_S", 3.0)
+    monkeypatch.setattr(lead, "GroupStore", Store)
+    monkeypatch.setattr(lead, "LINGERS_S", 3.0)
     publisher = fleet.publisher("actor", path="broadcast")
     weights = Held(demo_tiny.make(seed=21))
     pending = publisher.update_async(weights, version="broken-off")

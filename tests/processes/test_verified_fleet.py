@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import rlctl
-from rlctl.client.fleet import Fleet
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
-from rlctl.weights.source import as_source
+from rlctl.weights.tensor.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import VOCABULARY, encode, save
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.publisher import Publisher
 from rlctl.v1 import common_pb2 as common
-from rlctl.weights.block_fp8 import BlockFp8, dequantise, quantise
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.source import as_source
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.formats.block_fp8 import BlockFp8, dequantise, quantise
+from rlctl.weights.tensor.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

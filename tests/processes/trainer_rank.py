@@ -22,10 +22,10 @@ import trainer_models
 from with_nccl import stand_in_at_a_source
 
 import rlctl
-from rlctl.client import publisher as publishing
-from rlctl.weights.finite import local_values
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta
+from rlctl.trainer import publisher as publishing
+from rlctl.weights.tensor.finite import local_values
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta
 
 BUCKET_BYTES = 16 << 10
 """Small, so that what happens half way happens between two broadcasts."""

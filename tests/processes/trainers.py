@@ -8,7 +8,7 @@ from typing import Any
 
 from forking import NURSERY
 
-from rlctl.client.fleet import Fleet
+from rlctl.sdk.blocking import Fleet
 
 RANK = Path(__file__).with_name("trainer_rank.py")
 PP_TP = {"layout": "pp-tp", "size": 4, "sources": [0, 2]}

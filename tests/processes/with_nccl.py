@@ -33,13 +33,13 @@ def stand_in() -> None:
 
 def stand_in_at_a_source() -> None:
     """The same for the groups that this process sends over."""
-    from rlctl.client import part
-    from rlctl.weights import groups
+    from rlctl.trainer import source_rank
+    from rlctl.weights.group import process_group
 
-    def by_gloo(*given: Any, backend: str, **settings: Any) -> groups.WeightGroup:
-        return groups.join(*given, backend="gloo", **settings)
+    def by_gloo(*given: Any, backend: str, **settings: Any) -> process_group.WeightGroup:
+        return process_group.join(*given, backend="gloo", **settings)
 
-    part.join = by_gloo  # type: ignore[assignment]
+    source_rank.join = by_gloo  # type: ignore[assignment]
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from rlctl_sglang.options import Options, interpreter
 from server_stage import Driver
 from sglang_server import LOADER, serving
 
-from rlctl.client.fleet import Fleet
-from rlctl.errors import RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.contract.errors import RlctlError
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 
 MODELS = "lib/python*/site-packages/sglang/srt/models/*.py"
 

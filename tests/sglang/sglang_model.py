@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 
 MODES = ("abort", "retract", "in_place")
 TAGS = ("kv_cache", "weights")

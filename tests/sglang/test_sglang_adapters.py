@@ -12,9 +12,9 @@ import pytest
 from loras import lora, merged_says, save
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlctl_sglang.arguments import known_options
-from rlctl_sglang.keeping import KEEPERS
+from rlctl_sglang.server.arguments import known_options
+from rlctl_sglang.server.update_blockers import KEEPERS
 
 
 def test_the_installed_one_has_the_arguments_that_everybody_uses() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from rlctl_servers.sources import installed, parsed
+from rlctl_servers.server.argparse_source import installed, parsed
 from rlctl_sglang.options import Options
-from rlctl_sglang.server import Server
+from rlctl_sglang.server.server import Server
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason, RlctlError
 
 
 def told(python: str) -> tuple[set[str], dict[str, Any]]:

@@ -17,20 +17,20 @@ from pathlib import Path
 import pytest
 import torch
 from diffusion_server import DiffusionServer, derived, make, packages, serving, weights_of
-from rlctl_sglang.diffusion import DiffusionEngine
-from rlctl_sglang.diffusion_modules import Pipelines
+from rlctl_sglang.diffusion.engine import DiffusionEngine
+from rlctl_sglang.diffusion.modules import Pipelines
 from safetensors.torch import load_file, save_file
 from server_stage import Driver
 from up_helpers import when
 
 import rlctl
-from rlctl.client.fleet import connect
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.sdk.blocking import connect
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
-from rlctl.weights.digest import ModelDigest
+from rlctl.weights.tensor.digest import ModelDigest
 
 pytestmark = pytest.mark.timeout(300)
 

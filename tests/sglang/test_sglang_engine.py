@@ -18,10 +18,10 @@ from server_stage import Driver, Segments, Source, prompt
 from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl
-from rlctl.client.fleet import connect
-from rlctl.client.probe import Probe
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
+from rlctl.sdk.blocking import connect
+from rlctl.trainer.probe import Probe
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v

@@ -14,14 +14,14 @@ import pytest
 import rollouts
 import torch
 from answers import of_each
+from interrupted_weights import Interrupted
 from models import changed, greedy
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.probe import Probe
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.interrupted import Interrupted
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.probe import Probe
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL

@@ -11,7 +11,7 @@ from sglang_suite import *  # noqa: F403 - the tests themselves
 from sglang_suite import Server
 
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.fleet_controller import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

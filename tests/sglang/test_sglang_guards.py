@@ -16,17 +16,17 @@ import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
 from models import changed, greedy
-from rlctl_sglang import facts
+from rlctl_sglang.server import facts
 from server_stage import Driver, Segments, Source, broken_checkpoint, prompt, refusal
 
 import rlctl
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
-from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.tensors import TensorMeta
 
 pytestmark = pytest.mark.timeout(300)
 

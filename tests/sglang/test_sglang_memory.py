@@ -17,7 +17,7 @@ from sglang_suite import (  # noqa: F401 - tests of the suite
 
 import rlctl
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]

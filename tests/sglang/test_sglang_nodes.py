@@ -24,7 +24,7 @@ TRAINER = """
 import contextlib, json, sys
 import rlctl
 from models import changed, greedy
-from rlctl.client.probe import Probe
+from rlctl.trainer.probe import Probe
 from rlctl.demo import tiny
 from rlctl.demo.tiny import encode
 from rlctl.v1 import common_pb2 as common

@@ -15,12 +15,12 @@ from models import greedy
 from paired import PROMPT, SAMPLING, killed_meanwhile, over_http, updated_meanwhile
 from up_helpers import known, own_state, rlctl_command
 
-from rlctl.client.fleet import Fleet, connect
-from rlctl.client.generation import build_request
-from rlctl.client.pairing import halves
-from rlctl.client.publisher import rolling
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
+from rlctl.rollout.prefill_decode import halves
+from rlctl.rollout.requests import build_request
+from rlctl.sdk.blocking import Fleet, connect
+from rlctl.trainer.publisher import rolling
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, WORKER_TYPE_DECODE, WORKER_TYPE_PREFILL
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub

@@ -10,11 +10,11 @@ import pytest
 from models import changed, greedy
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.probe import Probe
+from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.probe import Probe
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 

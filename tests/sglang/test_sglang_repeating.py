@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from models import changed
-from rlctl_servers.telling import WRITES
+from rlctl_servers.server.server_info import WRITES
 from rlctl_sglang import SGLangEngine
 from server_stage import Driver, prompt, refusal
 
+from rlctl.contract.errors import Reason
 from rlctl.demo.tiny import encode
 from rlctl.engine import EngineInfo
-from rlctl.errors import Reason
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 

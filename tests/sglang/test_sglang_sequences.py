@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from models import changed, greedy
-from rlctl_sglang import SGLangEngine, facts
+from rlctl_sglang import SGLangEngine
+from rlctl_sglang.server import facts
 from server_stage import Driver, Generating, Source, prompt
 from sglang_model import BROADCASTS, CHECKPOINTS, Model, Request, choose
 
 import rlctl
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny as tiny_
-from rlctl.errors import Reason, RlctlError
-from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v

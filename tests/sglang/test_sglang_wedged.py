@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from server_stage import Driver, Source, prompt
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.control.commander import Commander
-from rlctl.simulation.network import End, Network
-from rlctl.simulation.world import SimClock, World
+from rlctl.command_stream.commander import Commander
 from rlctl.v1.control_pb2 import ControlResponse, Pong
+from tests.simulator.ports.network import End, Network
+from tests.simulator.ports.virtual_time import SimClock, World
 
 
 class Peer:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.simulation.mutants import MUTANTS
-from rlctl.simulation.runs import run
-from rlctl.simulation.shrinking import shrink
-from rlctl.simulation.simulation import Counts
+from tests.simulator.context import Counts
+from tests.simulator.mutants import MUTANTS
+from tests.simulator.runner import run
+from tests.simulator.shrink import shrink
 
-FOLDER = Path(__file__).parents[2] / "rlctl" / "simulation"
+FOLDER = Path(__file__).parents[1] / "simulator"
 
 SEEDS = range(1000, 1030)
 
@@ -105,7 +105,7 @@ def test_what_a_failure_does_not_need_is_left_out() -> None:
 
 
 def test_a_failing_seed_is_found_and_explained_whichever_process_runs_it() -> None:
-    command = [sys.executable, "-m", "rlctl.simulation", "--break", "completeness", "--no-shrink", "--jobs", "2"]
+    command = [sys.executable, "-m", "tests.simulator", "--break", "completeness", "--no-shrink", "--jobs", "2"]
     first = caught_by("completeness")
     ended = subprocess.run(
         [*command, "--seed", str(first - 1), "--seeds", "4"], capture_output=True, text=True, check=False

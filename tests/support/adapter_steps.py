@@ -15,9 +15,9 @@ from loras import CONFIG, lora, merged_says, save
 from models import changed
 
 import rlctl
-from rlctl.client.fleet import Fleet
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlctl.client.fleet import Fleet
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
 PATIENCE_S = 60.0

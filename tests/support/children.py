@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.interface.spec import EngineSpec, Reservation, rank_arguments
 
 
 class Child:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.process import ANNOUNCEMENT
+from rlctl.runtime.server_process import ANNOUNCEMENT
 
 STOP_S = 15.0
 

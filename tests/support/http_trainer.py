@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rlctl.weights.digest import combine, tensor_digest
-from rlctl.weights.groups import GroupStore, WeightGroup, join
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
+from rlctl.weights.tensor.digest import combine, tensor_digest
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlctl.weights.source import as_source
+from rlctl.weights.tensor.source import as_source
 
 
 def changed(model: Any, seed: int, scale: float = 0.05) -> Any:

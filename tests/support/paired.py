@@ -15,8 +15,8 @@ import torch
 from models import changed, greedy
 from up_helpers import known, when
 
-from rlctl.client.fleet import Fleet
-from rlctl.errors import RlctlError
+from rlctl.contract.errors import RlctlError
+from rlctl.sdk.blocking import Fleet
 
 PROMPT = [number % 13 + 1 for number in range(40)]
 SAMPLING: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

@@ -13,7 +13,7 @@ from typing import Any
 from ray_cluster import Nodes
 from up_helpers import WAIT_S
 
-from rlctl.client.fleet import connect
+from rlctl.sdk.blocking import connect
 
 CORE = {"CPU": 1}
 

@@ -20,9 +20,9 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlctl.compat.skyrl import ServerGroup
-from rlctl.compat.slime import start_rollout_servers
-from rlctl.errors import RlctlError
+from rlctl.contract.errors import RlctlError
+from rlctl.integrations.skyrl import ServerGroup
+from rlctl.integrations.slime import start_rollout_servers
 
 
 class Taking:

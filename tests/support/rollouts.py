@@ -10,9 +10,9 @@ from typing import Any
 from answers import of_each
 from models import changed, greedy
 
-from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
 from rlctl.rollout.sample import RolloutSample
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
 
 PROMPT = encode("7+")

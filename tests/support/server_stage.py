@@ -18,18 +18,18 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from safetensors.torch import load_file, save_file
 
+from rlctl.contract.errors import RlctlError
+from rlctl.contract.verbs import of_request
 from rlctl.demo import tiny as tiny_
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
-from rlctl.errors import RlctlError
-from rlctl.loops import LoopThread
+from rlctl.runtime.event_loops import LoopThread
 from rlctl.v1 import common_pb2, rollout_pb2
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.verbs import of_request
-from rlctl.weights import buckets
-from rlctl.weights.groups import GroupStore, WeightGroup, join
-from rlctl.weights.segment_sender import SegmentSender, SentSegment
-from rlctl.weights.sending import send
-from rlctl.weights.source import as_source
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
+from rlctl.weights.group.sender import send
+from rlctl.weights.shared_memory.sender import SegmentSender, SentSegment
+from rlctl.weights.tensor import buckets
+from rlctl.weights.tensor.source import as_source
 
 START_S = 240.0
 VERB_S = 60.0

@@ -21,7 +21,7 @@ from models import changed, greedy
 from torch.distributed import TCPStore
 
 from rlctl.ports import new_uuid7
-from rlctl.weights.groups import join
+from rlctl.weights.group.process_group import join
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "integrations"))
 

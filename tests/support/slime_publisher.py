@@ -1,4 +1,4 @@
-"""Publishes versions in slime's layout, from the facts that rlctl/weights/slime_layout.py names."""
+"""Publishes versions in slime's layout, from the facts that rlctl/weights/versions/slime_layout.py names."""
 
 from __future__ import annotations
 

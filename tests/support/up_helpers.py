@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cli import state
-from rlctl.client.fleet import Fleet
-from rlctl.errors import RlctlError
-from rlctl.launch.fleet import LaunchedFleet
+from rlctl.contract.errors import RlctlError
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.launch.supervisor import fleet_state
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1.fleet_pb2 import Stage
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
@@ -66,8 +66,8 @@ def restarted(
     )
 
 
-def known(name: str) -> state.FleetState:
-    found = state.read(name)
+def known(name: str) -> fleet_state.FleetState:
+    found = fleet_state.read(name)
     assert found is not None
     return found
 
@@ -117,7 +117,7 @@ def own_state(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None
         monkeypatch.delenv(f"RLCTL_{name}", raising=False)
     yield
     for name in (directory / "state" / "rlctl").glob("*"):
-        left = state.read(name.name)
+        left = fleet_state.read(name.name)
         if left is not None and left.alive:
             os.kill(left.pid, signal.SIGTERM)
             until(lambda left=left: not left.alive, "the supervisor did not end")  # type: ignore[misc]

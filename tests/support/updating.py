@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from waiting import eventually
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
-from rlctl.testing.waiting import eventually
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 from models import changed, greedy
 
-from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
+from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import verbs_pb2 as v
 
 NAME = "on-vllm"

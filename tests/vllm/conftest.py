@@ -12,11 +12,11 @@ from rlctl_sglang.options import Options as SGLangOptions
 from rlctl_sglang.options import interpreter as sglang_interpreter
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import Options, interpreter
-from rlctl_vllm.sidecar.serving import SidecarConfig
+from rlctl_vllm.sidecar.server import SidecarConfig
 from server_stage import Driver
 from sidecar_process import Served
 
-from rlctl.errors import RlctlError
+from rlctl.contract.errors import RlctlError
 
 
 @pytest.fixture(scope="session", autouse=True)

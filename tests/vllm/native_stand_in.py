@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from interrupted_weights import Interrupted
 from plain_server import Plain
-from rlctl_vllm import native
+from rlctl_vllm.updates import native_nccl
 from torch._C._distributed_c10d import TCPStore
 
-from rlctl.client import part
-from rlctl.client import publisher as publishing
-from rlctl.testing.interrupted import Interrupted
-from rlctl.vllm_transfer import unique_id_key
-from rlctl.weights.rendezvous import Forming, Member
-from rlctl.weights.vllm_group import UNIQUE_ID_BYTES, VLLMGroup
+from rlctl.contract.vllm_groups import unique_id_key
+from rlctl.trainer import publisher as publishing
+from rlctl.trainer import source_rank
+from rlctl.weights.group.rendezvous import Forming, Member
+from rlctl.weights.group.vllm_nccl import UNIQUE_ID_BYTES, VLLMGroup
 
 
 class WithEngine(Plain):
@@ -52,7 +52,7 @@ def join_by_gloo(
     interface_host: str,
     stop: threading.Event,
 ) -> VLLMGroup:
-    """In place of :func:`rlctl.weights.vllm_group.join_vllm`."""
+    """In place of :func:`rlctl.weights.group.vllm_nccl.join_vllm`."""
     told: Any = f"{store[0]} {store[1]} {name}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
     TCPStore(*store, None, False, wait_for_workers=False).set(unique_id_key(name), told)
     member = Member(name, 0, world_size, "gloo", interface_host, broadcast_timeout_s)
@@ -63,7 +63,7 @@ def join_by_gloo(
 def train(endpoint: str, checkpoint: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlctl.client.fleet import connect
+    from rlctl.sdk.blocking import connect
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     publishing.LEASE_TTL_S = 8.0  # it dies, and who waits for that should not wait for long
@@ -80,10 +80,10 @@ def train(endpoint: str, checkpoint: str) -> None:
 
 def main() -> None:
     if sys.argv[1] == "--train":
-        part.join_vllm = join_by_gloo  # type: ignore[attr-defined]
+        source_rank.join_vllm = join_by_gloo  # type: ignore[attr-defined]
         train(*sys.argv[2:])
         return
-    native.WITHOUT_GPU = True
+    native_nccl.WITHOUT_GPU = True
     from rlctl.cli.main import main as rlctl_main
 
     rlctl_main()

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlctl_servers.http import Http
+from rlctl_servers.server.http import Http
 from rlctl_vllm.options import Options
-from rlctl_vllm.process import VLLMProcess
+from rlctl_vllm.server.process import VLLMProcess
 
 from rlctl.engine import EngineConfig
-from rlctl.loops import LoopThread
+from rlctl.runtime.event_loops import LoopThread
 
 
 class Plain(VLLMProcess):

@@ -9,9 +9,9 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
+from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
 
-from rlctl.loops import LoopThread
+from rlctl.runtime.event_loops import LoopThread
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 

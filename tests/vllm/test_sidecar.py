@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from models import changed, greedy
-from rlctl_vllm.sidecar.serving import SidecarConfig
+from rlctl_vllm.sidecar.server import SidecarConfig
 from sidecar_process import GREEDY, Served
 
 from rlctl.demo.tiny import encode
-from rlctl.weights.groups import GroupStore, join
+from rlctl.weights.group.process_group import GroupStore, join
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -17,8 +17,8 @@ from loras import CONFIG, lora, merged_says, save
 from up_helpers import known, own_state, rlctl_command
 from vllm_file import NAME, START_S, check_is_as_written, written
 
-from rlctl.client.fleet import Fleet, connect
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.sdk.blocking import Fleet, connect
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 
-from rlctl_vllm.arguments import known_options
-from rlctl_vllm.keeping import KEEPERS
 from rlctl_vllm.options import OURS
+from rlctl_vllm.server.arguments import known_options
+from rlctl_vllm.server.update_blockers import KEEPERS
 
 PARSED = """
 from vllm.entrypoints.launchers.cli_args import make_arg_parser

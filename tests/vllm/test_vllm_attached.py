@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from models import changed, greedy
 from plain_server import plain_server
-from rlctl_servers.http import Http
+from rlctl_servers.server.http import Http
 from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, prompt, refusal
 from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl
-from rlctl.client.fleet import connect
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
+from rlctl.sdk.blocking import connect
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 

@@ -13,16 +13,16 @@ from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, Source, prompt, refusal
 
 import rlctl
-from rlctl.client.probe import Probe
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
+from rlctl.trainer.probe import Probe
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.weights import buckets
-from rlctl.weights.groups import join
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.source import as_source
+from rlctl.weights.group.process_group import join
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor import buckets
+from rlctl.weights.tensor.source import as_source
 
 pytestmark = pytest.mark.timeout(300)
 _numbers = itertools.count(1)

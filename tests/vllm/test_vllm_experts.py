@@ -11,14 +11,14 @@ import pytest
 import torch
 from models import changed
 from plain_server import plain_server
-from rlctl_servers.telling import WRITES
+from rlctl_servers.server.server_info import WRITES
 from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, Segments, Source, refusal
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny as tiny_
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 

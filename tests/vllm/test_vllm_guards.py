@@ -15,18 +15,18 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 from models import changed
-from rlctl_vllm import facts
+from rlctl_vllm.server import facts
 from server_stage import Driver, Segments, Source, broken_checkpoint, prompt, refusal
 
 import rlctl
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo.tiny import encode
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.worker.core import Worker
+from rlctl.worker.worker import Worker
 
 pytestmark = pytest.mark.timeout(300)
 _numbers = itertools.count(1)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from models import greedy
-from rlctl_servers.telling import WRITES
+from rlctl_servers.server.server_info import WRITES
 from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, prompt, refusal
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 

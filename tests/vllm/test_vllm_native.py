@@ -20,24 +20,24 @@ from typing import Any
 import pytest
 from models import Halfway, changed, greedy
 from native_stand_in import WithEngine, join_by_gloo, plug_in
-from rlctl_vllm import native
 from rlctl_vllm.engine import VLLMEngine
+from rlctl_vllm.updates import native_nccl
 from server_stage import VERB_S, Driver, Source, prompt, refusal
 from test_vllm_attached import as_started, call
 
-from rlctl.client import part
-from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import encode
 from rlctl.engine import EngineConfig
-from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
-from rlctl.loops import LoopThread
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer import source_rank
+from rlctl.trainer.publisher import Publisher
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, OPERATION_STATE_RUNNING
-from rlctl.weights import buckets
-from rlctl.weights.groups import GroupStore
+from rlctl.weights.group.process_group import GroupStore
+from rlctl.weights.tensor import buckets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -73,8 +73,8 @@ def urls(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[dict[str, s
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch, place: Path) -> Iterator[None]:
-    monkeypatch.setattr(native, "WITHOUT_GPU", True)
-    monkeypatch.setattr(part, "join_vllm", join_by_gloo)
+    monkeypatch.setattr(native_nccl, "WITHOUT_GPU", True)
+    monkeypatch.setattr(source_rank, "join_vllm", join_by_gloo)
     yield
     (place / "fails").unlink(missing_ok=True)
 
@@ -194,7 +194,7 @@ def test_what_a_stage_server_has_left_open_is_closed_by_the_next_one(
             assert len(bucket.metas) == 1
             source.group.broadcast(tensor.detach().contiguous())
         taking.result(VERB_S)
-        first.engine._updates._workers._load = native._Load.CLOSED  # it ends without a word
+        first.engine._updates._workers._load = native_nccl._Load.CLOSED  # it ends without a word
         source.group.announce([])
     first.stop()
     call(urls["solo"], "/resume")

@@ -11,11 +11,11 @@ import pytest
 from models import changed, greedy
 
 import rlctl
-from rlctl.client.fleet import Fleet
-from rlctl.client.probe import Probe
+from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.demo.tiny import encode
-from rlctl.errors import OperationFailed, Reason
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
+from rlctl.sdk.blocking import Fleet
+from rlctl.trainer.probe import Probe
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
@@ -25,7 +25,7 @@ LOSSY = """
 import os, pathlib
 
 def register():
-    from rlctl_vllm.model import VLLMModel
+    from rlctl_vllm.worker.model import VLLMModel
     from vllm.v1.worker.gpu_worker import Worker
 
     load, reload, lost = VLLMModel.load, Worker.reload_weights, pathlib.Path(os.environ["LOST"])

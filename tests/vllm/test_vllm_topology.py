@@ -14,7 +14,7 @@ from ray_cluster import ray_cluster
 from up_helpers import known, own_state, rlctl_command
 from vllm_file import NAME, START_S, check_is_as_written, written
 
-from rlctl.client.fleet import connect
+from rlctl.sdk.blocking import connect
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

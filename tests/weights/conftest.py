@@ -10,7 +10,7 @@ import pytest
 import torch
 from weights_helpers import together
 
-from rlctl.weights.groups import GroupStore, WeightGroup, join
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 
-from rlctl.weights.groups import join
+from rlctl.weights.group.process_group import join
 
 VALUES = [0.0, 1.0, 2.0, 3.0, 4.0]
 MUCH = 1 << 26

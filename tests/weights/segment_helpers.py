@@ -14,16 +14,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from shared_memory import mapped_by
 from weights_helpers import digest_of, full_model, tp_map
 
-from rlctl.testing.shared_memory import mapped_by
 from rlctl.v1.verbs_pb2 import TensorSegment
-from rlctl.weights.segment_reader import SegmentReader
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.segments import Segment, from_proto
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta
-from rlctl.weights.transfer import Receiver
+from rlctl.weights.receiver import Receiver
+from rlctl.weights.shared_memory.reader import SegmentReader
+from rlctl.weights.shared_memory.segment import Segment, from_proto
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta
 
 CPU = torch.device("cpu")
 BIG = 32 << 20
@@ -56,7 +56,7 @@ class Member:
     def __init__(self, role: Callable[..., None], *arguments: Any) -> None:
         # Forked from a process that has imported everything and has no threads: started in no time.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rlctl.weights.segment_sender", "rlctl.weights.segment_reader"])
+        context.set_forkserver_preload(["rlctl.weights.shared_memory.sender", "rlctl.weights.shared_memory.reader"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=role, args=(theirs, *arguments), daemon=True)
         self.process.start()

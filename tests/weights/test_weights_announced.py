@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import TensorBucket
-from rlctl.weights.announced import Announced
-from rlctl.weights.buckets import Bucket, to_proto
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.bucket_cache import Announced
+from rlctl.weights.tensor.buckets import Bucket, to_proto
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
 def messages(*names: str, group_name: str = "") -> list[TensorBucket]:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from rlctl.errors import InvalidRequest, RlctlError, Unsupported
-from rlctl.weights.block_fp8 import BlockFp8, BlockSize, block_size_of, dequantise, quantise
-from rlctl.weights.buckets import plan
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.source import as_source, atomic_lists, in_lists
-from rlctl.weights.tensors import TensorMeta
+from rlctl.contract.errors import InvalidRequest, RlctlError, Unsupported
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.formats.block_fp8 import BlockFp8, BlockSize, block_size_of, dequantise, quantise
+from rlctl.weights.tensor.buckets import plan
+from rlctl.weights.tensor.source import as_source, atomic_lists, in_lists
+from rlctl.weights.tensor.tensors import TensorMeta
 
 FP8 = torch.float8_e4m3fn
 

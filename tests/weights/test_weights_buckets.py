@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.errors import InvalidRequest, Reason
+from rlctl.contract.errors import InvalidRequest, Reason
 from rlctl.v1 import verbs_pb2
-from rlctl.weights.buckets import Bucket, from_proto, pack, plan, to_proto, unpack
-from rlctl.weights.tensors import TensorMeta, as_bytes
+from rlctl.weights.tensor.buckets import Bucket, from_proto, pack, plan, to_proto, unpack
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 DTYPES = [torch.bool, torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

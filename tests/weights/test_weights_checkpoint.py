@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from weights_helpers import full_model, tp_map
 
-from rlctl.errors import InvalidRequest, NotFound, PreconditionFailed, Reason, RlctlError
+from rlctl.contract.errors import InvalidRequest, NotFound, PreconditionFailed, Reason, RlctlError
 from rlctl.v1 import common_pb2
-from rlctl.weights.checkpoint import compare, open_checkpoint
-from rlctl.weights.shards import Shard, ShardMap, Slice
-from rlctl.weights.tensor_file import TensorFile
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.checkpoint.checkpoint import compare, open_checkpoint
+from rlctl.weights.checkpoint.safetensors_file import TensorFile
+from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
+from rlctl.weights.tensor.tensors import TensorMeta
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

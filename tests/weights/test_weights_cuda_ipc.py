@@ -9,19 +9,19 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 from segment_helpers import Member, big_model, parsed, soon
+from shared_memory import held
 from weights_helpers import digest_of
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.shared_memory import held
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import TensorSegment
-from rlctl.weights.identity import device_id
-from rlctl.weights.segment_reader import SegmentReader
-from rlctl.weights.segment_sender import SegmentSender, SentSegment
-from rlctl.weights.shards import LocalExchange, Shard, ShardMap, model_digest
-from rlctl.weights.shared_memory import sweep
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta
-from rlctl.weights.transfer import Receiver
+from rlctl.weights.receiver import Receiver
+from rlctl.weights.shards.shard_map import LocalExchange, Shard, ShardMap, model_digest
+from rlctl.weights.shared_memory.posix import sweep
+from rlctl.weights.shared_memory.reader import SegmentReader
+from rlctl.weights.shared_memory.sender import SegmentSender, SentSegment
+from rlctl.weights.tensor.placement import device_id
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta
 
 pytestmark = [
     pytest.mark.processes,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlctl.weights.digest import ModelDigest, TensorHash, combine, rank_digest, tensor_digest
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.digest import ModelDigest, TensorHash, combine, rank_digest, tensor_digest
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
 def sha(*parts: str | bytes) -> str:

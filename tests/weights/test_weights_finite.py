@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.weights import finite
-from rlctl.weights.block_fp8 import BlockFp8
-from rlctl.weights.finite import is_finite, local_values, not_finite
-from rlctl.weights.publishing import publish_full
-from rlctl.weights.source import Weights, as_source, only
-from rlctl.weights.tensors import TensorMeta
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.formats.block_fp8 import BlockFp8
+from rlctl.weights.tensor import finite
+from rlctl.weights.tensor.finite import is_finite, local_values, not_finite
+from rlctl.weights.tensor.source import Weights, as_source, only
+from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.versions.publish import publish_full
 
 NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
 

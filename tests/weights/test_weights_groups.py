@@ -16,14 +16,14 @@ import torch
 from torch.distributed import TCPStore
 from weights_helpers import Background, together
 
-from rlctl.addresses import join as join_address
-from rlctl.addresses import split
-from rlctl.errors import Internal, InvalidRequest, Reason, RlctlError, Unsupported
+from rlctl.contract.errors import Internal, InvalidRequest, Reason, RlctlError, Unsupported
+from rlctl.runtime.addresses import join as join_address
+from rlctl.runtime.addresses import split
 from rlctl.testing.chaos_proxy import ChaosProxy
 from rlctl.v1 import common_pb2
-from rlctl.weights import connections, rendezvous
-from rlctl.weights.groups import GroupStore, WeightGroup, join
-from rlctl.weights.tensors import as_bytes
+from rlctl.weights.group import rendezvous, tcp_connections
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
+from rlctl.weights.tensor.tensors import as_bytes
 
 Form = Callable[..., list[WeightGroup]]
 
@@ -221,7 +221,7 @@ def test_closing_never_blocks_and_ends_what_is_under_way(form: Form) -> None:
 
 
 def test_where_connections_cannot_be_cut_the_timeout_remains(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "cut", lambda _: 0)
+    monkeypatch.setattr(tcp_connections, "cut", lambda _: 0)
     groups = form(2, broadcast_timeout_s=3.0)
     job = receiving(groups[1])
     groups[1].interrupt()
@@ -401,7 +401,7 @@ def test_a_store_listens_where_it_was_told(store: GroupStore) -> None:
 
 @pytest.mark.parametrize("blob", [b"", b"\x00" * 200, b"\xff" * 200, b"\x02" + b"\x00" * 7 + b"vm" + b"\x88"])
 def test_a_rendezvous_blob_of_unknown_layout_has_no_endpoint(blob: bytes) -> None:
-    assert connections.gloo_endpoint(blob) is None
+    assert tcp_connections.gloo_endpoint(blob) is None
 
 
 def test_only_connections_within_the_machine_queue_little() -> None:
@@ -414,17 +414,17 @@ def test_only_connections_within_the_machine_queue_little() -> None:
         two = socket.create_connection(far.getsockname(), source_address=("127.0.0.1", 0))
         with one, two:
             before = send_bytes(one), send_bytes(two)
-            made = connections.find(made_to={near.getsockname(), far.getsockname()})
-            assert connections.keep_cached(made) == 1
+            made = tcp_connections.find(made_to={near.getsockname(), far.getsockname()})
+            assert tcp_connections.keep_cached(made) == 1
             assert send_bytes(one) != before[0]
-            assert send_bytes(one) <= 2 * connections._LOCAL_SEND_BYTES  # the kernel counts its own needs as well
+            assert send_bytes(one) <= 2 * tcp_connections._LOCAL_SEND_BYTES  # the kernel counts its own needs as well
             assert send_bytes(two) == before[1]
 
 
 def test_the_connections_of_a_group_are_kept_short(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    keep = connections.keep_cached
-    monkeypatch.setattr(connections, "keep_cached", lambda which: kept.append(keep(which)))
+    keep = tcp_connections.keep_cached
+    monkeypatch.setattr(tcp_connections, "keep_cached", lambda which: kept.append(keep(which)))
     form(3)
     assert len(kept) == 3
     assert min(kept) >= 2, "each has a connection to two peers"
@@ -437,12 +437,12 @@ def test_only_the_named_connections_are_cut() -> None:
         kept = socket.create_connection(other.getsockname())
         kept_peer, _ = other.accept()
         with made, accepted, kept, kept_peer:
-            assert connections.cut(connections.find(made_to={listener.getsockname()})) == 1
+            assert tcp_connections.cut(tcp_connections.find(made_to={listener.getsockname()})) == 1
             assert accepted.recv(1) == b""
-            assert connections.find(accepted_at={("127.0.0.1", 1)}) == []
+            assert tcp_connections.find(accepted_at={("127.0.0.1", 1)}) == []
             kept.sendall(b"x")
             assert kept_peer.recv(1) == b"x"
-            assert connections.cut(connections.find(accepted_at={other.getsockname()})) == 1
+            assert tcp_connections.cut(tcp_connections.find(accepted_at={other.getsockname()})) == 1
             assert kept.recv(1) == b""
 
 
@@ -451,11 +451,11 @@ def test_a_number_that_means_another_connection_by_now_is_left_alone() -> None:
         kept = socket.create_connection(other.getsockname())
         kept_peer, _ = other.accept()
         with socket.create_connection(listener.getsockname()) as made, kept, kept_peer:
-            (found,) = connections.find(made_to={listener.getsockname()})
+            (found,) = tcp_connections.find(made_to={listener.getsockname()})
             assert found.is_open
             os.dup2(kept.fileno(), made.fileno())
             assert not found.is_open
-            assert connections.cut([found]) == connections.keep_cached([found]) == 0
+            assert tcp_connections.cut([found]) == tcp_connections.keep_cached([found]) == 0
             kept.sendall(b"x")
             assert kept_peer.recv(1) == b"x"
         assert not found.is_open

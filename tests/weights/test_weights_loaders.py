@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlctl.errors import NotFound, Reason, RlctlError
-from rlctl.weights import loaders
-from rlctl.weights.buckets import Bucket
-from rlctl.weights.checkpoint import Checkpoint, open_checkpoint
-from rlctl.weights.loaders import BUCKETS, load_formats, open_stored, save_flattened
-from rlctl.weights.tensor_file import header_of
-from rlctl.weights.tensors import TensorMeta
+from rlctl.contract.errors import NotFound, Reason, RlctlError
+from rlctl.weights.checkpoint import load_formats as loaders
+from rlctl.weights.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from rlctl.weights.checkpoint.load_formats import BUCKETS, load_formats, open_stored, save_flattened
+from rlctl.weights.checkpoint.safetensors_file import header_of
+from rlctl.weights.tensor.buckets import Bucket
+from rlctl.weights.tensor.tensors import TensorMeta
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -96,7 +96,7 @@ def test_loaders_of_installed_packages_are_found_by_their_entry_point(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file(TENSORS, directory / "model.safetensors")
-    point = importlib.metadata.EntryPoint("mine", "rlctl.weights.checkpoint:open_checkpoint", loaders.GROUP)
+    point = importlib.metadata.EntryPoint("mine", "rlctl.weights.checkpoint.checkpoint:open_checkpoint", loaders.GROUP)
 
     def points(*, group: str, name: str | None = None) -> list[importlib.metadata.EntryPoint]:
         return [point] if group == loaders.GROUP and name in (None, "mine") else []
@@ -105,5 +105,5 @@ def test_loaders_of_installed_packages_are_found_by_their_entry_point(
     assert "mine" in load_formats()
     assert open_stored(str(directory), "mine").metas == open_checkpoint(str(directory)).metas
     with pytest.raises(RlctlError) as caught:
-        open_stored(str(directory), "rlctl.weights.checkpoint:open_checkpoint")
+        open_stored(str(directory), "rlctl.weights.checkpoint.checkpoint:open_checkpoint")
     assert caught.value.reason is Reason.UNSUPPORTED

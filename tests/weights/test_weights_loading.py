@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WEIGHT_SELECTOR_ALL, WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_TARGET
-from rlctl.weights.loading import Load, LoadHooks, Loading, refuse_draft
+from rlctl.weights.shards.load_hooks import Load, LoadHooks, Loading, refuse_draft
 
 LOAD = Load("update", full=True, selector=WEIGHT_SELECTOR_TARGET)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.weights import lora
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.formats import lora
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
 MODULES = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]

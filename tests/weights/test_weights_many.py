@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from weights_helpers import digest_of
 
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full
-from rlctl.weights.pulling import pull
-from rlctl.weights.shards import Shard, ShardMap
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.shards.shard_map import Shard, ShardMap
+from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full
+from rlctl.weights.versions.pull import pull
 
 FEW, TIMES = 150, 4
 

@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import TCPStore
 from weights_helpers import Background
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.weights import memberships
-from rlctl.weights.groups import WeightGroup, join
-from rlctl.weights.memberships import Groups, Membership
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.group import rank_groups
+from rlctl.weights.group.process_group import WeightGroup, join
+from rlctl.weights.group.rank_groups import Groups, Membership
 
 PLACE = Membership(host="127.0.0.1", port=1, rank=1, world_size=2, backend="gloo")
 
@@ -38,7 +38,7 @@ def test_a_group_that_is_left_in_the_moment_in_which_it_stands_is_closed(
         end(groups)
         return group
 
-    monkeypatch.setattr(memberships, "join", join)
+    monkeypatch.setattr(rank_groups, "join", join)
     with pytest.raises(RlctlError) as caught:
         groups.join("g", PLACE, timeout_s=1, broadcast_timeout_s=1)
     assert caught.value.reason is Reason.GROUP_FAILED

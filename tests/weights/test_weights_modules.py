@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-from rlctl.errors import InvalidRequest, Unsupported
-from rlctl.weights.modules import ModuleSource, checkpoint_parts
-from rlctl.weights.source import as_source
+from rlctl.contract.errors import InvalidRequest, Unsupported
+from rlctl.weights.tensor.checkpoint_names import ModuleSource, checkpoint_parts
+from rlctl.weights.tensor.source import as_source
 
 SHAPE = {
     "vocab_size": 24,

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import rlctl
-from rlctl.client.wire import Offered, fit
-from rlctl.errors import Reason, RlctlError
-from rlctl.weights.block_fp8 import BlockFp8
-from rlctl.weights.modules import ModuleSource
-from rlctl.weights.source import Weights, as_offer, as_source, only, spares_of
-from rlctl.weights.tensors import TensorMeta
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.trainer.bucket_plan import Offered, fit
+from rlctl.weights.formats.block_fp8 import BlockFp8
+from rlctl.weights.tensor.checkpoint_names import ModuleSource
+from rlctl.weights.tensor.source import Weights, as_offer, as_source, only, spares_of
+from rlctl.weights.tensor.tensors import TensorMeta
 
 SHAPE = {
     "vocab_size": 24,

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from rlctl.weights.groups import WeightGroup
-from rlctl.weights.nccl import nccl_group
-from rlctl.weights.rendezvous import Member
+from rlctl.weights.group.nccl import nccl_group
+from rlctl.weights.group.process_group import WeightGroup
+from rlctl.weights.group.rendezvous import Member
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

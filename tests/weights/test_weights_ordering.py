@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.weights.ordering import Ordering, trainer_stream
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.tensor.cuda_ordering import Ordering, trainer_stream
 
 
 def test_without_a_gpu_nothing_is_waited_for() -> None:

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from rlctl.errors import InvalidRequest, NotFound
-from rlctl.weights import placing
-from rlctl.weights.layout import Slice
-from rlctl.weights.placing import Part, read_parts
-from rlctl.weights.tensor_file import DTYPES, TensorFile, header_of
-from rlctl.weights.tensors import TensorMeta, as_bytes
+from rlctl.contract.errors import InvalidRequest, NotFound
+from rlctl.weights.checkpoint import parallel_read
+from rlctl.weights.checkpoint.parallel_read import Part, read_parts
+from rlctl.weights.checkpoint.safetensors_file import DTYPES, TensorFile, header_of
+from rlctl.weights.tensor.slices import Slice
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 
 @st.composite
@@ -50,7 +50,7 @@ def test_a_part_is_what_narrowing_the_whole_gives(
 ) -> None:
     shape, part = cut
     for name, value in zip(("CHUNK_BYTES", "BUFFER_BYTES", "RUN_BYTES"), limits, strict=True):
-        monkeypatch.setattr(placing, name, value)
+        monkeypatch.setattr(parallel_read, name, value)
     full = torch.randint(0, 100, shape).to(stored)
     save_file({"before": torch.ones(3, dtype=torch.uint8), "t": full}, tmp_path / "f.safetensors")
     wanted = part.shape(tuple(shape))

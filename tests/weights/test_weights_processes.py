@@ -17,15 +17,15 @@ import torch
 from member import MUCH, VALUES
 from weights_helpers import Background, over, together
 
-from rlctl.errors import Internal
+from rlctl.contract.errors import Internal
 from rlctl.v1 import common_pb2
-from rlctl.weights.buckets import plan
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.groups import GroupStore, WeightGroup, join
-from rlctl.weights.shards import Shard, ShardMap
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta
-from rlctl.weights.transfer import Receiver, send
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
+from rlctl.weights.receiver import Receiver, send
+from rlctl.weights.shards.shard_map import Shard, ShardMap
+from rlctl.weights.tensor.buckets import plan
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta
 
 pytestmark = pytest.mark.processes
 

@@ -23,16 +23,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from weights_helpers import Background, digest_of
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import PullWeightsRequest
-from rlctl.weights import publishing, storage
-from rlctl.weights.checkpoint import CONFIG, open_checkpoint
-from rlctl.weights.manifest import MANIFEST, read_manifest
-from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full, published
-from rlctl.weights.pulling import Pulled, pull, pull_within
-from rlctl.weights.roots import Roots
-from rlctl.weights.storage import Patience
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.checkpoint import atomic_write
+from rlctl.weights.checkpoint.allowed_roots import Roots
+from rlctl.weights.checkpoint.atomic_write import Patience
+from rlctl.weights.checkpoint.checkpoint import CONFIG, open_checkpoint
+from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.versions import publish as publishing
+from rlctl.weights.versions.manifest import MANIFEST, read_manifest
+from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full, published
+from rlctl.weights.versions.pull import Pulled, pull, pull_within
 
 Model = dict[str, torch.Tensor]
 
@@ -392,16 +393,16 @@ def test_a_version_that_somebody_else_published_at_the_same_moment_is_not_replac
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From another host, or where there are no locks."""
-    sync = storage.sync_directory
+    sync = atomic_write.sync_directory
 
     def meanwhile(path: Path) -> None:
-        monkeypatch.setattr(storage, "sync_directory", sync)
+        monkeypatch.setattr(atomic_write, "sync_directory", sync)
         world.full(2, model(2))
         sync(path)
 
     world.full(1, model())
-    monkeypatch.setattr(storage, "alone", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(storage, "sync_directory", meanwhile)
+    monkeypatch.setattr(atomic_write, "alone", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(atomic_write, "sync_directory", meanwhile)
     with refused(Reason.FIELD_INVALID, "with other weights", "version") if seed == 3 else contextlib.nullcontext():
         publish_full(world.source, model(seed).items(), version="v2", sequence=2, files_from=world.launch)
     world.pull("v2")
@@ -422,17 +423,17 @@ def test_who_publishes_a_version_while_another_one_writes_it_leaves_what_that_on
 
 
 def test_versions_get_their_names_one_after_the_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, others = storage.sync_directory, list[Background]()
+    sync, others = atomic_write.sync_directory, list[Background]()
 
     def meanwhile(path: Path) -> None:
-        monkeypatch.setattr(storage, "sync_directory", sync)
+        monkeypatch.setattr(atomic_write, "sync_directory", sync)
         others.append(Background(lambda: world.full(3, model(3))))
         with pytest.raises(AssertionError, match="it hangs"):
             others[0].result(0.5)
         sync(path)
 
     world.full(1, model())
-    monkeypatch.setattr(storage, "sync_directory", meanwhile)
+    monkeypatch.setattr(atomic_write, "sync_directory", meanwhile)
     world.full(2, model(2))
     others[0].result()
     assert sorted(path.name for path in world.source.iterdir()) == ["00000001-v1", "00000002-v2", "00000003-v3"]
@@ -440,7 +441,7 @@ def test_versions_get_their_names_one_after_the_other(world: World, monkeypatch:
 
 def test_what_was_being_published_by_a_process_that_died_is_removed(world: World) -> None:
     world.full(1, model())
-    with storage.building(world.source / "00000002-v2") as held:
+    with atomic_write.building(world.source / "00000002-v2") as held:
         prefix = held.name[: -len("0" * 16)]
         left, begun, elsewhere = (
             world.source / name for name in (f"{prefix}left", f"{prefix}begun", ".x.building-y-z")
@@ -461,7 +462,7 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(world: World) -> None:
     world.source.mkdir()
     world.local.parent.mkdir()
     soon = Patience(time.monotonic() + 5)
-    for held in (storage.alone(world.source, soon), storage.locked(world.local, soon, "x")):
+    for held in (atomic_write.alone(world.source, soon), atomic_write.locked(world.local, soon, "x")):
         with held:
             reading, writing = os.pipe()
             child = os.fork()
@@ -469,7 +470,7 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(world: World) -> None:
                 os.close(writing)
                 os.read(reading, 1)
                 os._exit(0)
-        with storage.alone(world.source, soon), storage.locked(world.local, soon, "x"):
+        with atomic_write.alone(world.source, soon), atomic_write.locked(world.local, soon, "x"):
             os.close(writing)
         os.waitpid(child, 0)
         os.close(reading)
@@ -874,9 +875,9 @@ def test_a_directory_that_was_not_pulled_is_not_replaced(world: World) -> None:
 
 FULL = """
 import resource, sys, signal
-from rlctl.errors import RlctlError
-from rlctl.weights.pulling import pull
-from rlctl.weights.publishing import publish_full
+from rlctl.contract.errors import RlctlError
+from rlctl.weights.versions.pull import pull
+from rlctl.weights.versions.publish import publish_full
 import torch
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
@@ -913,12 +914,12 @@ def test_whatever_cannot_be_written_is_typed(
     world.chain(2)
     world.pull("v1")
     if at == "rename":
-        monkeypatch.setattr(storage, "exchange", lambda *_: False)
+        monkeypatch.setattr(atomic_write, "exchange", lambda *_: False)
 
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(storage, at, fail)
+    monkeypatch.setattr(atomic_write, at, fail)
     reason = Reason.FIELD_INVALID if number == errno.EIO else Reason.DISK_FULL
     with refused(reason, os.strerror(number), "local_checkpoint_dir"):
         world.pull("v2")
@@ -934,19 +935,19 @@ def test_a_copy_that_was_moved_aside_for_a_new_one_that_cannot_come_is_moved_bac
     """As on network file systems, where two directories cannot swap names."""
     world.chain(2)
     world.pull("v1")
-    monkeypatch.setattr(storage, "exchange", lambda *_: False)
-    rename = storage.rename
+    monkeypatch.setattr(atomic_write, "exchange", lambda *_: False)
+    rename = atomic_write.rename
 
     def failing(old: Path, new: Path) -> None:
         if new == world.local and not new.exists() and "building" in old.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(old, new)
 
-    monkeypatch.setattr(storage, "rename", failing)
+    monkeypatch.setattr(atomic_write, "rename", failing)
     with refused(Reason.FIELD_INVALID, os.strerror(errno.EIO), "local_checkpoint_dir"):
         world.pull("v2")
     world.check("v1")
-    monkeypatch.setattr(storage, "rename", rename)
+    monkeypatch.setattr(atomic_write, "rename", rename)
     world.pull("v2")
     world.check("v2")
 
@@ -976,8 +977,8 @@ def crashing(after: int, *, exchange: bool = True) -> Iterator[list[str]]:
         return taking
 
     for name in STEPS:
-        step = getattr(storage, name) if exchange or name != "exchange" else lambda *_: False
-        patch.setattr(storage, name, wrap(name, step))
+        step = getattr(atomic_write, name) if exchange or name != "exchange" else lambda *_: False
+        patch.setattr(atomic_write, name, wrap(name, step))
     try:
         yield taken
     finally:
@@ -1059,7 +1060,7 @@ def test_whoever_waits_for_another_gives_up_in_time(world: World, how: str) -> N
     world.full(1, model())
     world.local.parent.mkdir(parents=True)
     stop = threading.Event()
-    with storage.locked(world.local, Patience(), "x"):
+    with atomic_write.locked(world.local, Patience(), "x"):
         started = time.monotonic()
         limit = started + 0.2 if how == "deadline" else float("inf")
         waiting = Background(lambda: world.pull("v1", patience=Patience(limit, stop)))
@@ -1084,7 +1085,7 @@ def test_a_lock_is_free_when_its_holder_dies(world: World) -> None:
     world.full(1, model())
     world.local.parent.mkdir(parents=True)
     code = (
-        "import sys, time; from pathlib import Path; from rlctl.weights.storage import *\n"
+        "import sys, time; from pathlib import Path; from rlctl.weights.checkpoint.atomic_write import *\n"
         "with locked(Path(sys.argv[1]), Patience(), 'x'): print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(world.local)], stdout=subprocess.PIPE) as holder:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.errors import InvalidRequest, Reason
-from rlctl.weights.roots import Roots
+from rlctl.contract.errors import InvalidRequest, Reason
+from rlctl.weights.checkpoint.allowed_roots import Roots
 
 
 def allowed(roots: Roots, path: Path | str) -> bool:

@@ -19,12 +19,12 @@ from segment_helpers import (
     send_half,
     soon,
 )
+from shared_memory import held
 from weights_helpers import digest_of
 
-from rlctl.testing.shared_memory import held
-from rlctl.weights.segment_reader import SegmentReader
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.shared_memory import sweep
+from rlctl.weights.shared_memory.posix import sweep
+from rlctl.weights.shared_memory.reader import SegmentReader
+from rlctl.weights.shared_memory.sender import SegmentSender
 
 pytestmark = pytest.mark.processes
 

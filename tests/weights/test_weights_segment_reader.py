@@ -10,19 +10,19 @@ import torch
 from segment_helpers import CPU, parsed, soon
 from weights_helpers import digest_of, full_model, tp_map
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.times import duration
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import TensorSegment
-from rlctl.weights import segment_reader
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.identity import SHARED_MEMORY
-from rlctl.weights.segment_reader import Reading, SegmentReader
-from rlctl.weights.segment_sender import SegmentSender, SentSegment
-from rlctl.weights.shards import LocalExchange, ShardMap, model_digest
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import as_bytes
-from rlctl.weights.transfer import Receiver
+from rlctl.weights.receiver import Receiver
+from rlctl.weights.shards.shard_map import LocalExchange, ShardMap, model_digest
+from rlctl.weights.shared_memory import reader
+from rlctl.weights.shared_memory.reader import Reading, SegmentReader
+from rlctl.weights.shared_memory.sender import SegmentSender, SentSegment
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.placement import SHARED_MEMORY
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import as_bytes
 
 FULL = full_model()
 
@@ -104,8 +104,8 @@ def test_two_sources_feed_a_rank_in_one_go(sender: SegmentSender, rank: Rank) ->
 
 def test_a_segment_is_mapped_once(sender: SegmentSender, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    open_memory = segment_reader.open_memory
-    monkeypatch.setattr(segment_reader, "open_memory", lambda *a: opened.append(a[0]) or open_memory(*a))
+    open_memory = reader.open_memory
+    monkeypatch.setattr(reader, "open_memory", lambda *a: opened.append(a[0]) or open_memory(*a))
     for update in range(4):
         rank.receiver.begin(f"update-{update}")
         sent = write(sender, full_model(update))
@@ -131,7 +131,7 @@ def test_nothing_is_read_after_the_lease(sender: SegmentSender, rank: Rank, monk
         place(name, full)
         placed.append(name)
         if len(placed) == 3:
-            monkeypatch.setattr(segment_reader.time, "monotonic", lambda: time.perf_counter() + 1e9)
+            monkeypatch.setattr(reader.time, "monotonic", lambda: time.perf_counter() + 1e9)
 
     monkeypatch.setattr(rank.shards, "place", slowly)
     reading = rank.check(messages)
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(sender: SegmentSende
 def test_memory_goes_back_when_the_sender_ends(
     sender: SegmentSender, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_reader, "WATCH_S", 0.02)
+    monkeypatch.setattr(reader, "WATCH_S", 0.02)
     rank.take(write(sender).messages)
     names = rank.reader.mapped
     assert len(names) == 1

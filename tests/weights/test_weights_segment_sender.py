@@ -11,20 +11,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 from segment_helpers import CPU, parsed
+from shared_memory import held
 from weights_helpers import Background, digest_of, full_model
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.shared_memory import held
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WorkerCoordinates
-from rlctl.weights import segment_pool, segment_sender
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.identity import SHARED_MEMORY, host_id
-from rlctl.weights.segment_pool import SegmentPool
-from rlctl.weights.segment_sender import SegmentSender, SentSegment
-from rlctl.weights.segments import Segment
-from rlctl.weights.shared_memory import open_memory
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta, as_bytes
+from rlctl.weights.shared_memory import pool as segment_pool
+from rlctl.weights.shared_memory import sender as segment_sender
+from rlctl.weights.shared_memory.pool import SegmentPool
+from rlctl.weights.shared_memory.posix import open_memory
+from rlctl.weights.shared_memory.segment import Segment
+from rlctl.weights.shared_memory.sender import SegmentSender, SentSegment
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.placement import SHARED_MEMORY, host_id
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 
 @pytest.fixture

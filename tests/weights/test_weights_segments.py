@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.times import duration
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import Shape, TensorHandle, TensorSegment
-from rlctl.weights.segments import at, from_proto
+from rlctl.weights.shared_memory.segment import at, from_proto
 
 NAME = f"rlctl-{'a' * 32}"
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 from weights_helpers import digest_of, filled, full_model, together, tp_map
 
-from rlctl.errors import Conflict, Internal, InvalidRequest, Reason, RlctlError
-from rlctl.weights.digest import Stop, tensor_digest
-from rlctl.weights.gathering import Gathering
-from rlctl.weights.groups import WeightGroup
-from rlctl.weights.layout import Spread, owners
-from rlctl.weights.shards import (
+from rlctl.contract.errors import Conflict, Internal, InvalidRequest, Reason, RlctlError
+from rlctl.weights.group.process_group import WeightGroup
+from rlctl.weights.shards.gather import Gathering
+from rlctl.weights.shards.shard_map import (
     GroupExchange,
     LocalExchange,
     ModelDigestResult,
@@ -23,7 +21,9 @@ from rlctl.weights.shards import (
     Slice,
     model_digest,
 )
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.digest import Stop, tensor_digest
+from rlctl.weights.tensor.slices import Spread, owners
+from rlctl.weights.tensor.tensors import TensorMeta
 
 Form = Callable[..., list[WeightGroup]]
 

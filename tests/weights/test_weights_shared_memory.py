@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_memory import held
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.shared_memory import held
-from rlctl.weights import shared_memory
-from rlctl.weights.identity import SHARED_MEMORY, device_id, host_id
-from rlctl.weights.shared_memory import HEADER_BYTES, OwnedMemory, abandoned, open_memory, sweep
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.shared_memory import posix
+from rlctl.weights.shared_memory.posix import HEADER_BYTES, OwnedMemory, abandoned, open_memory, sweep
+from rlctl.weights.tensor.placement import SHARED_MEMORY, device_id, host_id
 
 
-def opened(memory: OwnedMemory) -> shared_memory.SharedMemory:
+def opened(memory: OwnedMemory) -> posix.SharedMemory:
     return open_memory(memory.name, memory.size, "name", "size")
 
 
@@ -116,7 +116,7 @@ def test_memory_that_is_not_there_is_refused_and_leaves_nothing(monkeypatch: pyt
 
 
 def test_without_posix_shared_memory_it_is_unsupported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(posix, "SHARED_MEMORY", tmp_path / "none")
     with pytest.raises(RlctlError) as caught:
         OwnedMemory(HEADER_BYTES)
     assert caught.value.reason is Reason.UNSUPPORTED

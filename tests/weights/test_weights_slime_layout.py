@@ -22,15 +22,15 @@ from safetensors.torch import save_file as save_torch
 from slime_publisher import SlimePublisher, checksum
 from weights_helpers import digest_of
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import PullWeightsRequest
-from rlctl.weights import slime_layout
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.manifest import read_manifest
-from rlctl.weights.publishing import publish_full
-from rlctl.weights.pulling import Pulled, pull, pull_within
-from rlctl.weights.roots import Roots
-from rlctl.weights.storage import Patience
+from rlctl.weights.checkpoint.allowed_roots import Roots
+from rlctl.weights.checkpoint.atomic_write import Patience
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.versions import slime_layout
+from rlctl.weights.versions.manifest import read_manifest
+from rlctl.weights.versions.publish import publish_full
+from rlctl.weights.versions.pull import Pulled, pull, pull_within
 
 Model = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Placement
 from torch.distributed.tensor import distribute_tensor
 
-from rlctl.errors import InvalidRequest
-from rlctl.weights.source import WeightSource, as_source, check_given
-from rlctl.weights.tensors import TensorMeta
+from rlctl.contract.errors import InvalidRequest
+from rlctl.weights.tensor.source import WeightSource, as_source, check_given
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
 class Model(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlctl.errors import InvalidRequest, Reason
-from rlctl.weights.tensors import TensorMeta, as_bytes, by_name, dtype_name, parse_dtype
+from rlctl.contract.errors import InvalidRequest, Reason
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, by_name, dtype_name, parse_dtype
 
 DTYPES = [
     torch.bool,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from rlctl.weights.torch_errors import cause_of
+from rlctl.weights.group.torch_errors import cause_of
 
 
 def two(timeout_s: float) -> list[ProcessGroupGloo]:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from weights_helpers import Background, digest_of, filled, full_model, metas_of, over, together, tp_map
 
-from rlctl.errors import Conflict, Internal, InvalidRequest, PreconditionFailed, Reason, RlctlError
+from rlctl.contract.errors import Conflict, Internal, InvalidRequest, PreconditionFailed, Reason, RlctlError
 from rlctl.v1 import common_pb2
-from rlctl.weights import connections
-from rlctl.weights.buckets import Bucket, plan
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.groups import WeightGroup
-from rlctl.weights.shards import Shard, ShardMap
-from rlctl.weights.source import as_source
-from rlctl.weights.tensors import TensorMeta, as_bytes
-from rlctl.weights.transfer import Receiver, ReceiveStats, SendStats, send
+from rlctl.weights.group import tcp_connections
+from rlctl.weights.group.process_group import WeightGroup
+from rlctl.weights.receiver import Receiver, ReceiveStats, SendStats, send
+from rlctl.weights.shards.shard_map import Shard, ShardMap
+from rlctl.weights.tensor.buckets import Bucket, plan
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import as_source
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 Form = Callable[..., list[WeightGroup]]
 
@@ -348,7 +348,7 @@ def test_a_source_that_fails_is_followed_by_a_new_group_in_the_same_update(form:
 
 
 def test_no_update_begins_while_an_earlier_one_may_still_write(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "cut", lambda _: 0)
+    monkeypatch.setattr(tcp_connections, "cut", lambda _: 0)
     full = {"w": torch.zeros(4)}
     receiver = begun(tp_map_of(full))
     _, group = interrupted_receive(form, receiver, [one_bucket()], full, 0, broadcast_timeout_s=3.0)

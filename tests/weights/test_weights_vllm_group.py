@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.vllm_transfer import unique_id_key
-from rlctl.weights import vllm_group
-from rlctl.weights.groups import GroupStore, WeightGroup, join
-from rlctl.weights.rendezvous import Forming, Member
-from rlctl.weights.vllm_group import UNIQUE_ID_BYTES, VLLMGroup, unique_id
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.vllm_groups import unique_id_key
+from rlctl.weights.group import vllm_nccl
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
+from rlctl.weights.group.rendezvous import Forming, Member
+from rlctl.weights.group.vllm_nccl import UNIQUE_ID_BYTES, VLLMGroup, unique_id
 
 TIMEOUT_S = 20.0
 ID: Any = bytes(range(UNIQUE_ID_BYTES))
@@ -65,7 +65,7 @@ def test_a_source_that_gives_up_pays_what_it_has_announced(both: tuple[VLLMGroup
 def test_what_nobody_takes_is_not_paid_for_ever(
     both: tuple[VLLMGroup, WeightGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_group, "PAY_S", 0.2)
+    monkeypatch.setattr(vllm_nccl, "PAY_S", 0.2)
     source, _ = both
     source.announce([1 << 24] * 100)
     started = time.monotonic()
@@ -78,8 +78,8 @@ def test_what_nobody_takes_is_not_paid_for_ever(
 
 ENDS = """
 import sys, threading
-from rlctl.weights.rendezvous import Forming, Member
-from rlctl.weights.vllm_group import VLLMGroup
+from rlctl.weights.group.rendezvous import Forming, Member
+from rlctl.weights.group.vllm_nccl import VLLMGroup
 
 member = Member("pays", 0, 2, "gloo", "127.0.0.1", 20.0)
 Forming(member, ("127.0.0.1", int(sys.argv[1]))).run(20.0, threading.Event())
@@ -135,11 +135,11 @@ def test_a_group_stands_once_vllms_workers_have_come(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "zeros", lambda size, *, device: torch.ones(size, device="cpu"))
-    monkeypatch.setattr(vllm_group, "nccl_group", lambda own, rank, size, timeout_s: Workers(own, come))
+    monkeypatch.setattr(vllm_nccl, "nccl_group", lambda own, rank, size, timeout_s: Workers(own, come))
     with ThreadPoolExecutor(1) as helper:
         told = helper.submit(unique_id, store.local_address, "g", TIMEOUT_S)
         member = Member("g", 0, 3, "nccl", "127.0.0.1", TIMEOUT_S)
-        forming = vllm_group._Forming(member, store.local_address)
+        forming = vllm_nccl._Forming(member, store.local_address)
         if come:
             forming.run(TIMEOUT_S, threading.Event())
             assert isinstance(member.process_group, Workers)

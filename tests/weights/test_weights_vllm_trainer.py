@@ -12,16 +12,16 @@ import pytest
 import torch
 from weights_helpers import Background
 
-from rlctl.compat.vllm import (
+from rlctl.contract.errors import Internal
+from rlctl.contract.vllm_groups import GROUP
+from rlctl.integrations.vllm_weight_transfer import (
     NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
     packed_nccl_broadcast_producer,
     trainer_init,
 )
-from rlctl.errors import Internal
-from rlctl.vllm_transfer import GROUP
-from rlctl.weights.groups import WeightGroup, join
-from rlctl.weights.tensors import TensorMeta, as_bytes
+from rlctl.weights.group.process_group import WeightGroup, join
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 Form = Callable[..., list[WeightGroup]]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rlctl.weights.buckets import Bucket
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.groups import WeightGroup
-from rlctl.weights.shards import Shard, ShardMap, Slice
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.group.process_group import WeightGroup
+from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
+from rlctl.weights.tensor.buckets import Bucket
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.tensors import TensorMeta
 
 HEADS, KV_HEADS, HEAD, HIDDEN = 4, 2, 8, 16
 

@@ -15,14 +15,14 @@ from typing import Any, get_args, get_origin
 
 from google.protobuf.message import Message
 
-from rlctl.checks import check
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.validation import check
+from rlctl.contract.verbs import of_request
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
-from rlctl.sglang_api.asking import assign
+from rlctl.sglang_api.request import assign
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.verbs import of_request
 from rlctl_vllm.engine import VLLMEngine
-from rlctl_vllm.sidecar.running import Requests
+from rlctl_vllm.sidecar.requests import Requests
 
 _MODES = {
     "abort": common_pb2.PAUSE_MODE_ABORT,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl_servers.http import Answer, Http
+from rlctl_servers.server.http import Answer, Http
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import Loads
-from rlctl_vllm import facts
-from rlctl_vllm.requests import Limits
-from rlctl_vllm.sidecar.telling import COMPLETIONS, TOKENS
+from rlctl_vllm.requests.bodies import Limits
+from rlctl_vllm.server import facts
+from rlctl_vllm.sidecar.responses import COMPLETIONS, TOKENS
 
 CALL_S = 10.0
 _NEXT = "See whether it runs; its log says more."

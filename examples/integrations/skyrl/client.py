@@ -5,8 +5,8 @@
 
 Every request is one of ``RemoteInferenceClient``'s; the calls are in the order of SkyRL's dispatcher and FSDP worker:
 pause, start, one packed broadcast, finish, reset the prefix cache, resume; or, co-located, between two halves of waking
-up. What takes the place of vLLM's ``NCCLWeightTransferEngine`` on the trainer's side is ``rlctl.compat.vllm``'s, as in
-the patch beside this script.
+up. What takes the place of vLLM's ``NCCLWeightTransferEngine`` on the trainer's side is
+``rlctl.integrations.vllm_weight_transfer``'s, as in the patch beside this script.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import typing_extensions
 from transformers import AutoModelForCausalLM
 
 import rlctl
-from rlctl.compat.vllm import NCCLWeightTransferEngine
+from rlctl.integrations.vllm_weight_transfer import NCCLWeightTransferEngine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

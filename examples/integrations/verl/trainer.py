@@ -61,7 +61,7 @@ def configuration(arguments: argparse.Namespace) -> DictConfig:
         # A user's:
         f"{rollout}.name=rlctl",
         f"{rollout}.checkpoint_engine.backend=rlctl",
-        f"{rollout}.checkpoint_engine.custom_backend_module=rlctl.compat.verl",
+        f"{rollout}.checkpoint_engine.custom_backend_module=rlctl.integrations.verl.checkpoint_engine",
         f"+{rollout}.checkpoint_engine.engine_kwargs.rlctl={json.dumps(fleet)}".replace('"', ""),
         *(f"{rollout}.{name}=1" for name in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size")),
         "actor_rollout_ref.hybrid_engine=false",

@@ -27,7 +27,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 import rlctl
-from rlctl.compat.vllm import (
+from rlctl.integrations.vllm_weight_transfer import (
     NCCLTrainerInitInfo,
     NCCLTrainerSendWeightsArgs,
     NCCLTrainerWeightTransferEngine,

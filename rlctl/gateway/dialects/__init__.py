@@ -1,23 +1,27 @@
-"""The dialects, a file each. A module's ``dialect(generation)`` makes its :class:`rlctl.gateway.dialect.Dialect`."""
+"""The dialects: a package for each HTTP API that clients of other projects speak.
+
+The function ``dialect(generation)`` of a package's module ``dialect`` makes its
+:class:`rlctl.gateway.http.dialect.Dialect`: a table of routes and their handlers.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 
-from rlctl.errors import Reason
-from rlctl.gateway.dialect import Dialect
-from rlctl.gateway.generation.service import Generation
+from rlctl.contract.errors import Reason
+from rlctl.gateway.backend.service import Generation
+from rlctl.gateway.http.dialect import Dialect
 
 
 def names() -> list[str]:
-    """What there is: the modules here that have no underscore in their names."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if "_" not in module.name)
+    """The dialects' names, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str, generation: Generation) -> Dialect:
     """A dialect by its name. Raises FIELD_INVALID."""
     if name not in names():
         raise Reason.FIELD_INVALID.error(f"{name!r} must be one of {', '.join(names())}", field="dialect")
-    made: Dialect = importlib.import_module(f"{__name__}.{name}").dialect(generation)
+    made: Dialect = importlib.import_module(f"{__name__}.{name}.dialect").dialect(generation)
     return made

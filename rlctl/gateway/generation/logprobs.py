@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlctl.gateway.generation.tokenizers import Tokenizer
+from rlctl.gateway.backend.tokenizers import Tokenizer
 from rlctl.v1.rollout_pb2 import TokenLogprob
 
 

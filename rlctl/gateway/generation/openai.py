@@ -11,18 +11,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.errors import Reason
-from rlctl.gateway import bodies
-from rlctl.gateway.bodies import Fields
-from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Answer, Reply, Stream
-from rlctl.gateway.generation import logprobs, running, sessions
-from rlctl.gateway.generation.native import DONE, event, failed
-from rlctl.gateway.generation.tokenizers import Tokenizer
-from rlctl.rollout import progress
+from rlctl.contract.errors import Reason
+from rlctl.contract.sampling import check_levels, seed_of
+from rlctl.gateway.backend.tokenizers import Tokenizer
+from rlctl.gateway.generation import logprobs, sessions
+from rlctl.gateway.generation import samples as running
+from rlctl.gateway.generation.sglang import DONE, event, failed
+from rlctl.gateway.http import bodies
+from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Answer, Reply, Stream
+from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
-from rlctl.sampling import check_levels, seed_of
-from rlctl.sglang_api.asking import assign
+from rlctl.sglang_api.request import assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
 COMPLETION_TOKENS = 16
@@ -195,7 +196,7 @@ async def _answer(
     samples = []
     for number, request in enumerate(requests):
         for index in range(n):
-            sample = progress.begin(request, prompt=number, index=index, session_id=session)
+            sample = continuation.begin(request, prompt=number, index=index, session_id=session)
             sample.request.rid = rid if len(requests) * n == 1 else f"{rid}_{number * n + index}"
             if (seed := seed_of(request.sampling_params, index)) is not None:
                 sample.request.sampling_params.seed = seed

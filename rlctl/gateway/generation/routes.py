@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Reply, Route, Scope
-from rlctl.gateway.generation.native import generate
 from rlctl.gateway.generation.openai import chat, completions
-from rlctl.gateway.generation.running import PREFERRED, SLOT
+from rlctl.gateway.generation.sglang import generate
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Reply, Route, Scope
+from rlctl.gateway.http.placeholders import PREFERRED, SLOT
 
 
 def routes(prefix: str = "") -> tuple[Route, ...]:

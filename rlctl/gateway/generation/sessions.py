@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.errors import Reason
-from rlctl.gateway.call import Call
+from rlctl.contract.errors import Reason
+from rlctl.gateway.http.call import Call
 
 HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 FIELDS = ("session_id", "routing_key")

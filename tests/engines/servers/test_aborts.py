@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
-from rlctl_servers.generation import ABORT_S, Requests
+from rlctl_servers.requests.requests import ABORT_S, Requests
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.sampling import MOST_SAMPLES
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import MOST_SAMPLES
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from rlctl_servers import http as http_
-from rlctl_servers.control import Control
-from rlctl_servers.http import Http
+from rlctl_servers.server import http as http_
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.server.http import Http
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 
 

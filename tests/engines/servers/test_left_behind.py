@@ -10,8 +10,8 @@ import psutil
 
 STAGE = """
 import asyncio, sys
-from rlctl_servers.http import Http
-from rlctl_servers.process import ServerProcess
+from rlctl_servers.server.http import Http
+from rlctl_servers.server.process import ServerProcess
 
 class Starting(ServerProcess):
     def command(self):

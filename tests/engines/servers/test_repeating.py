@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from rlctl_servers.repeating import RUNS, Computed, differing, prompt, trial
-from rlctl_servers.requests import Limits
+from rlctl_servers.requests.limits import Limits
+from rlctl_servers.updates.reload_trial import RUNS, Computed, differing, prompt, trial
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_UNKNOWN
 
 LIMITS = Limits(vocab_size=16, context_length=64, longest_prompt=63)

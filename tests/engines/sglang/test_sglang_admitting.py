@@ -9,16 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rlctl_servers.checkpoints import Checkpoints
-from rlctl_servers.generation import Requests
-from rlctl_servers.stamps import Stamps
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.version_labels import Stamps
 from rlctl_sglang import SGLangEngine
-from rlctl_sglang.facts import Facts
-from rlctl_sglang.updates import Updates
+from rlctl_sglang.server.facts import Facts
+from rlctl_sglang.updates.updates import Updates
 
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import check_pair_adapter
 from rlctl.engine import Call, EngineConfig
-from rlctl.errors import Reason, RlctlError
-from rlctl.sampling import check_pair_adapter
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED, WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest, PrepareUpdateRequest

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlctl_sglang.arguments import known_options
 from rlctl_sglang.options import parse_options
-from rlctl_sglang.process import SGLangProcess
+from rlctl_sglang.server.arguments import known_options
+from rlctl_sglang.server.process import SGLangProcess
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason, RlctlError
 
 FIELDS = """
 raise RuntimeError("nobody runs this")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlctl_sglang.comparing import Comparing
-from rlctl_sglang.parameters import Parameter, Piece
+from rlctl_sglang.readback.mismatch import Comparing
+from rlctl_sglang.readback.parameter_layout import Parameter, Piece
 
-from rlctl.fingerprints import fingerprints
-from rlctl.weights.digest import ModelDigest, tensor_digest
-from rlctl.weights.tensors import TensorMeta
+from rlctl.contract.fingerprints import fingerprints
+from rlctl.weights.tensor.digest import ModelDigest, tensor_digest
+from rlctl.weights.tensor.tensors import TensorMeta
 
 SHAPE = (4, 2)
 NAMES = ("a", "b", "c")

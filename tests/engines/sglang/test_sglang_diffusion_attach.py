@@ -13,18 +13,18 @@ import pytest
 import torch
 from aiohttp import web
 from google.protobuf.message import Message
-from rlctl_servers import server as watching
-from rlctl_sglang import diffusion
-from rlctl_sglang.diffusion import DiffusionEngine
+from rlctl_servers.server import server as watching
+from rlctl_sglang.diffusion import engine as diffusion
+from rlctl_sglang.diffusion.engine import DiffusionEngine
 from safetensors.torch import load_file, save_file
 
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import of_request
 from rlctl.engine import Call, EngineConfig, EngineInfo
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.verbs import of_request
-from rlctl.weights.digest import ModelDigest
+from rlctl.weights.tensor.digest import ModelDigest
 
 MODULES = ("text_encoder", "transformer", "vae")
 WEIGHTS = common.MEMORY_TAG_WEIGHTS

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rlctl_servers.stamps import Stamps
+from rlctl_servers.updates.version_labels import Stamps
 from rlctl_sglang import SGLangEngine
-from rlctl_sglang.facts import ask
-from rlctl_sglang.keeping import KEEPERS
 from rlctl_sglang.options import parse_options
-from rlctl_sglang.requests import has_grammar
+from rlctl_sglang.requests.bodies import has_grammar
+from rlctl_sglang.server.facts import ask
+from rlctl_sglang.server.update_blockers import KEEPERS
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlctl_sglang import handing
-from rlctl_sglang.handing import Handed
+from rlctl_sglang.updates import from_tensor
+from rlctl_sglang.updates.from_tensor import Handed
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 TENSORS = [("a", torch.arange(5.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16))]
 LATE = "Shared memory manager connection has timed out\nException raised from recv (most recent call first):\nframe #0"
@@ -60,7 +60,7 @@ def test_room_that_other_engines_copies_take_is_waited_for(monkeypatch: pytest.M
 
 
 def test_room_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handing, "FULL_S", 0.0)
+    monkeypatch.setattr(from_tensor, "FULL_S", 0.0)
     failing(monkeypatch, *[FULL] * 100)
     with pytest.raises(RlctlError, match="No space left") as failed:
         Handed(TENSORS, lambda: None)

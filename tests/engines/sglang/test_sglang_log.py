@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from rlctl_sglang.options import Options
-from rlctl_sglang.process import SGLangProcess
+from rlctl_sglang.server.process import SGLangProcess
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason, RlctlError
 
 TELLS_ITS_KEYS = """#!/bin/sh
 # Stands in for SGLang's Python: says what the file of keys says, as SGLang does of all of its arguments, and ends.

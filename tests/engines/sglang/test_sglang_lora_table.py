@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rlctl_servers.adapters import LAYERS, OpenAdapter
-from rlctl_servers.lora_table import Held, LoraTable
-from rlctl_sglang.adapters import Adapters, _refuse_parts, limits_of
+from rlctl_servers.adapters.adapters import LAYERS, OpenAdapter
+from rlctl_servers.adapters.lora_table import Held, LoraTable
 from rlctl_sglang.state import State
+from rlctl_sglang.updates.adapters import Adapters, _refuse_parts, limits_of
+from waiting import eventually
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.waiting import eventually
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED
 from rlctl.v1.verbs_pb2 import Adapter, PrepareUpdateRequest, UnloadAdapterRequest
 

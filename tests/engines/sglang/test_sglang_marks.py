@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlctl_servers.checkpoints import Checkpoints
-from rlctl_servers.http import Answer
-from rlctl_servers.stamps import WRITING
-from rlctl_sglang.facts import Facts
+from rlctl_servers.server.http import Answer
+from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.version_labels import WRITING
+from rlctl_sglang.server.facts import Facts
 from rlctl_sglang.state import State
-from rlctl_sglang.updates import Updates
+from rlctl_sglang.updates.updates import Updates
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, Outcome
 

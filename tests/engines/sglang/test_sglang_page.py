@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from rlctl_sglang.options import parse_options
-from rlctl_sglang.process import _arguments
+from rlctl_sglang.server.process import _arguments
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2
 
 ROOT = Path(__file__).parents[3]

@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 import torch
-from rlctl_sglang.parameters import Joining, find_out
+from rlctl_sglang.readback.parameter_layout import Joining, find_out
 
-from rlctl.weights.tensors import TensorMeta, as_bytes
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 Tensors = dict[str, torch.Tensor]
 

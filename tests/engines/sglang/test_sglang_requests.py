@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
-from rlctl_servers.lora_table import LoraTable
-from rlctl_sglang import facts
-from rlctl_sglang.facts import Facts
-from rlctl_sglang.generation import Native, Stamps, _finish
+from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_sglang.options import VENV, Options, interpreter, parse_options, refuse_workers
-from rlctl_sglang.requests import Limits, bodies
-from rlctl_sglang.server import Server
+from rlctl_sglang.requests.bodies import Limits, bodies
+from rlctl_sglang.requests.requests import Native, Stamps, _finish
+from rlctl_sglang.server import facts
+from rlctl_sglang.server.facts import Facts
+from rlctl_sglang.server.server import Server
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest, SamplingParams, TokenIds
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rlctl_sglang import scratch
-from rlctl_sglang.scratch import Scratch
+from rlctl_sglang.server import leftovers
+from rlctl_sglang.server.leftovers import Scratch
 
 MAPS = """
 import mmap, sys
@@ -26,7 +26,7 @@ input()
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place for temporary files, and one in the place of shared memory."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(scratch, "SEGMENTS", (f"{tmp_path}/shm/sglang_loads_",))
+    monkeypatch.setattr(leftovers, "SEGMENTS", (f"{tmp_path}/shm/sglang_loads_",))
     (tmp_path / "tmp").mkdir()
     (tmp_path / "shm").mkdir()
     return tmp_path / "shm"
@@ -92,7 +92,7 @@ def test_what_a_killed_stage_server_left_goes_at_the_next_start_and_not_before_i
 
 
 def test_one_that_is_just_being_made_is_left_alone(shared: Path) -> None:
-    being_made = shared.parent / "tmp" / f"{scratch.PREFIX}x"
+    being_made = shared.parent / "tmp" / f"{leftovers.PREFIX}x"
     being_made.mkdir()
     Scratch().remove()
     assert being_made.exists()

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rlctl_sglang.source import Source
+from rlctl_sglang.readback.send_weights import Source
 from rlctl_sglang.state import Membership
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2 as v
 
 

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 import pytest
-from rlctl_servers.http import Answer
-from rlctl_sglang import memory
+from rlctl_servers.server.http import Answer
+from rlctl_sglang.server import memory
 from rlctl_sglang.state import Membership, State
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_CUDA_GRAPH,
     MEMORY_TAG_KV_CACHE,

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from rlctl_servers import server as watching
-from rlctl_servers.http import Http
+from rlctl_servers.server import server as watching
+from rlctl_servers.server.http import Http
 from rlctl_sglang.options import Options
-from rlctl_sglang.server import Server
+from rlctl_sglang.server.server import Server
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

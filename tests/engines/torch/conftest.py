@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import rlctl_torch.loop
+import rlctl_torch.step_loop
 import torch
 from torch_models import make_checkpoint
 from torch_stage import Follower, Stage
@@ -100,12 +100,12 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Holds back the batch steps of engines in this process until the test allows them."""
     gate = Gate()
-    run = rlctl_torch.loop.run
+    run = rlctl_torch.step_loop.run
 
     def gated(*args: Any, **kwargs: Any) -> torch.Tensor:
         gate.pass_through()
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(rlctl_torch.loop, "run", gated)
+    monkeypatch.setattr(rlctl_torch.step_loop, "run", gated)
     yield gate
     gate.open()

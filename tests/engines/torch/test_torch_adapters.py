@@ -16,7 +16,7 @@ from torch_models import dequantise_checkpoint, greedy, prompt_of, quantise_chec
 from torch_source import Source, load, prepare
 from torch_stage import Follower, Stage, until
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,
@@ -43,9 +43,9 @@ from rlctl.v1.verbs_pb2 import (
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.source import as_source
-from rlctl.weights.transfer import send
+from rlctl.weights.receiver import send
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import as_source
 
 PROMPT = prompt_of(9)
 COUNT = 10

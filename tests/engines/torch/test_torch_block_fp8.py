@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlctl_torch.model import Model
+from rlctl_torch.model.model import Model
 from safetensors.torch import save_file
 from torch_models import dequantise_checkpoint, greedy, prompt_of, quantise_checkpoint, reference_logprobs
 from torch_source import Source, digest_of, load, prepare, tensors_of
@@ -18,7 +18,7 @@ from torch_stage import Stage
 from transformers import AutoModelForCausalLM
 
 import rlctl
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
     OUTCOME_DIRTY,
@@ -42,9 +42,9 @@ from rlctl.v1.verbs_pb2 import (
     UpdateOptions,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.block_fp8 import BlockFp8, BlockSize, quantise
-from rlctl.weights.checkpoint import open_checkpoint
-from rlctl.weights.loading import Load
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.formats.block_fp8 import BlockFp8, BlockSize, quantise
+from rlctl.weights.shards.load_hooks import Load
 
 PROMPT = prompt_of(9)
 COUNT = 10

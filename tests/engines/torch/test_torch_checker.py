@@ -12,10 +12,10 @@ from torch_source import digest_of, load, prepare, tensors_of
 from torch_stage import Stage, merge, until
 from transformers import AutoModelForCausalLM
 
-from rlctl.client.probe import Probe
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.fingerprints import fingerprints
 from rlctl.demo import tiny
-from rlctl.errors import Reason, RlctlError
-from rlctl.fingerprints import fingerprints
+from rlctl.trainer.probe import Probe
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
@@ -35,9 +35,9 @@ from rlctl.v1.verbs_pb2 import (
     SealUpdateRequest,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights import digest
-from rlctl.weights.differences import digest_parts
-from rlctl.weights.digest import combine, tensor_digest
+from rlctl.weights.shards.mismatch import digest_parts
+from rlctl.weights.tensor import digest
+from rlctl.weights.tensor.digest import combine, tensor_digest
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from torch_models import greedy, prompt_of
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Stage
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_FULL,
@@ -32,13 +32,13 @@ from rlctl.v1.verbs_pb2 import (
     PullWeightsRequest,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.buckets import Bucket
-from rlctl.weights.checkpoint import Checkpoint, open_checkpoint
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.loaders import register_loader, save_flattened, unregister_loader
-from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full
-from rlctl.weights.tensor_file import TensorFile
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from rlctl.weights.checkpoint.load_formats import register_loader, save_flattened, unregister_loader
+from rlctl.weights.checkpoint.safetensors_file import TensorFile
+from rlctl.weights.tensor.buckets import Bucket
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full
 
 PROMPT = prompt_of(9)
 
@@ -443,7 +443,7 @@ async def test_a_loader_that_fails_in_the_middle_is_rolled_back(stage1: Stage, n
 
 
 async def test_names_that_nobody_registered_are_never_imported(stage: Stage, new: str) -> None:
-    for name in ("os:system", "os.system", "rlctl.weights.checkpoint.open_checkpoint", "pt"):
+    for name in ("os:system", "os.system", "rlctl.weights.checkpoint.checkpoint.open_checkpoint", "pt"):
         error = await refuse_format(stage, new, name)
         assert (error.reason, error.field) == (Reason.UNSUPPORTED, "load_format")
         assert "direct, flattened_bucket, safetensors" in error.message

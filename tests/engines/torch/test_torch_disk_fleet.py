@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch_source import digest_of, tensors_of
 
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, PAUSE_MODE_RETRACT, STAGE_STATE_READY
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
 from rlctl.v1.verbs_pb2 import (
@@ -21,8 +21,8 @@ from rlctl.v1.verbs_pb2 import (
     UpdateOptions,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full
-from rlctl.weights.tensor_file import TensorFile
+from rlctl.weights.checkpoint.safetensors_file import TensorFile
+from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full
 
 
 @pytest.fixture

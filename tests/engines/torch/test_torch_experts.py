@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlctl_torch.sabotage import VARIABLE
+from rlctl_torch.model.sabotage import VARIABLE
 from safetensors.torch import save_file
 from torch_models import greedy, make_checkpoint, prompt_of, reference
 from torch_source import Source, digest_of, load, prepare, tensors_of
@@ -17,7 +17,7 @@ from torch_stage import Follower, Stage
 from transformers import AutoModelForCausalLM
 
 import rlctl
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, PAUSE_MODE_RETRACT
 from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_PARTIAL,
@@ -31,7 +31,7 @@ from rlctl.v1.verbs_pb2 import (
     ResumeMemoryRequest,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.digest import tensor_digest
+from rlctl.weights.tensor.digest import tensor_digest
 
 PROMPT = prompt_of(9)
 COUNT = 10

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-import rlctl_torch.loop
+import rlctl_torch.step_loop
 import torch
 from rlctl_torch import TorchEngine
-from rlctl_torch.commands import ANSWER_S
+from rlctl_torch.steps.ordered_commands import ANSWER_S
 from torch_models import prompt_of
 from torch_stage import Follower, Stage, until
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, PAUSE_MODE_DRAIN
 from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
@@ -27,7 +27,7 @@ from rlctl.v1.verbs_pb2 import (
     PauseGenerationRequest,
     PrepareUpdateRequest,
 )
-from rlctl.weights.transfer import Receiver
+from rlctl.weights.receiver import Receiver
 
 PROMPT = prompt_of(9)
 
@@ -103,7 +103,7 @@ async def test_a_rank_0_that_breaks_fails_the_engine_on_every_rank(
     def broken(*args: object, **kwargs: object) -> torch.Tensor:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(rlctl_torch.loop, "run", broken)
+    monkeypatch.setattr(rlctl_torch.step_loop, "run", broken)
     with pytest.raises(RlctlError) as caught:
         await stage.generate(PROMPT, max_new_tokens=3)
     assert caught.value.reason is Reason.ENGINE_FAILED
@@ -135,7 +135,7 @@ async def test_a_command_that_comes_late_to_a_follower_is_waited_for(checkpoints
 
 
 async def test_a_command_that_never_comes_to_a_follower_fails_the_engine(checkpoints, mortal: Follower) -> None:
-    mortal.ask("set_attribute", "rlctl_torch.commands", "ARRIVAL_S", 0.5)
+    mortal.ask("set_attribute", "rlctl_torch.steps.ordered_commands", "ARRIVAL_S", 0.5)
     stage = Stage(checkpoints(), mortal)
     await stage.start()
     loop = asyncio.get_running_loop()
@@ -281,7 +281,7 @@ async def test_an_engine_that_is_stopped_while_it_starts_says_so(checkpoints) ->
 async def test_a_follower_that_hangs_inside_a_step_costs_a_timeout(
     checkpoints, mortal: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl_torch.ranks._COMPUTE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr("rlctl_torch.steps.collectives._COMPUTE_TIMEOUT", timedelta(seconds=1))
     stage = Stage(checkpoints(), mortal)
     await stage.start()
     os.kill(mortal.process.pid, signal.SIGSTOP)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from rlctl_torch.text import Tokenizer
+from rlctl_torch.generation.detokenizer import Tokenizer
 from torch_models import EOS, VOCAB, greedy, make_checkpoint, prompt_of
 from torch_source import tensors_of
 from torch_stage import Stage, generate_request, merge, until
 from transformers import PreTrainedTokenizerFast
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import (
     FINISH_TYPE_ABORT,

@@ -16,7 +16,7 @@ import pytest
 from torch_models import greedy, prompt_of
 from torch_stage import generate_request, merge, until
 
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.channel import open_channel
 from rlctl.v1.common_pb2 import (
     PAUSE_MODE_ABORT,

@@ -10,12 +10,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rlctl_torch.model import Model
+from rlctl_torch.model.model import Model
 from torch_models import greedy, prompt_of
 from torch_source import digest_of, load
 from torch_stage import Stage
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_CUDA_GRAPH,
     MEMORY_TAG_KV_CACHE,

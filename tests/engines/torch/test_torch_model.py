@@ -26,8 +26,8 @@ from transformers import (
     T5Config,
 )
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig, engine_class
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     TRANSPORT_CUDA_IPC,
     TRANSPORT_DISK,
@@ -40,7 +40,7 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
 )
-from rlctl.weights.identity import host_id
+from rlctl.weights.tensor.placement import host_id
 
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {**SMALL, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

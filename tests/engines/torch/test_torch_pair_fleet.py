@@ -11,11 +11,11 @@ import pytest
 from torch_models import greedy, prompt_of, reference_logprobs
 from torch_stage import until
 
-from rlctl.client import aio
-from rlctl.client.aio import AsyncFleet
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.rollout.sample import RolloutSample
-from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.sdk import aio
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT, PauseMode
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 from rlctl.v1.verbs_pb2 import (

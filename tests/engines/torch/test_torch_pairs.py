@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import rlctl_torch.handover
-import rlctl_torch.pairs
-import rlctl_torch.rooms
-from rlctl_torch.scheduler import Scheduler
+import rlctl_torch.disaggregation.bootstrap
+import rlctl_torch.disaggregation.kv_handover
+import rlctl_torch.requests.prefill_decode
+from rlctl_torch.generation.scheduler import Scheduler
 from torch_models import greedy, prompt_of, reference_logprobs
 from torch_stage import Stage, generate_request, merge, until
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import (
@@ -168,13 +168,13 @@ async def test_a_prompt_that_is_only_scored_needs_no_handover(pair: Pair) -> Non
 
 
 async def test_more_prompts_than_places_in_shared_memory_wait_for_one(pair: Pair) -> None:
-    prompts = [prompt_of(7, seed) for seed in range(3 * rlctl_torch.handover.MOST)]
+    prompts = [prompt_of(7, seed) for seed in range(3 * rlctl_torch.disaggregation.kv_handover.MOST)]
     answers = await asyncio.gather(*(pair.ask(prompt, max_new_tokens=2) for prompt in prompts))
     path = pair.decode.config.model_path
     assert [list(second.samples[0].output_ids) for _, second in answers] == [greedy(path, p, 2) for p in prompts]
     pool = pair.prefill.engine._rank.handovers._pool
     assert pool is not None
-    assert pool.allocations <= rlctl_torch.handover.MOST
+    assert pool.allocations <= rlctl_torch.disaggregation.kv_handover.MOST
     await pair.idle()
 
 
@@ -202,8 +202,8 @@ async def test_entries_of_another_prompt_model_or_adapter_are_refused(pair: Pair
 
 
 async def test_what_never_comes_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlctl_torch.rooms, "ARRIVAL_S", 0.1)
-    monkeypatch.setattr(rlctl_torch.pairs, "ARRIVAL_S", 0.1)
+    monkeypatch.setattr(rlctl_torch.disaggregation.bootstrap, "ARRIVAL_S", 0.1)
+    monkeypatch.setattr(rlctl_torch.requests.prefill_decode, "ARRIVAL_S", 0.1)
     await pair.ask(prompt_of(5))  # the server runs from the first request on
     for stage, why in ((pair.decode, "or has no such request"), (pair.prefill, "no decode engine has asked")):
         error = await refused(whole(stage, pair.request(prompt_of(9))))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-import rlctl_torch.scheduler
+import rlctl_torch.generation.scheduler
 from torch_models import FAMILIES, greedy, prompt_of, reference_logprobs
 from torch_stage import Stage
 
@@ -93,7 +93,7 @@ async def test_a_prompt_is_scored_without_output(served: Stage) -> None:
 
 
 async def test_long_prompts_go_in_pieces(served: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlctl_torch.scheduler, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(rlctl_torch.generation.scheduler, "PREFILL_TOKENS", 16)
     path = served.config.model_path
     prompts = [prompt_of(length) for length in (60, 35, 3)]
     responses = await asyncio.gather(

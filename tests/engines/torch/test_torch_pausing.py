@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from rlctl_torch.commands import ANSWER_S
+from rlctl_torch.steps.ordered_commands import ANSWER_S
 from torch_models import greedy, prompt_of
 from torch_stage import Stage, merge, until
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     PAUSE_MODE_ABORT,
     PAUSE_MODE_DRAIN,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from rlctl_torch.plan import Batch, Order, Plan, decode, encode, length_of
+from rlctl_torch.steps.step_plan import Batch, Order, Plan, decode, encode, length_of
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 
 BATCH = Batch(
     rows=[3, 0], starts=[0, 17], lengths=[3, 1], tokens=[5, 6, 7, 151_000], slots=[9, 8, 7, 1], outputs=[2, 3]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from rlctl_torch.sabotage import VARIABLE, for_updates
+from rlctl_torch.model.sabotage import VARIABLE, for_updates
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Follower, Stage
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import CheckWeightsRequest, CommitUpdateRequest
-from rlctl.weights.digest import tensor_digest
+from rlctl.weights.tensor.digest import tensor_digest
 
 WRONG: dict[str, Callable[[Iterable[str]], set[str]]] = {
     "stale": lambda names: set(names),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from rlctl_torch.sampling import sample, score, uniform
-from rlctl_torch.settings import Settings, check
+from rlctl_torch.generation.request_settings import Settings, check
+from rlctl_torch.generation.sampling import sample, score, uniform
 from torch_stage import generate_request
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 
 def settings(**fields: object) -> Settings:

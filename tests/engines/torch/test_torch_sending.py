@@ -11,7 +11,7 @@ import pytest
 from torch_source import digest_of, prepare, tensors_of
 from torch_stage import Stage
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, PAUSE_MODE_RETRACT
 from rlctl.v1.verbs_pb2 import (
     AbortUpdateRequest,
@@ -25,9 +25,9 @@ from rlctl.v1.verbs_pb2 import (
     TensorBucket,
     UpdateWeightsFromDistributedRequest,
 )
-from rlctl.weights.buckets import Bucket, to_proto
-from rlctl.weights.groups import GroupStore
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.group.process_group import GroupStore
+from rlctl.weights.tensor.buckets import Bucket, to_proto
+from rlctl.weights.tensor.tensors import TensorMeta
 
 GROUP = "heal"
 

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import torch
-from rlctl_torch import updates
-from rlctl_torch.model import Model
-from rlctl_torch.sabotage import VARIABLE
-from rlctl_torch.shadow import Shadow
+from rlctl_torch.model.model import Model
+from rlctl_torch.model.sabotage import VARIABLE
+from rlctl_torch.model.shadow_copy import Shadow
+from rlctl_torch.verbs import update as updates
 from test_torch_updates import all_refuse, check_serves, digest
 from torch_models import dequantise_checkpoint, greedy, prompt_of, quantise_checkpoint
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Follower, Stage, until
 from torch_trainer import request_of, write
 
-from rlctl.errors import Reason
+from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
@@ -43,10 +43,10 @@ from rlctl.v1.verbs_pb2 import (
     SealUpdateRequest,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.source import as_source
-from rlctl.weights.transfer import send
+from rlctl.weights.receiver import send
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import as_source
 
 PROMPT = prompt_of(9)
 COUNT = 10
@@ -288,7 +288,7 @@ async def test_what_one_rank_cannot_take_in_no_rank_swaps(
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} is not mounted here", field="model_path")
 
     update = await stage_update(stage)
-    monkeypatch.setattr("rlctl_torch.disk.open_stored", unreadable)  # at rank 0 only
+    monkeypatch.setattr("rlctl_torch.verbs.load_from_disk.open_stored", unreadable)  # at rank 0 only
     error = await all_refuse(stage, UpdateWeightsFromDiskRequest(model_path=new), update=update)
     assert (error.reason, error.outcome) == (Reason.CHECKPOINT_NOT_FOUND, OUTCOME_REJECTED)
     monkeypatch.undo()

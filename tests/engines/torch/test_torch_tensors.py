@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+from shared_memory import held
 from test_torch_updates import all_refuse, check_serves
 from torch_source import digest_of, load, prepare, tensors_of
 from torch_stage import Stage, until
 from torch_trainer import Trainer, request_of, write
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.testing.shared_memory import held
-from rlctl.times import duration
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_PARTIAL,
@@ -23,11 +23,11 @@ from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.weights import segment_reader
-from rlctl.weights.digest import ModelDigest, combine
-from rlctl.weights.identity import SHARED_MEMORY
-from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.source import as_source
+from rlctl.weights.shared_memory import reader as segment_reader
+from rlctl.weights.shared_memory.sender import SegmentSender
+from rlctl.weights.tensor.digest import ModelDigest, combine
+from rlctl.weights.tensor.placement import SHARED_MEMORY
+from rlctl.weights.tensor.source import as_source
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlctl_torch.text import TextStream, Tokenizer, find_tokenizer
+from rlctl_torch.generation.detokenizer import TextStream, Tokenizer, find_tokenizer
 from torch_models import EOS, TEXTS
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 LONG = "".join(TEXTS)
 
@@ -141,7 +141,7 @@ class Slow:
 def test_a_slow_tokenizer_is_told_about_spaces_between_special_tokens(
     monkeypatch: pytest.MonkeyPatch, spaces: bool, text: str
 ) -> None:
-    monkeypatch.setattr("rlctl_torch.text.AutoTokenizer.from_pretrained", lambda *_, **__: Slow())
+    monkeypatch.setattr("rlctl_torch.generation.detokenizer.AutoTokenizer.from_pretrained", lambda *_, **__: Slow())
     stream = TextStream(
         Tokenizer("anywhere"), (), skip_special_tokens=False, keep_stop=False, spaces_between_special_tokens=spaces
     )

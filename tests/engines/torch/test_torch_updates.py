@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import rlctl_torch.scheduler
+import rlctl_torch.generation.scheduler
 import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
@@ -19,7 +19,7 @@ from torch_models import greedy, make_checkpoint, prompt_of, reference_logprobs
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Stage, until
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FINISH_TYPE_LENGTH
 from rlctl.v1.verbs_pb2 import (
@@ -36,10 +36,10 @@ from rlctl.v1.verbs_pb2 import (
     PrepareUpdateRequest,
     UpdateWeightsFromDiskRequest,
 )
-from rlctl.weights.buckets import room_for
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.source import as_source
-from rlctl.weights.transfer import send
+from rlctl.weights.receiver import send
+from rlctl.weights.tensor.buckets import room_for
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import as_source
 
 PROMPT = prompt_of(9)
 COUNT = 10
@@ -157,7 +157,7 @@ async def test_a_prompt_is_not_scored_by_two_versions(
     stage: Stage, new: str, gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a retracted prompt has of its log probabilities is found anew with its KV entries."""
-    monkeypatch.setattr(rlctl_torch.scheduler, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(rlctl_torch.generation.scheduler, "PREFILL_TOKENS", 16)
     prompt = prompt_of(60)
     scoring = asyncio.create_task(stage.generate(prompt, temperature=0, max_new_tokens=0, logprob_start_len=0))
     gate.allow(2)
@@ -273,7 +273,7 @@ async def test_a_checkpoint_that_only_one_rank_cannot_read_is_refused_by_all(
     def unreadable(path: str, *args: object, **kwargs: object):
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} is not mounted here", field="model_path")
 
-    monkeypatch.setattr("rlctl_torch.disk.open_stored", unreadable)
+    monkeypatch.setattr("rlctl_torch.verbs.load_from_disk.open_stored", unreadable)
     update = await prepare(stage)
     error = await all_refuse(stage, UpdateWeightsFromDiskRequest(model_path=new), update=update)
     assert (error.reason, error.outcome) == (Reason.CHECKPOINT_NOT_FOUND, OUTCOME_REJECTED)
@@ -435,7 +435,7 @@ async def test_a_receive_that_finds_no_memory_ends_for_all_and_the_engine_lives(
         update = await prepare(stage)
         buckets = source.buckets(tensors_of(new))
         with monkeypatch.context() as patch:
-            patch.setattr("rlctl.weights.transfer.room_for", few)
+            patch.setattr("rlctl.weights.receiver.room_for", few)
             sending = asyncio.to_thread(send, as_source(tensors_of(new).items()), buckets, source.group)
             started = time.monotonic()
             answers, sent = await asyncio.gather(

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlctl.weights.block_fp8 import dequantise, quantise
+from rlctl.weights.formats.block_fp8 import dequantise, quantise
 
 VOCAB = 320
 EOS = "<eos>"

@@ -20,11 +20,11 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
 )
-from rlctl.weights.buckets import Bucket, plan, to_proto
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.groups import GroupStore, WeightGroup, join
-from rlctl.weights.source import WeightSource, as_source, atomic_lists, in_lists
-from rlctl.weights.transfer import send
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
+from rlctl.weights.receiver import send
+from rlctl.weights.tensor.buckets import Bucket, plan, to_proto
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import WeightSource, as_source, atomic_lists, in_lists
 
 Weights = dict[str, torch.Tensor] | torch.nn.Module | WeightSource
 

@@ -24,10 +24,10 @@ from typing import Any
 from google.protobuf.message import Message
 from rlctl_torch import TorchEngine
 
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.contract.verbs import VERBS, of_request
 from rlctl.engine import Call, EngineConfig, EngineInfo
-from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
-from rlctl.verbs import VERBS, of_request
 
 TIMEOUT_S = 30.0
 PRELOAD = ["rlctl_torch", "transformers.models.llama.modeling_llama"]

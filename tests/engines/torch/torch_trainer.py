@@ -12,9 +12,9 @@ from torch_source import tensors_of
 from torch_stage import PRELOAD
 
 from rlctl.v1.verbs_pb2 import TensorSegment, UpdateWeightsFromTensorRequest
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.segment_sender import SegmentSender, SentSegment
-from rlctl.weights.source import as_source
+from rlctl.weights.shared_memory.sender import SegmentSender, SentSegment
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import as_source
 
 
 def write(

@@ -12,13 +12,13 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
-from rlctl_servers import server as watched
-from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
+from rlctl_servers.server import server as watched
+from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
 
-from rlctl import http_callers
-from rlctl.bench.sidecar.upstream import application
-from rlctl.errors import Reason, RlctlError
-from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.router.process import SglangRouter
+from rlctl.runtime import http_limits
+from tools.benchmark.sidecar.upstream import application
 
 
 class Serving:
@@ -424,7 +424,7 @@ async def test_callers_that_say_half_are_cut_off(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("HEAD_S", "READ_S"):
-        monkeypatch.setattr(http_callers, limit, 0.3)
+        monkeypatch.setattr(http_limits, limit, 0.3)
     whole = b"GET /model_info HTTP/1.1\r\nHost: x\r\n\r\n"
 
     async def trickle() -> AsyncIterator[bytes]:

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rlctl_vllm.requests import Limits, bodies
+from rlctl_vllm.requests.bodies import Limits, bodies
 from rlctl_vllm.sidecar.admin import Admin
-from rlctl_vllm.sidecar.asking import read
-from rlctl_vllm.sidecar.telling import Sample, completion, wire_version
+from rlctl_vllm.sidecar.responses import Sample, completion, wire_version
+from rlctl_vllm.sidecar.supported_fields import read
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 LIMITS = Limits(vocab_size=100, context_length=200, longest_prompt=199, any_logprobs=True)
 

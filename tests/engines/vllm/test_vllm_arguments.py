@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlctl_vllm.arguments import known_options
 from rlctl_vllm.options import parse_options
+from rlctl_vllm.server.arguments import known_options
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 ENGINE = """
 raise RuntimeError("nobody runs this")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rlctl_servers.telling import WRITES
-from rlctl_vllm.facts import Facts
-from rlctl_vllm.keeping import kept_by
+from rlctl_servers.server.server_info import WRITES
+from rlctl_vllm.server.facts import Facts
+from rlctl_vllm.server.update_blockers import kept_by
 
 from rlctl.v1 import common_pb2 as common
 

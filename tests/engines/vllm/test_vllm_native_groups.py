@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rlctl_vllm.native import Native
+from rlctl_vllm.updates.native_nccl import Native
 
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.vllm_groups import BACKEND
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.vllm_transfer import BACKEND
 
 
 async def test_a_group_is_confirmed_only_with_the_store_that_it_was_formed_at() -> None:

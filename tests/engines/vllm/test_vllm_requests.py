@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
-from rlctl_vllm.requests import Limits, bodies
+from rlctl_vllm.requests.bodies import Limits, bodies
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 
 LIMITS = Limits(vocab_size=100, context_length=32, longest_prompt=31)

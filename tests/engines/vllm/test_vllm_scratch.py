@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rlctl_vllm.options import Options
-from rlctl_vllm.process import VLLMProcess
+from rlctl_vllm.server.process import VLLMProcess
 
 from rlctl.engine import EngineConfig
 

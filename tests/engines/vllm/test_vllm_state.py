@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 import pytest
-from rlctl_vllm import memory
 from rlctl_vllm.engine import VLLMEngine
-from rlctl_vllm.facts import loads
 from rlctl_vllm.options import parse_options
+from rlctl_vllm.server import memory
+from rlctl_vllm.server.facts import loads
 from rlctl_vllm.state import EVERYTHING, MODES, State
-from rlctl_vllm.updates import Updates
+from rlctl_vllm.updates.updates import Updates
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, brings_ranks, engine_class
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,

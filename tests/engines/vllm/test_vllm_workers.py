@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from rlctl_servers.http import Answer
-from rlctl_vllm.workers import MOST_GATHERED, Workers
+from rlctl_servers.server.http import Answer
+from rlctl_vllm.updates.worker_calls import MOST_GATHERED, Workers
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.verbs_pb2 import CheckReport, CheckWeightsRequest, CommitUpdateRequest, WeightsReport
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
 class Ranks:

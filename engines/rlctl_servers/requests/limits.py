@@ -1,0 +1,140 @@
+"""What generation requests to every engine server have in common: limits, and what is refused before it is sent. Pure.
+
+A token id that is not in the vocabulary ends an SGLang server; vLLM ignores what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import DEFAULT_NEW_TOKENS, check_sampling
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server can take.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        context_length: longest sequence in tokens.
+        longest_prompt: longest prompt in tokens.
+        tokenizer: it takes and gives text.
+    """
+
+    vocab_size: int
+    context_length: int
+    longest_prompt: int
+    tokenizer: bool = True
+
+
+def refuse_prompt(request: GenerateRequest, limits: Limits) -> None:
+    """Raise FIELD_REQUIRED or UNSUPPORTED for a prompt that cannot be one."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+    if kind == "text" and not limits.tokenizer:
+        raise Reason.UNSUPPORTED.error("the server has no tokenizer; send input_ids", field="text")
+
+
+def check_ids(ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raise FIELD_REQUIRED, FIELD_INVALID or PROMPT_TOO_LONG for a prompt's token ids, which ``field`` gave."""
+    if not ids:
+        raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field=field)
+    if max(ids) >= limits.vocab_size:
+        raise Reason.FIELD_INVALID.error(
+            f"token {max(ids)} is not in the vocabulary of {limits.vocab_size}", field=field
+        )
+    if len(ids) > limits.longest_prompt:
+        raise Reason.PROMPT_TOO_LONG.error(
+            f"the prompt has {len(ids)} tokens; {limits.longest_prompt} fit beside the output",
+            metadata={"prompt_tokens": str(len(ids)), "context_length": str(limits.context_length)},
+        )
+
+
+def logprob_start(request: GenerateRequest, length: int | None = None) -> int:
+    """From which position on the prompt's log probabilities are wanted; -1: none.
+
+    ``length``: the prompt's, in tokens, where it is known. Raises FIELD_INVALID.
+    """
+    start = request.logprob_start_len if request.HasField("logprob_start_len") else -1
+    if start < -1:
+        raise Reason.FIELD_INVALID.error(
+            f"logprob_start_len is {start}; it must be -1 or a position", field="logprob_start_len"
+        )
+    if length is not None and start > length:
+        raise Reason.FIELD_INVALID.error(
+            f"logprob_start_len is {start}, the prompt has {length} tokens", field="logprob_start_len"
+        )
+    return start
+
+
+def new_tokens(params: SamplingParams, limits: Limits, length: int | None) -> int:
+    """How many tokens may be generated: servers refuse what they would have to cut."""
+    wanted = params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
+    return wanted if length is None else min(wanted, limits.context_length - length)
+
+
+def temperature(params: SamplingParams, greedy_below: float) -> float:
+    """The temperature, 0 where the server means 0."""
+    wanted = params.temperature if params.HasField("temperature") else 1.0
+    return 0.0 if wanted < greedy_below else wanted
+
+
+def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
+    """What every server calls the same. Raises as :func:`check_sampling`, and UNSUPPORTED."""
+    check_sampling(params, limits.vocab_size)
+    if params.stop and not limits.tokenizer:
+        raise Reason.UNSUPPORTED.error("the server has no tokenizer to find stop strings with", field="stop")
+    known = {
+        "top_p": params.top_p if params.HasField("top_p") else 1.0,
+        "min_p": params.min_p,
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "repetition_penalty": params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+    if params.HasField("spaces_between_special_tokens"):
+        known["spaces_between_special_tokens"] = params.spaces_between_special_tokens
+    return known
+
+
+def engine_fields(
+    request: GenerateRequest, known: Collection[str], known_sampling: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The server's own fields, and its own of sampling: of those that cannot contradict or endanger anything.
+
+    Raises FIELD_INVALID for another one.
+    """
+    try:
+        fields = MessageToDict(request.engine_fields) if request.HasField("engine_fields") else {}
+    except ValueError as error:  # JSON has no NaN
+        raise Reason.FIELD_INVALID.error(str(error), field="engine_fields") from error
+    sampling = fields.pop("sampling_params", {})
+    for given, allowed, where in (
+        (fields, known, "engine_fields"),
+        (sampling, known_sampling, "engine_fields.sampling_params"),
+    ):
+        if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(allowed))):
+            what = f"{', '.join(unknown)} cannot be given" if isinstance(given, dict) else "it is no object"
+            raise Reason.FIELD_INVALID.error(f"{what} here; there are: {', '.join(sorted(allowed))}", field=where)
+    return fields, sampling
+
+
+def refused(product: str, message: str, status: int, too_long: Collection[str]) -> RlctlError:
+    """What a server has refused a request for; ``too_long``: words of its message where the prompt is."""
+    if status == 400 and any(words in message for words in too_long):
+        return Reason.PROMPT_TOO_LONG.error(message)
+    if status == 400:
+        return Reason.FIELD_INVALID.error(f"{product}: {message}")
+    if status == 503:
+        return Reason.STAGE_NOT_SERVING.error(f"{product}: {message}")
+    return Reason.ENGINE_FAILED.error(f"{product}: {message}")

@@ -1,0 +1,293 @@
+"""Requests at an engine server: each sample is a stream of its own, under an id that nobody else uses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Protocol
+
+from rlctl.contract.errors import Reason, RlctlError, typed
+from rlctl.contract.sampling import check_samples
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
+
+ABORT_CALL_S = 25.0
+"""How long a server may take to answer that it ends requests: one that has just been given a thousand looks at nothing
+else for seconds. Less than the deadline of AbortRequests.
+"""
+
+HELD_S = 0.05
+"""How often a request whose output is held back looks whether it still is."""
+
+ABORT_S = 2.0
+"""How long an aborted request waits for the server's own end of it: one that the server holds back has none."""
+
+_CUT = Reason.CANCELLED.error("its connection was closed")
+"""Of a sample that the server had said nothing of: nothing more comes."""
+
+_Event = tuple[int, dict[str, Any] | RlctlError | None]
+
+
+class SampleStream(Protocol):
+    """One sample at the server."""
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """What the server says of it. Closing it ends the sample. Raises what the caller is to be told."""
+
+    def take(self, told: dict[str, Any]) -> GenerateResponse | None:
+        """What is new in it; the first sample's first one says what is to be said of the prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the server has said that it has ended."""
+
+
+class Dialect(Protocol):
+    """How one kind of server is asked."""
+
+    product: str
+
+    async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[SampleStream]:
+        """The samples of a request, one for each id; nothing is sent yet. Raises what is wrong with it."""
+
+    def admit(self, request: GenerateRequest) -> None:
+        """Raise why a request that :meth:`Requests.cut` would reach from now on must not be sent."""
+
+    def prepares(self, request: GenerateRequest) -> bool:
+        """Whether the server may have a request that it has not begun where a pause of its leaves it stuck."""
+
+    def ends(self, *, heard: bool) -> bool:
+        """Whether the end of a sample can be asked for now; ``heard``: the server has said something of it."""
+
+    async def end(self, engine_rids: Sequence[str] | None) -> None:
+        """End samples early; None: all that the server has. Raises as :meth:`Http.call`."""
+
+
+class _Running:
+    """One request of a caller's.
+
+    Attributes:
+        engine_rids: ids of its samples at the server.
+        adapter: name of its adapter, or "".
+        prepared: see :meth:`Dialect.prepares`.
+        heard: those that the server has said something of, as far as it was taken in.
+        silent: by number, what waits for samples that the server has said nothing of.
+        sent: they are on their way to it.
+    """
+
+    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool) -> None:
+        self.engine_rids = engine_rids
+        self.adapter = adapter
+        self.prepared = prepared
+        self.sent = False
+        self.heard: set[str] = set()
+        self.silent: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.cut = asyncio.Event()
+
+    def end(self) -> None:
+        """Its end was asked for; from any thread."""
+        self._loop.call_soon_threadsafe(self.cut.set)
+
+    async def leave_silent(self) -> None:
+        """Close the connections of samples that the server has said nothing of; from any loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._leave_silent(), self._loop))
+
+    async def _leave_silent(self) -> None:
+        silent = list(self.silent.values())
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+
+
+class Requests:
+    """The requests at one server. ``generate`` runs on one loop; the rest may be called from others."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._running: dict[str, _Running] = {}
+        self._lock = threading.Lock()
+        self._held = False
+
+    def hold(self) -> None:
+        """From now on nothing that the server generates is told, until :meth:`release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Tell what was held back, and what comes."""
+        self._held = False
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    @property
+    def samples(self) -> int:
+        """Samples of those, each under an id of the server's."""
+        with self._lock:
+            return sum(len(running.engine_rids) for running in self._running.values())
+
+    def using(self, adapter: str) -> list[str]:
+        """Ids of the requests that have not ended and name this adapter."""
+        with self._lock:
+            return [rid for rid, running in self._running.items() if running.adapter == adapter]
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
+        """See :meth:`rlctl.engine.Engine.generate`."""
+        check_samples(request.sampling_params)
+        rid = request.rid or uuid.uuid4().hex
+        # Ids of one width: SGLang ends requests by the beginnings of their ids.
+        engine_rids = [uuid.uuid4().hex for _ in range(request.sampling_params.n or 1)]
+        samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
+        running = _Running(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
+        with self._lock:
+            if rid in self._running:
+                raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
+            self._running[rid] = running
+        events: asyncio.Queue[_Event] = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            # Not before it can be cut: what stops the server from now on finds it.
+            self._dialect.admit(request)
+            for index, sample in samples.items():
+                running.silent[index] = asyncio.create_task(_pump(index, sample, events, running.silent))
+            running.sent = True
+            tasks += running.silent.values()
+            while samples:
+                event = await _next(events, running.cut)
+                while self._held and not running.cut.is_set():
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(running.cut.wait(), HELD_S)
+                if event is None or self._held:
+                    # Held back by the server, where nothing ends it: closing its connection does, as soon as it could
+                    # run.
+                    for index, sample in samples.items():
+                        yield GenerateResponse(rid=rid, samples=[_cut_off(index, sample)])
+                    return
+                index, told = event
+                if index not in samples:
+                    continue
+                if told is _CUT:
+                    yield GenerateResponse(rid=rid, samples=[_cut_off(index, samples.pop(index))])
+                    continue
+                if isinstance(told, RlctlError):
+                    raise told
+                if told is None:
+                    raise Reason.ENGINE_FAILED.error(
+                        f"{self._dialect.product} ended its answer before the sample had ended"
+                    )
+                engine_rid, sample = engine_rids[index], samples[index]
+                response = sample.take(told)
+                if running.cut.is_set() and engine_rid not in running.heard and not sample.over:
+                    await self._dialect.end([engine_rid])  # it was held back when its end was asked for
+                running.heard.add(engine_rid)
+                if response is None:
+                    continue
+                response.rid = rid
+                if response.samples[0].HasField("finish_reason"):
+                    del samples[index]
+                yield response
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with self._lock:
+                self._running.pop(rid, None)
+
+    async def cut(self) -> None:
+        """Of a server that has stopped, and has ended what it had begun: have it begin nothing of what it was sent.
+
+        Samples that it has said nothing of end as aborted. Returns once their connections are closed.
+        """
+        with self._lock:
+            running = list(self._running.values())
+        await asyncio.gather(*(each.leave_silent() for each in running))
+
+    async def end_prepared(self, deadline: float) -> bool:
+        """End samples that the server may only prepare yet, before it is stopped; whether they have ended by
+        ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
+        """
+        while rids := self._prepared():
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await self._dialect.end(rids)
+            await asyncio.sleep(HELD_S)
+        return True
+
+    def _prepared(self) -> list[str]:
+        with self._lock:
+            prepared = [running for running in self._running.values() if running.prepared]
+        return [
+            rid
+            for running in prepared
+            for index, rid in enumerate(running.engine_rids)
+            if not running.sent or index in running.silent
+        ]
+
+    async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
+        """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""
+        with self._lock:
+            chosen = list(self._running) if all_of_them else list(dict.fromkeys(rids))
+            found = {rid: self._running[rid] for rid in chosen if rid in self._running}
+        ending = [
+            each
+            for running in found.values()
+            for each in running.engine_rids
+            if self._dialect.ends(heard=each in running.heard)
+        ]
+        # First of all: one that reaches the server after the call that follows is ended when it is heard of.
+        for running in found.values():
+            running.end()
+        if all_of_them:
+            await self._dialect.end(None)
+        elif ending:
+            await self._dialect.end(ending)
+        return len(found), [rid for rid in chosen if rid not in found]
+
+
+async def _pump(
+    index: int, sample: SampleStream, events: asyncio.Queue[_Event], silent: dict[int, asyncio.Task[None]]
+) -> None:
+    try:
+        async with aclosing(sample.events()) as stream:
+            async for told in stream:
+                silent.pop(index, None)
+                events.put_nowait((index, told))
+        events.put_nowait((index, None))
+    except Exception as error:  # noqa: BLE001 - whoever reads would wait for ever
+        events.put_nowait((index, typed(error)))
+    except asyncio.CancelledError:
+        events.put_nowait((index, _CUT))
+        raise
+    finally:
+        silent.pop(index, None)
+
+
+def _cut_off(index: int, sample: SampleStream) -> Sample:
+    """The end of a sample that was aborted and that the server says nothing of."""
+    return Sample(
+        index=index,
+        completion_tokens=sample.tokens,
+        finish_reason=FinishReason(type=FINISH_TYPE_ABORT, message="aborted"),
+    )
+
+
+async def _next(events: asyncio.Queue[_Event], cut: asyncio.Event) -> _Event | None:
+    """The next event; None when the request was cut off and nothing more comes."""
+    coming = asyncio.ensure_future(events.get())
+    cutting = asyncio.ensure_future(cut.wait())
+    try:
+        await asyncio.wait({coming, cutting}, return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():
+            await asyncio.wait({coming}, timeout=ABORT_S)
+        return coming.result() if coming.done() else None
+    finally:
+        for each in (coming, cutting):
+            each.cancel()

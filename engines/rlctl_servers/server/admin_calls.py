@@ -1,0 +1,100 @@
+"""Admin calls: one place for how long they may take, and for what it means when they take longer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import Call
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
+from rlctl_servers.server.http import Answer, Http
+
+WEDGED_S = 5.0
+"""How long past its deadline a call that changes something may stay unanswered before the server counts as stuck."""
+
+LEAVING_S = 0.5
+"""How much earlier than its caller a question is given up, so that the caller is told that nothing was changed."""
+
+
+class Control:
+    """Asks and tells the server."""
+
+    def __init__(self, http: Http, on_wedged: Callable[[RlctlError], None]) -> None:
+        """``on_wedged`` is told when the server is stuck inside its own code."""
+        self.http = http
+        self._on_wedged = on_wedged
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None, *, call: Call, admin: bool = True) -> Any:
+        """What the server says to a question. Raises DEADLINE_EXCEEDED, ENGINE_FAILED, UNREACHABLE, LINK_LOST."""
+        try:
+            remaining = _remaining(call)
+            timeout_s = remaining - min(LEAVING_S, remaining / 10)
+            answer = await self.http.call(path, body, timeout_s=timeout_s, admin=admin)
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(f"{self.http.product} did not answer {path} in time") from None
+        if not answer.ok:
+            raise Reason.ENGINE_FAILED.error(f"{self.http.product} refused {path}: {answer.message}")
+        return answer.body
+
+    async def tell(self, path: str, body: dict[str, Any], *, call: Call, admin: bool = True) -> Answer:
+        """Let the server do something; the answer may be a refusal. ``admin``: which key it is told with.
+
+        What is told after the call's deadline, to clean up, has its time too.
+
+        Raises ENGINE_WEDGED (UNKNOWN) when it does not answer, long past the call's deadline; UNREACHABLE, LINK_LOST.
+        """
+        try:
+            return await self.http.call(path, body, timeout_s=max(_remaining(call), 0.0) + WEDGED_S, admin=admin)
+        except TimeoutError:
+            raise self.wedged(path) from None
+
+    async def must(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        call: Call,
+        reason: Reason = Reason.ENGINE_FAILED,
+        outcome: Outcome.ValueType = OUTCOME_REJECTED,
+        admin: bool = True,
+    ) -> Answer:
+        """As :meth:`tell`, and a refusal raises ``reason`` with ``outcome``."""
+        answer = await self.tell(path, body, call=call, admin=admin)
+        if not answer.ok:
+            raise reason.error(f"{self.http.product}: {answer.message}", outcome=outcome)
+        return answer
+
+    def wedged(self, what: str) -> RlctlError:
+        """The server is stuck: say so, and return the error to raise."""
+        error = Reason.ENGINE_WEDGED.error(
+            f"{self.http.product} did not come back from {what} in time",
+            outcome=OUTCOME_UNKNOWN,
+            next_step="One that rlctl has launched is ended; end one that it was attached to.",
+        )
+        return self.lost(error)
+
+    def lost(self, error: RlctlError) -> RlctlError:
+        """The server can no longer be driven: say so, and return the error to raise."""
+        self._on_wedged(error)
+        return error
+
+
+def touched(error: RlctlError) -> RlctlError:
+    """The error of a call that was to write weights: what is not known of it is a mixture at best."""
+    if error.outcome == OUTCOME_REJECTED and error.reason is not Reason.UNREACHABLE:
+        error.outcome = OUTCOME_DIRTY
+    return error
+
+
+def time_left(call: Call, what: str) -> float:
+    """Seconds until the call's deadline. Raises DEADLINE_EXCEEDED: it is too late to begin with something."""
+    remaining = _remaining(call)
+    if remaining <= 0:
+        raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {what}")
+    return remaining
+
+
+def _remaining(call: Call) -> float:
+    return call.deadline - asyncio.get_running_loop().time()

@@ -1,0 +1,203 @@
+"""Calls to one engine server, bounded in time, their failures typed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp.http_exceptions import LineTooLong
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+
+CONNECT_S = 5.0
+_JSON = {"Content-Type": "application/json"}
+_DATA = b"data:"
+_DONE = b"[DONE]"
+_LINE_BYTES = 1 << 26
+_SHOWN = 200
+_KEEPALIVE_S = 2.0
+"""Less than the servers' own 5 s: a call must not meet a connection that is just being closed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server said.
+
+    Attributes:
+        status: HTTP status.
+        body: the JSON document, or the text where it was none.
+    """
+
+    status: int
+    body: Any
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what was asked."""
+        return self.status == 200 and not (isinstance(self.body, dict) and self.body.get("success") is False)
+
+    @property
+    def message(self) -> str:
+        """What it said in words."""
+        body = self.body
+        if isinstance(body, dict) and isinstance(body.get("error"), dict):
+            body = body["error"]
+        if isinstance(body, dict):
+            body = body.get("message") or body.get("error_message") or body.get("error") or body
+        return str(body).strip() or f"HTTP {self.status}"
+
+
+class Http:
+    """The server's HTTP interface, usable from several event loops.
+
+    Attributes:
+        product: what the server is, "SGLang" say; for messages.
+        url: its address.
+    """
+
+    def __init__(self, product: str, url: str, api_key: str = "", admin_key: str = "", *, socket: str = "") -> None:
+        """``socket``: path of the Unix socket that it listens on; the address is then only for messages."""
+        self.product = product
+        self.url = url
+        self._socket = socket
+        self._keys = {False: api_key, True: admin_key}
+        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
+
+    async def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        admin: bool = True,
+        key: str = "",
+        method: str = "",
+    ) -> Answer:
+        """POST a body, or GET without one, unless there is another ``method``.
+
+        Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: it broke off), TimeoutError.
+        """
+        method = method or ("GET" if body is None else "POST")
+        limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
+        headers = self._headers(admin=admin, key=key)
+        try:
+            reads = method == "GET"
+            async with self._session(once=not reads).request(
+                method, self.url + path, data=_written(body), headers=headers, timeout=limit, allow_redirects=reads
+            ) as response:
+                return await _answer(response)
+        except aiohttp.ClientError as error:
+            raise self._broken(error) from error
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """POST a body and yield the events of the answer. Closing it ends the connection, and with it the request.
+
+        Raises as :meth:`call` does, without a limit on the time; ENGINE_FAILED with what the server answered instead of
+        events, its status in the metadata; and ANSWER_INVALID (UNKNOWN) for an event that is none.
+        """
+        try:
+            async with await self._posted(path, _written(body)) as response:
+                if response.status != 200:
+                    answer = await _answer(response)
+                    raise Reason.ENGINE_FAILED.error(answer.message, metadata={"status": str(answer.status)})
+                async for line in response.content:
+                    if not line.startswith(_DATA):
+                        continue
+                    data = line[len(_DATA) :].strip()
+                    if data == _DONE:
+                        return
+                    yield self._event(data)
+        except LineTooLong as error:
+            raise self._odd(f"an event of more than {_LINE_BYTES} bytes") from error
+        except aiohttp.ClientError as error:
+            raise self._broken(error) from error
+        raise Reason.LINK_LOST.error(
+            f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
+        )
+
+    async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
+        """The beginning of an answer. What could not be written is written again: under load the server may have closed
+        the connection that was to be used again, and this process not have seen it yet.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        how: dict[str, Any] = {"headers": self._headers(admin=False), "timeout": limit, "allow_redirects": False}
+        try:
+            return await self._session().post(self.url + path, data=data, **how)
+        except aiohttp.ClientOSError as error:
+            if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
+                raise
+            await asyncio.sleep(0)  # the loop sees those that were closed
+            return await self._session().post(self.url + path, data=data, **how)
+
+    async def close(self) -> None:
+        """Give the connections back, those of other loops too."""
+        here = asyncio.get_running_loop()
+        for (loop, _), session in self._sessions.items():
+            if loop is here:
+                await session.close()
+            elif loop.is_running():
+                with suppress(TimeoutError):
+                    closing = asyncio.run_coroutine_threadsafe(session.close(), loop)
+                    await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT_S)
+        self._sessions.clear()
+
+    def _session(self, *, once: bool = False) -> aiohttp.ClientSession:
+        """``once``: over connections of their own. uvicorn closes the one over which it has answered that something
+        failed, and does not say so: of a call that met it then nothing would be known.
+        """
+        key = asyncio.get_running_loop(), once
+        if key not in self._sessions:
+            settings: dict[str, Any] = {"force_close": True} if once else {"keepalive_timeout": _KEEPALIVE_S}
+            connector: aiohttp.BaseConnector
+            if self._socket:
+                connector = aiohttp.UnixConnector(self._socket, limit=0, **settings)
+            else:
+                connector = aiohttp.TCPConnector(limit=0, **settings)
+            self._sessions[key] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
+        return self._sessions[key]
+
+    def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
+        key = key or self._keys[admin]
+        return {**_JSON, "Authorization": f"Bearer {key}"} if key else _JSON
+
+    def _event(self, data: bytes) -> dict[str, Any]:
+        told = _parse(data)
+        if not isinstance(told, dict):
+            raise self._odd(repr(told)[:_SHOWN])
+        return told
+
+    def _odd(self, what: str) -> RlctlError:
+        return Reason.ANSWER_INVALID.error(f"{self.product} sent {what} for an event", outcome=OUTCOME_UNKNOWN)
+
+    def _broken(self, error: aiohttp.ClientError) -> RlctlError:
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")
+        return Reason.LINK_LOST.error(
+            f"the connection to {self.product} at {self.url} broke: {error or type(error).__name__}",
+            outcome=OUTCOME_UNKNOWN,
+        )
+
+
+def _written(body: dict[str, Any] | None) -> bytes | None:
+    return None if body is None else orjson.dumps(body)
+
+
+async def _answer(response: aiohttp.ClientResponse) -> Answer:
+    """One that leads elsewhere is a refusal: what is there has not been told what was asked here."""
+    if 300 <= response.status < 400:
+        return Answer(response.status, f"HTTP {response.status}: it leads to {response.headers.get('Location', '')}")
+    return Answer(response.status, _parse(await response.read()))
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")

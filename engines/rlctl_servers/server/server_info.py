@@ -1,0 +1,93 @@
+"""What every engine server's facts are told as."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.common_pb2 import (
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    MemoryTag,
+    VerificationLevel,
+)
+from rlctl.v1.verbs_pb2 import ServerInfo
+from rlctl.version import __version__
+
+WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
+"""Verbs that write base weights; the last one carries adapters too."""
+
+_SECRET = ("key", "password", "token", "secret")
+_PLAIN = (str, int, float, bool)
+
+
+def server_info(
+    name: str, version: str, node: str, pid: int, uptime_s: float, settings: Iterable[tuple[str, Any]]
+) -> ServerInfo:
+    """How a server was started, its keys and whatever is no plain value left out. ``uptime_s`` in seconds."""
+    shown = {key: value for key, value in settings if not _secret(key)}
+    info = ServerInfo(
+        engine=name,
+        engine_version=version,
+        rlctl_version=__version__,
+        pid=pid,
+        node=node,
+        settings={key: str(value) for key, value in shown.items() if isinstance(value, _PLAIN)},
+        uptime=Duration(seconds=int(uptime_s)),
+    )
+    info.arguments.update({key: value for key, value in shown.items() if value is None or _is_plain(value)})
+    return info
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has the value, and no key can be hidden in it."""
+    if isinstance(value, list):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, _PLAIN) and (not isinstance(value, float) or math.isfinite(value))
+
+
+def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iterable[str]) -> dict[str, str]:
+    """Why verbs cannot be done whose routes a version does not have; ``product``: with its version."""
+    there = set(routes)
+    absent = {verb: [route for route in paths if route not in there] for verb, paths in needed.items()}
+    return {verb: f"{product} has no {', '.join(paths)}" for verb, paths in absent.items() if paths}
+
+
+def without_levels(
+    levels: Collection[VerificationLevel.ValueType], *, answers_for_ranks: bool, unproven: str = ""
+) -> dict[str, str]:
+    """Why a server's updates cannot be verified at the levels that are not among these.
+
+    ``unproven``: why it is not known that its loads repeat (:mod:`rlctl_servers.updates.reload_trial`).
+    """
+    reasons = {
+        VERIFICATION_LEVEL_NONE: "its ranks' digests or a probe must prove an update"
+        + (": the server gives one answer for all ranks, which proves nothing of each" if answers_for_ranks else ""),
+        VERIFICATION_LEVEL_PROBE: "this server computes no log probabilities for rlctl",
+        VERIFICATION_LEVEL_RECEIVED: (f"bytes that arrive prove no load: {unproven}" if unproven else "")
+        or "nothing of rlctl's runs where this server takes weights in",
+        VERIFICATION_LEVEL_REPLICA: "what this server holds cannot be read",
+        VERIFICATION_LEVEL_EXPECTED: "what this server holds cannot be read",
+    }
+    named = {level: VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower() for level in reasons}
+    return {f"verify={named[level]}": why for level, why in reasons.items() if level not in levels}
+
+
+def check_tags(product: str, tags: Sequence[MemoryTag.ValueType], known: Iterable[MemoryTag.ValueType]) -> None:
+    """Raise FIELD_INVALID for a memory region that a server does not have."""
+    there = set(known)
+    for index, tag in enumerate(tags):
+        if tag not in there:
+            name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag
+            raise Reason.FIELD_INVALID.error(f"this {product} has no region {name}", field=f"tags[{index}]")
+
+
+def _secret(key: str) -> bool:
+    return any(word in key.rpartition(".")[2].split("_") for word in _SECRET)

@@ -1,0 +1,168 @@
+"""Checkpoints that an engine server is to load: what it would load without a word is refused before it hears of it.
+
+SGLang and vLLM load a checkpoint of another architecture whose tensors have the same names, skip names that they do not
+know and keep what they find no name for, all with success; and a load that fails half-way may end them.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.common_pb2 import OUTCOME_SKIPPED
+from rlctl.v1.verbs_pb2 import CheckpointReport, PullReport, PullWeightsRequest
+from rlctl.weights.checkpoint.allowed_roots import Roots
+from rlctl.weights.checkpoint.atomic_write import Patience
+from rlctl.weights.checkpoint.checkpoint import Checkpoint, compare, open_checkpoint
+from rlctl.weights.checkpoint.load_formats import STANDARD
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+from rlctl.weights.versions.manifest import read_manifest
+from rlctl.weights.versions.pull import pull_within
+
+_VOLATILE = (
+    *("_name_or_path", "transformers_version", "_diffusers_version", "torch_dtype", "dtype", "use_cache"),
+    *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map", "pretraining_tp"),
+)
+"""Entries of a config that may differ between checkpoints of one model."""
+
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def digest_of(checkpoint: Checkpoint) -> str:
+    """The model digest of what lies on disk, hex."""
+    digest = ModelDigest()
+    for name in checkpoint.metas:
+        digest.add(name, checkpoint.read(name))
+    return digest.digest()
+
+
+def compare_configs(path: str, config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
+    """Raise CHECKPOINT_MISMATCH where a config says of a model what the one that it was started with does not."""
+    # What only one of them has is a default that another version of the library writes out.
+    names = sorted((reference.keys() & config.keys()) - set(_VOLATILE) | {"architectures", "model_type"})
+    different = [
+        f"{name} is {config.get(name)!r} instead of {reference.get(name)!r}"
+        for name in names
+        if config.get(name) != reference.get(name)
+    ]
+    if different:
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{path} is of another architecture: {'; '.join(different)}", field="model_path"
+        )
+
+
+def refuse_pattern(path: str, *, field: str) -> None:
+    """Raise CHECKPOINT_MISMATCH for a directory whose name the servers' ``glob`` takes for a pattern: they would look
+    for its files in the directories that match.
+    """
+    if glob.has_magic(path):
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{path} contains one of the characters * ? [, by which the server would read other directories",
+            field=field,
+            next_step="Rename the directory.",
+        )
+
+
+class Checkpoints:
+    """The checkpoints of one engine.
+
+    Attributes:
+        reference: the tensors that updates carry, by name: those of the checkpoint that the engine was started with.
+    """
+
+    def __init__(self, product: str, model_path: str, allowed_roots: tuple[str, ...]) -> None:
+        """Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
+        refuse_pattern(model_path, field="model_path")
+        first = open_checkpoint(model_path)
+        self._product = product
+        self._model_path = model_path
+        self._config = first.config
+        self.reference: Mapping[str, TensorMeta] = dict(first.metas)
+        self._roots = Roots.around(model_path, allowed_roots)
+        self._stop = threading.Event()
+        first.close()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most of the first checkpoint's bytes are in, "float32" say; "" when weights are quantised."""
+        sizes: Counter[torch.dtype] = Counter()
+        for meta in self.reference.values():
+            sizes[meta.dtype] += meta.nbytes
+        (dtype, _), *_ = sizes.most_common(1)
+        return dtype_name(dtype).removeprefix("torch.") if dtype in _COMPUTED else ""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Contents of the first checkpoint's config.json."""
+        return self._config
+
+    def attached(self, path: str, *, updated: bool = False) -> str:
+        """The checkpoint that a server which runs already says that it has loaded: the first, or one that an update has
+        had it read. ``updated``: rlctl has updated it. Raises CHECKPOINT_MISMATCH, and as :meth:`open`.
+        """
+        if os.path.realpath(path) == os.path.realpath(self._model_path):
+            return self._model_path
+        if not updated:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"the server has loaded {path}, not {self._model_path}", field="model_path"
+            )
+        self.open(path, "").close()
+        return path
+
+    def resolve(self, path: str, *, field: str) -> str:
+        """Where a path leads; its files are to be read. Raises PATH_NOT_ALLOWED, CHECKPOINT_MISMATCH."""
+        resolved = self._roots.resolve_checkpoint(path, field=field)
+        refuse_pattern(resolved, field=field)
+        return resolved
+
+    def open(self, path: str, load_format: str, target_modules: object = ()) -> Checkpoint:
+        """A checkpoint that the server can be told to load; the caller closes it.
+
+        Raises PATH_NOT_ALLOWED, UNSUPPORTED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
+        """
+        if load_format not in STANDARD:
+            raise Reason.UNSUPPORTED.error(
+                f"{self._product} is told to read safetensors only, not {load_format!r}", field="load_format"
+            )
+        if target_modules:
+            raise Reason.UNSUPPORTED.error(
+                f"{self._product} loads checkpoints whole", field="target_modules", outcome=OUTCOME_SKIPPED
+            )
+        checkpoint = open_checkpoint(self.resolve(path, field="model_path"))
+        try:
+            compare(checkpoint.metas, self.reference, what=f"the checkpoint {path}")
+            compare_configs(path, checkpoint.config, self._config)
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def inspect(self, path: str, load_format: str, target_modules: object) -> CheckpointReport:
+        """What a load would find; raises what it would raise before its first byte."""
+        checkpoint = self.open(path, load_format, target_modules)
+        checkpoint.close()
+        manifest = read_manifest(Path(checkpoint.path), blame="model_path")
+        return CheckpointReport(
+            tensors=len(checkpoint.metas),
+            bytes=sum(meta.nbytes for meta in checkpoint.metas.values()),
+            version=manifest.version if manifest else "",
+            model_digest=manifest.digest if manifest else "",
+        )
+
+    def pull(self, request: PullWeightsRequest, timeout_s: float) -> PullReport:
+        """Bring a local directory to a published version, beside generation. Raises as :func:`pull_within`."""
+        return pull_within(self._roots, request, self._model_path, Patience(time.monotonic() + timeout_s, self._stop))
+
+    def stop(self) -> None:
+        """End pulls that are under way."""
+        self._stop.set()

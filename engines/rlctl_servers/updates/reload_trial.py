@@ -1,0 +1,142 @@
+"""The trial at an engine's start: does a second load of its checkpoint compute what the first load did?
+
+A server loads weights once when it starts and again with every update. A step that the server does at the first load
+only (the packing of a kernel's weights, say) leaves an update wrong, although every byte has arrived. Where parameters
+are read back as the engine computes with them, each update proves itself. Elsewhere the checkpoint is loaded a second
+time at the start, and log probabilities and greedy tokens of one short prompt are compared.
+
+The trial loads equal weights. It does not show a load that leaves a derived value as it was: a probe does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl_servers.requests.limits import Limits
+from rlctl_servers.updates.version_labels import TRYING
+
+RUNS = 3
+"""Runs of the prompt on each side: kernels that are not deterministic differ from run to run."""
+
+TOLERANCE = 1e-4
+"""Largest difference of log probabilities beyond that of the runs before the second load."""
+
+PROMPT_TOKENS = 32
+OUTPUT_TOKENS = 8
+
+
+INVENTED = "it was not started with its checkpoint's safetensors files, so no second load was compared with the first"
+"""Why there is no trial of a server whose load format makes weights up, or reads other files."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a server computed for a prompt.
+
+    Attributes:
+        tokens: greedy output.
+        logprobs: of every token of the prompt but the first, then of the output.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """A failed or missing trial.
+
+    Attributes:
+        why: the reason.
+        loaded: the second load was begun: the weights are no longer those of the checkpoint.
+    """
+
+    why: str
+    loaded: bool
+
+
+Compute = Callable[[Sequence[int], int], Awaitable[Computed]]
+"""Computes a number of tokens after a prompt."""
+
+
+def refuse_tried(label: str, product: str, url: str) -> None:
+    """Raise ENGINE_FAILED for a server whose label says that a trial of it did not pass."""
+    if label == TRYING:
+        raise spoilt(Refuted("an earlier trial of it did not end, or did not pass", loaded=True), product, url)
+
+
+def spoilt(refuted: Refuted, product: str, url: str) -> RlctlError:
+    """The error for an attached server that did not pass the trial: its weights have no version."""
+    return Reason.ENGINE_FAILED.error(
+        f"{product} at {url} takes no updates: {refuted.why}; its weights were not the checkpoint's, or a step "
+        "of its first load is not repeated",
+        field="options.url",
+        next_step="Start the server again: its weights have no version now. A server that rlctl launches serves its "
+        "checkpoint without updates.",
+    )
+
+
+def prompt(limits: Limits) -> list[int]:
+    """Token ids spread over the lower half of the vocabulary: placeholders of pictures are in the upper one."""
+    half = max(limits.vocab_size // 2, 1)
+    count = max(min(PROMPT_TOKENS, limits.longest_prompt - OUTPUT_TOKENS), 1)
+    return [(index * 7919 + 3) % half for index in range(count)]
+
+
+async def trial(limits: Limits, compute: Compute, load: Callable[[], Awaitable[None]]) -> Refuted | None:
+    """Load a second time and compare; None: the second load computes what the first one did.
+
+    Raises what ``compute`` and ``load`` raise when the server does not answer, or is gone.
+    """
+    tokens = prompt(limits)
+    before = []
+    after = []
+    loaded = False
+    try:
+        before += [await compute(tokens, OUTPUT_TOKENS) for _ in range(RUNS)]
+        loaded = True
+        await load()
+        after += [await compute(tokens, OUTPUT_TOKENS) for _ in range(RUNS)]
+    except RlctlError as error:
+        if error.reason is not Reason.ENGINE_FAILED or error.outcome == OUTCOME_UNKNOWN:
+            raise
+        what = "loading the checkpoint a second time failed" if loaded else "nothing could be computed at the start"
+        return Refuted(f"{what}: {error.message}", loaded)
+    difference = differing(before, after)
+    return Refuted(difference, loaded) if difference else None
+
+
+def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
+    """Difference between the runs before and after the load; "": no more than between the runs before it."""
+    # Not that of the runs after the load: a load that leaves garbage may compute something else each time.
+    noise = max((_distance(a, b) for a in before for b in before), key=_nan_last)
+    apart = min((_distance(a, b) for a in before for b in after), key=_nan_last)
+    if not apart <= noise + TOLERANCE:  # NaN is no proof
+        return (
+            "a second load of the checkpoint computes other values: log probabilities of a prompt "
+            f"differ by {apart:.2g}"
+        )
+    outputs = [{tuple(run.tokens) for run in runs} for runs in (before, after)]
+    if outputs[0].isdisjoint(outputs[1]) and all(len(each) == 1 for each in outputs):
+        return "a second load of the checkpoint computes other values: greedy tokens differ"
+    return ""
+
+
+def _distance(one: Computed, other: Computed) -> float:
+    """Largest difference of the prompt's log probabilities, and of the output's as long as it is the same."""
+    same = len(one.logprobs) - len(one.tokens)
+    for mine, theirs in zip(one.tokens, other.tokens, strict=False):
+        same += 1
+        if mine != theirs:
+            break
+    pairs = list(zip(one.logprobs[:same], other.logprobs[:same], strict=True))
+    if not pairs:
+        return float("nan")
+    return max((abs(mine - theirs) for mine, theirs in pairs), key=_nan_last)
+
+
+def _nan_last(distance: float) -> tuple[bool, float]:
+    return distance != distance, distance

@@ -1,0 +1,629 @@
+"""SGLang-Diffusion: a server of SGLang's that makes pictures and videos, attached to as a stage that takes weights.
+
+Its scheduler carries out one thing after the other, requests and admin calls in the order in which they come: whatever
+it answers, all that came before has ended. So an update waits for the request that runs, and no answer is made with
+two versions; there is nothing to pause, and no update while requests run. Requests go to its own port, not through
+rlctl.
+
+What it says of a load proves nothing: names that it does not know are left out with success, and where it says that
+all modules were rolled back some may not have been. So what its modules hold is compared with the files
+(:mod:`rlctl_sglang.diffusion.modules`), and a module of which that cannot be said is never loaded.
+"""
+
+# ruff: noqa: ARG002 (the port says which arguments a method has)
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
+
+from rlctl_servers import options as options_
+from rlctl_servers.server import server
+from rlctl_servers.server.admin_calls import Control, time_left, touched
+from rlctl_servers.server.http import Answer, Http
+from rlctl_servers.server.server_info import check_tags, server_info, without_code, without_levels
+from rlctl_servers.updates.open_update import opened
+
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
+from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_RETRACT,
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_REPLICA,
+)
+from rlctl.weights.shards.load_hooks import refuse_draft
+from rlctl.weights.tensor.digest import combine
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, to_proto
+from rlctl_sglang.diffusion.modules import Pipelines, Sums
+from rlctl_sglang.server.server import DIFFUSION
+
+PRODUCT = "SGLang-Diffusion"
+IDLE_S = 2.0
+"""A server that takes longer for a question to its scheduler is at work on something."""
+
+START_S = 900.0
+_OPTIONS = ("url", "api_key_file", "allowed_roots", "reload")
+_PAUSES = (PAUSE_MODE_RETRACT, PAUSE_MODE_DRAIN)
+_TIERS = ("conditioning", "teacache")
+_CHECKSUM = "/get_weights_checksum"
+_CHECKER = "/update_weights_from_tensor_checker"
+_ROUTES: Mapping[str, Sequence[str]] = {
+    "UpdateWeightsFromDisk": ("/update_weights_from_disk", _CHECKSUM),
+    "CheckWeights": (_CHECKSUM,),
+    "ReleaseMemory": ("/release_memory_occupation", "/resume_memory_occupation"),
+    "ResumeMemory": ("/resume_memory_occupation",),
+}
+_WHY = {
+    "UpdateWeightsFromTensor": "it takes tensors as pickles only, which nobody could check",
+    "LoadAdapter": "its adapters are merged into the weights, which nothing could then be compared with",
+    "AbortRequests": "it cannot be told to end requests",
+    "GetLoads": "it does not say what waits",
+}
+
+
+async def checkpoint_at(url: str, given: Mapping[str, str]) -> str:
+    """See :func:`rlctl.engine.recognise`."""
+    told = await server.told_at(PRODUCT, url, "/model_info", options_.key(given, "api_key_file"))
+    return str(told.get("model_path", "")) if told.get("model_type") == DIFFUSION else ""
+
+
+def known_options(given: Mapping[str, str]) -> KnownOptions:
+    """The settings by name."""
+    del given
+    return KnownOptions(frozenset(_OPTIONS), origin=PRODUCT)
+
+
+@dataclass
+class _Open:
+    """The update that is open; ``written``: modules that were loaded in it."""
+
+    update_id: str
+    kind: verbs_pb2.UpdateKind.ValueType
+    written: set[str] = field(default_factory=set)
+    report: verbs_pb2.WeightsReport = field(default_factory=verbs_pb2.WeightsReport)
+
+
+class Server(server.Server):
+    """One server, which somebody else has started."""
+
+    probe: ClassVar[str] = "/health"
+
+    async def refuse_unready(self) -> None:
+        """Raise why it cannot be attached to."""
+        known = await self.http.call("/model_info", timeout_s=server.PROBE_S)
+        if not known.ok or not isinstance(known.body, dict) or known.body.get("model_type") != DIFFUSION:
+            raise Reason.FIELD_INVALID.error(f"what answers at {self.http.url} is no {PRODUCT}", field="options.url")
+        answer = await self.http.call(self.probe, timeout_s=server.PROBE_S)
+        if not answer.ok:
+            raise Reason.ILLEGAL_STATE.error(
+                f"{PRODUCT} at {self.http.url} is not ready: {answer.message}", field="options.url"
+            )
+
+    def refuse_ill(self, answer: Answer) -> None:
+        """Its front goes on answering when the process is gone that does the work."""
+        if not answer.ok:
+            raise Reason.UNREACHABLE.error(f"{PRODUCT} at {self.http.url}: {answer.message}")
+
+
+class DiffusionEngine(Engine):
+    """One SGLang-Diffusion server of one GPU, or CPU."""
+
+    name: ClassVar[str] = "sglang-diffusion"
+
+    def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        """Raises FIELD_REQUIRED without option ``url``, FIELD_INVALID, and as :class:`Pipelines`."""
+        given = config.options
+        for name in given.keys() - set(_OPTIONS):
+            raise Reason.FIELD_INVALID.error(
+                f"there is no option {name!r}; there are: {', '.join(_OPTIONS)}", field=f"options.{name}"
+            )
+        url = options_.address(given, ())
+        if not url:
+            raise Reason.FIELD_REQUIRED.error(
+                f"{PRODUCT} is not launched, only attached to",
+                field="options.url",
+                next_step="Start it with `sglang serve --model-path DIR`, and give its address.",
+            )
+        self._config = config
+        self._reload = given.get("reload", "false") == "true"
+        if given.get("reload", "false") not in ("true", "false"):
+            raise Reason.FIELD_INVALID.error("it is true or false", field="options.reload")
+        self._pipelines = Pipelines(config.model_path, options_.directories(given.get("allowed_roots", "")))
+        self._server = Server(None, Http(PRODUCT, url, options_.key(given, "api_key_file")), self._failed)
+        self._control = Control(self._server.http, self._failed)
+        self._on_failure = on_failure
+        self._failure: RlctlError | None = None
+        self._unsupported: dict[str, str] = {}
+        self._told: Mapping[str, Any] = {}
+        self._live: dict[str, str] = {}
+        self._held: dict[str, Sums] = {}
+        self._checkpoint = config.model_path
+        self._update: _Open | None = None
+        self._comparing = asyncio.Lock()
+        self._released = False
+        self._ready = False
+        self._since = time.monotonic()
+
+    # The life of the engine.
+
+    def setup(self) -> dict[str, str]:
+        """There are no followers."""
+        return {}
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Attach, and find out what the modules hold. Raises UNREACHABLE, UNSUPPORTED, CHECKPOINT_MISMATCH."""
+        await self._server.start()
+        call = Call("start", asyncio.get_running_loop().time() + START_S)
+        info = await self._control.ask("/server_info", call=call)
+        self._told = {**info, **await self._control.ask("/models", call=call)}
+        self._told |= await self._control.ask("/model_info", call=call)
+        self._refuse_kind(await self._stats(call))
+        routes = set((await self._control.ask("/openapi.json", call=call)).get("paths", ()))
+        version = f"{PRODUCT} {info.get('version', '')}".strip()
+        self._unsupported = {name: f"{PRODUCT} has no such thing" for name in VERBS if name not in set(self.verbs())}
+        self._unsupported |= {name: why for name, why in _WHY.items() if name in self._unsupported}
+        self._unsupported |= without_code(version, _ROUTES, routes)
+        await self._look_into(call)
+        self._ready = True
+        return EngineInfo(
+            layout=fleet_pb2.StageLayout(
+                tp_size=1,
+                pp_size=1,
+                dp_size=1,
+                ep_size=1,
+                workers=[common_pb2.WorkerCoordinates(node=self._config.node)],
+            ),
+            capabilities=self._capabilities(),
+            checkpoint=self._config.model_path,
+            model_digest=self._digest(self._held),
+            fenced=False,
+        )
+
+    async def stop(self) -> None:
+        """Let go of the server."""
+        self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
+        await self._server.stop()
+
+    def can_restart(self) -> bool:
+        """Whoever runs the server may start it again: it is then attached to as a new incarnation."""
+        return True
+
+    def _failed(self, error: RlctlError) -> None:
+        """The server is gone, or stuck; from any thread."""
+        if self._failure is None:
+            self._failure = error
+            self._on_failure(error)
+
+    def _refuse_kind(self, stats: Mapping[str, Any]) -> None:
+        """Raise what a server does that nothing is known of here."""
+        loaded = str(self._told.get("model_path", ""))
+        if os.path.realpath(loaded) != os.path.realpath(self._config.model_path):
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"the server was started with {loaded}, not {self._config.model_path}", field="model_path"
+            )
+        role = stats.get("role")
+        if self._told.get("num_gpus") != 1 or role != "monolithic":
+            raise Reason.UNSUPPORTED.error(
+                f"the server at {self._server.http.url} has {self._told.get('num_gpus')} GPUs and role {role}: what "
+                "its first rank answers proves nothing of others",
+                field="options.url",
+                next_step="Attach to servers of one GPU each.",
+            )
+        if "Pi05" in "".join(self._told.get("architectures") or ()):
+            raise Reason.UNSUPPORTED.error(
+                "its scheduler cuts requests of this pipeline into parts, and an update could come between them",
+                field="options.url",
+            )
+
+    async def _look_into(self, call: Call) -> None:
+        """Find out which modules are as their files are. Raises CHECKPOINT_MISMATCH for one that is not any more."""
+        path, names = self._config.model_path, list(self._pipelines.reference)
+        sums = await asyncio.to_thread(self._sums, path, "", names, _until(call))
+        self._live = await self._checksums(call)
+        changed = [name for name in names if await self._changed(name, sums[name], call)]
+        if changed and self._reload:
+            await self._control.must(
+                "/update_weights_from_disk", {"model_path": path, "target_modules": changed}, call=call
+            )
+            self._live = await self._checksums(call)
+            changed = [name for name in changed if self._live[name] != sums[name].live]
+        if changed:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"the server holds another {changed[0]} than {path}: it was updated, or has cast it to another dtype",
+                field="model_path",
+                next_step="Start it with the files' dtype (--dit-precision, --vae-precision); one that was updated is "
+                "brought back with --option reload=true.",
+            )
+        self._held = {name: sums[name] for name in names if self._live.get(name) == sums[name].live}
+        if not self._held:
+            raise Reason.UNSUPPORTED.error(
+                f"the server holds none of {', '.join(names)} as their files do, so no update could be verified",
+                field="model_path",
+            )
+
+    async def _changed(self, module: str, sums: Sums, call: Call) -> bool:
+        """Whether the server holds other bytes than a module's files, for all that is known: it need not have other
+        names for its parameters.
+        """
+        if self._live.get(module) in (None, sums.live):
+            return False
+        names = dict.fromkeys(self._pipelines.reference[module], "0" * 64)  # the digest of nothing
+        body = {"target_module": module, "expected_named_tensors_sha256": names}
+        answer = await self._control.tell(_CHECKER, body, call=call)
+        return "failed: missing " not in answer.message
+
+    def _capabilities(self) -> fleet_pb2.Capabilities:
+        levels = [VERIFICATION_LEVEL_NONE, VERIFICATION_LEVEL_REPLICA, VERIFICATION_LEVEL_EXPECTED]
+        return fleet_pb2.Capabilities(
+            pause_modes=_PAUSES,
+            transports=[common_pb2.TRANSPORT_DISK],
+            verification=levels,
+            load_dtypes=sorted({dtype_name(meta.dtype) for meta in self._reference().values()}),
+            memory_tags=[] if "ReleaseMemory" in self._unsupported else [MEMORY_TAG_WEIGHTS],
+            check_actions=[verbs_pb2.CHECK_ACTION_CHECKSUM],
+            cache_tiers=_TIERS,
+            experimental=["device.cuda"],
+            unsupported=self._unsupported | without_levels(levels, answers_for_ranks=False),
+        )
+
+    # Requests go to the server's own port.
+
+    async def generate(
+        self, request: rollout_pb2.GenerateRequest
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
+        """Raise UNSUPPORTED."""
+        self._refuse_requests()
+        yield rollout_pb2.GenerateResponse()  # pragma: no cover: what makes it a generator
+
+    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
+        """Raise UNSUPPORTED."""
+        self._refuse_requests()
+
+    def _refuse_requests(self) -> NoReturn:
+        raise Reason.UNSUPPORTED.error(
+            f"{PRODUCT} makes pictures and videos, for which rlctl has no requests",
+            next_step=f"Ask it at {self._server.http.url}/v1/images/generations, or /v1/videos.",
+        )
+
+    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
+        """Wait until what was asked of it before has ended. Raises UNSUPPORTED (SKIPPED), DEADLINE_EXCEEDED."""
+        self._check("PauseGeneration")
+        if request.mode not in _PAUSES:
+            raise Reason.UNSUPPORTED.error(
+                f"{PRODUCT} finishes each request before anything else: it neither ends nor freezes them",
+                field="mode",
+                next_step="Pause with retract or drain.",
+                outcome=OUTCOME_SKIPPED,
+            )
+        call.accept()
+        await self._stats(call)
+
+    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
+        """Nothing was stopped but the routing, which is the stage's."""
+        self._check("ContinueGeneration")
+        call.accept()
+
+    async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
+        """Confirm what the load of an update has emptied; there is no flush apart from one."""
+        self._check("FlushCache")
+        if not call.update_id:
+            raise Reason.UNSUPPORTED.error(f"{PRODUCT} empties its caches with an update only", outcome=OUTCOME_SKIPPED)
+        call.accept()
+        return verbs_pb2.FlushReport(tiers=_TIERS)
+
+    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        """Move the modules to the host's memory, all of them."""
+        self._check("ReleaseMemory")
+        check_tags(PRODUCT, request.tags, [MEMORY_TAG_WEIGHTS])
+        if self._update is not None:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+        call.accept()
+        if not self._released:
+            answer = await self._control.tell("/release_memory_occupation", {}, call=call)
+            self._released = True
+            if not answer.ok:
+                # It may have gone half-way: what is confirmed afterwards is that all is there again.
+                await self._resume(call, f"{PRODUCT}: {answer.message}")
+                raise Reason.MEMORY_NOT_RELEASABLE.error(f"{PRODUCT}: {answer.message}")
+        return self._memory()
+
+    async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        """Move the modules back."""
+        self._check("ResumeMemory")
+        check_tags(PRODUCT, request.tags, [MEMORY_TAG_WEIGHTS])
+        call.accept()
+        if self._released:
+            await self._resume(call, "")
+        return self._memory()
+
+    async def _resume(self, call: Call, cause: str) -> None:
+        answer = await self._control.tell("/resume_memory_occupation", {}, call=call)
+        if not answer.ok:
+            raise Reason.ENGINE_FAILED.error(
+                "; ".join(filter(None, (cause, f"{PRODUCT}: {answer.message}"))), outcome=OUTCOME_UNKNOWN
+            )
+        self._released = False
+
+    def _memory(self) -> verbs_pb2.MemoryReport:
+        return verbs_pb2.MemoryReport(released=[MEMORY_TAG_WEIGHTS] if self._released else [])
+
+    # Weights.
+
+    async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Open an update. Raises UNSUPPORTED, UPDATE_IN_PROGRESS, MEMORY_RELEASED; ACTIVE_REQUESTS while it works."""
+        self._check("PrepareUpdate")
+        if not call.update_id:
+            raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
+        if request.kind in (verbs_pb2.UPDATE_KIND_DELTA, verbs_pb2.UPDATE_KIND_ADAPTER):
+            kind = verbs_pb2.UpdateKind.Name(request.kind).rpartition("_")[2].lower()
+            raise Reason.UNSUPPORTED.error(f"{PRODUCT} takes no {kind} update", field="kind", outcome=OUTCOME_SKIPPED)
+        if request.apply == verbs_pb2.APPLY_MODE_STAGED:
+            raise Reason.UNSUPPORTED.error(f"{PRODUCT} keeps no shadow copy of its weights", field="apply")
+        refuse_draft(request.selector, "selector")
+        if self._update is not None and self._update.update_id != call.update_id:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+        if self._released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        call.accept()
+        try:
+            await self._stats(Call("idle", min(call.deadline, asyncio.get_running_loop().time() + IDLE_S)))
+        except RlctlError as error:
+            if error.reason is not Reason.DEADLINE_EXCEEDED:
+                raise
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"{PRODUCT} is at work on a request",
+                next_step="Pause with retract or drain, which waits for its end.",
+            ) from None
+        self._update = _Open(call.update_id, request.kind)
+        return self._update.report
+
+    async def update_weights_from_disk(
+        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
+    ) -> verbs_pb2.WeightsReport:
+        """Load modules of a checkpoint that fits, and compare what the server then holds with the files."""
+        self._check("UpdateWeightsFromDisk")
+        update = opened(self._update, call)
+        call.accept()
+        names, sums = await self._vetted(request.model_path, request.load_format, request.target_modules, call)
+        after = self._held | sums
+        if request.expected_digest and self._digest(after) != request.expected_digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"with {request.model_path} the model's digest is {self._digest(after)}, {request.expected_digest} was "
+                "expected",
+                field="expected_digest",
+            )
+        time_left(call, "a load")  # reading may take as long as there was
+        options = request.options
+        body = {
+            "model_path": os.path.dirname(sums[names[0]].files.path),
+            "target_modules": names,
+            "flush_cache": options.flush_cache if options.HasField("flush_cache") else True,
+        }
+        wanted = self._live | {name: sums[name].live for name in names}
+        started = time.perf_counter()
+        async with self._comparing:
+            await self._load(body, wanted, call)
+            try:
+                for name in names:
+                    sums[name].files.check_unchanged()
+            except RlctlError as error:
+                raise touched(error) from error
+            self._live, self._held = wanted, after
+        self._checkpoint = request.model_path if set(names) == self._held.keys() else self._checkpoint
+        metas = [meta for name in names for meta in self._pipelines.reference[name].values()]
+        update.written |= set(names)
+        update.report.tensors += len(metas)
+        update.report.bytes_received += sum(meta.nbytes for meta in metas)
+        update.report.load.CopyFrom(duration(time.perf_counter() - started))
+        return update.report
+
+    async def _load(self, body: dict[str, Any], wanted: Mapping[str, str], call: Call) -> None:
+        """Have modules loaded, and see that all modules then hold what they should; ``wanted``: their checksums.
+
+        A refusal after which nothing has changed is REJECTED, whatever it says; everything else is DIRTY, or UNKNOWN.
+        """
+        try:
+            answer = await self._control.tell("/update_weights_from_disk", body, call=call)
+        except RlctlError as error:
+            raise touched(error) from error
+        try:
+            live = await self._checksums(call)
+        except RlctlError as error:
+            error.outcome = OUTCOME_DIRTY
+            raise
+        if not answer.ok:
+            outcome = OUTCOME_REJECTED if live == self._live else OUTCOME_DIRTY
+            raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {answer.message}", outcome=outcome)
+        self._refuse_other(live, wanted, f", and says {answer.message!r}")
+
+    def _refuse_other(self, live: Mapping[str, str], wanted: Mapping[str, str], when: str) -> None:
+        """Raise DIGEST_MISMATCH (DIRTY) where modules, by their checksums, are not what they should be."""
+        wrong = [name for name in wanted if live.get(name) != wanted[name]]
+        if wrong:
+            frozen = [name for name in wrong if name not in self._held]
+            raise Reason.DIGEST_MISMATCH.error(
+                f"{PRODUCT} at {self._server.http.url} holds another {', '.join(wrong)} than it should{when}",
+                next_step=f"Start the server again: rlctl cannot load {', '.join(frozen)}."
+                if frozen
+                else "Heal the stage; let nobody else load weights at the server's port.",
+                metadata={"modules": ",".join(wrong)},
+                outcome=OUTCOME_DIRTY,
+            )
+
+    async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Close the update. Raises WEIGHTS_INCOMPLETE for modules that a full one has left out."""
+        self._check("CommitUpdate")
+        update = opened(self._update, call)
+        call.accept()
+        missing = sorted(self._held.keys() - update.written)
+        if missing and (update.kind != verbs_pb2.UPDATE_KIND_PARTIAL or not update.written):
+            raise Reason.WEIGHTS_INCOMPLETE.error(
+                f"modules were not written: {', '.join(missing)}",
+                outcome=OUTCOME_DIRTY if update.written else OUTCOME_REJECTED,
+            )
+        self._update = None
+        return update.report
+
+    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
+        """Drop the update; what it wrote stays. Confirms when none is open."""
+        self._check("AbortUpdate")
+        call.accept()
+        if self._update is not None:
+            opened(self._update, call)
+            self._update = None
+
+    async def inspect_checkpoint(
+        self, request: verbs_pb2.InspectCheckpointRequest, call: Call
+    ) -> verbs_pb2.CheckpointReport:
+        """What a load would find, and the digest that the whole model would then have."""
+        self._check("InspectCheckpoint")
+        names, sums = await self._vetted(request.model_path, request.load_format, request.target_modules, call)
+        metas = [meta for name in names for meta in self._pipelines.reference[name].values()]
+        return verbs_pb2.CheckpointReport(
+            tensors=len(metas),
+            bytes=sum(meta.nbytes for meta in metas),
+            left=len(self._reference()) - len(metas),
+            model_digest=self._digest(self._held | sums),
+        )
+
+    async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> verbs_pb2.CheckReport:
+        """What the modules hold now. The model digest is that of the files with which they agree.
+
+        Raises DIGEST_MISMATCH for the expected digest, and (DIRTY) when any module, also one that is never loaded, is
+        not any more what it was when it was last confirmed.
+        """
+        self._check("CheckWeights")
+        if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
+            raise Reason.UNSUPPORTED.error(f"{PRODUCT} only digests", field="action", outcome=OUTCOME_SKIPPED)
+        for name in ("fingerprints", "skip_tensors", "adapter"):
+            if getattr(request, name):
+                raise Reason.UNSUPPORTED.error(f"{PRODUCT} digests modules, whole", field=name)
+        call.accept()
+        async with self._comparing:
+            live = await self._checksums(call)
+            self._refuse_other(live, self._live, "")
+            digest = self._digest(self._held)
+        if request.expected_digest and digest != request.expected_digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"the model digest is {digest}, {request.expected_digest} was expected",
+                field="expected_digest",
+                metadata={"expected": request.expected_digest, "found": digest},
+            )
+        report = verbs_pb2.CheckReport(
+            action=verbs_pb2.CHECK_ACTION_CHECKSUM,
+            tensor_count=len(self._reference()),
+            rank_digest=hashlib.sha256("".join(f"{name}{live[name]}" for name in sorted(live)).encode()).hexdigest(),
+            model_digest=digest,
+        )
+        if request.per_tensor:
+            digests = {name: sha256 for sums in self._held.values() for name, sha256 in sums.digests.items()}
+            for name, meta in self._reference().items():
+                shape = verbs_pb2.Shape(dims=meta.shape)
+                report.model_tensors.add(name=name, dtype=dtype_name(meta.dtype), shape=shape, sha256=digests[name])
+        return report
+
+    # Reads.
+
+    async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
+        """What is loaded."""
+        self._check("GetModelInfo")
+        reference = self._reference()
+        return verbs_pb2.ModelInfo(
+            model_path=self._checkpoint,
+            model_type=DIFFUSION,
+            architectures=self._told.get("architectures") or (),
+            local_parameters=sum(meta.numel for meta in reference.values()),
+            reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
+        )
+
+    async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
+        """How the server was started."""
+        self._check("GetServerInfo")
+        uptime = time.monotonic() - self._since
+        version = str(self._told.get("version", ""))
+        return server_info(self.name, version, self._config.node, 0, uptime, self._told.items())
+
+    # What several of them need.
+
+    def _check(self, verb: str) -> None:
+        if self._failure is not None:
+            raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
+        if not self._ready:
+            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
+        if why := self._unsupported.get(verb):
+            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
+
+    def _reference(self) -> dict[str, TensorMeta]:
+        """The tensors of the modules that can be loaded, by name."""
+        return {
+            f"{module}.{name}": TensorMeta(f"{module}.{name}", meta.dtype, meta.shape)
+            for module in self._held
+            for name, meta in sorted(self._pipelines.reference[module].items())
+        }
+
+    @staticmethod
+    def _digest(held: Mapping[str, Sums]) -> str:
+        """The model digest of modules together, hex."""
+        return combine({name: sha256 for sums in held.values() for name, sha256 in sums.digests.items()})
+
+    async def _vetted(
+        self, path: str, load_format: str, target_modules: Sequence[str], call: Call
+    ) -> tuple[list[str], dict[str, Sums]]:
+        """Which modules a load is of, by default all that can be loaded, and what they then hold. Raises what speaks
+        against it, before anything is sent.
+        """
+        names = list(target_modules) or list(self._held)
+        for index, name in enumerate(names):
+            if name not in self._held:
+                there = ", ".join(self._held)
+                why = "is not held as its files are" if name in self._live else "is no module of it"
+                raise Reason.UNSUPPORTED.error(
+                    f"{name} {why}; what can be loaded and compared: {there}", field=f"target_modules[{index}]"
+                )
+        frozen = () if target_modules else [each for each in self._pipelines.reference if each not in self._held]
+        return names, await asyncio.to_thread(self._sums, path, load_format, names, _until(call), frozen)
+
+    def _sums(
+        self, path: str, load_format: str, names: Collection[str], until: float, frozen: Collection[str] = ()
+    ) -> dict[str, Sums]:
+        """What modules of a checkpoint hold. In a thread."""
+        for name in frozen:
+            self._pipelines.refuse_other(path, name, until)
+        with self._pipelines.opened(path, load_format, names) as found:
+            return {name: self._pipelines.sums(name, found[name], until) for name in names}
+
+    async def _stats(self, call: Call) -> Mapping[str, Any]:
+        """What its scheduler says of itself, once all has ended that came before.
+
+        Raises as :meth:`Control.ask`, and ENGINE_FAILED when the front answers alone, which it does with success.
+        """
+        told = (await self._control.ask("/stats", call=call)).get("disagg") or {}
+        if "error" in told:
+            raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {told['error']}")
+        return dict(told)
+
+    async def _checksums(self, call: Call) -> dict[str, str]:
+        """What the server says of all of its modules. Raises as :meth:`Control.ask`, and ANSWER_INVALID."""
+        told = await self._control.ask(_CHECKSUM, {}, call=call)
+        if not isinstance(told, dict) or not all(isinstance(each, str) for each in told.values()):
+            raise Reason.ANSWER_INVALID.error(f"{PRODUCT} answered {_CHECKSUM} with {type(told).__name__}")
+        return told
+
+
+def _until(call: Call) -> float:
+    """A call's deadline on ``time.monotonic``, for other threads."""
+    return time.monotonic() + call.deadline - asyncio.get_running_loop().time()

@@ -1,0 +1,148 @@
+"""From a generation request to the bodies of SGLang's /generate, one for each sample. Pure.
+
+Whatever SGLang would fail on is refused here: a token id that is not in the vocabulary ends the whole server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl_servers.requests import limits as requests
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.sampling import check_pair, seed_of
+from rlctl.v1.rollout_pb2 import GenerateRequest
+
+_FIELDS = frozenset(
+    {
+        *("cache_salt", "extra_key", "no_logs", "priority", "return_entropy", "return_text_in_logprobs", "routing_key"),
+        "token_ids_logprob",
+    }
+)
+_GRAMMARS = ("ebnf", "json_schema", "regex", "structural_tag")
+_SAMPLING_FIELDS = frozenset(
+    # Not stop_regex: its search may take seconds, for every token, in which SGLang does nothing else.
+    {"custom_params", *_GRAMMARS}
+)
+
+_GREEDY_BELOW = 1e-6
+
+
+@dataclass(frozen=True)
+class Limits(requests.Limits):
+    """What the server can take.
+
+    Attributes:
+        seeds: it honours seeds (deterministic inference).
+        mode: its disaggregation_mode: "null", or its part in a pair.
+    """
+
+    seeds: bool = False
+    mode: str = "null"
+
+
+def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
+    """One body for each sample, under these ids, its adapter left out.
+
+    Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
+    """
+    check_pair(request, limits.mode)
+    if limits.mode != "null" and not request.HasField("bootstrap_version_seq"):
+        raise Reason.FIELD_REQUIRED.error(
+            "SGLang does not compare the versions of a pair: name the one at which it was picked",
+            field="bootstrap_version_seq",
+        )
+    prompt, length = _prompt(request, limits)
+    start = requests.logprob_start(request, length)
+    body: dict[str, Any] = {
+        **prompt,
+        "stream": True,
+        "sampling_params": _sampling(request, limits, length),
+        "return_logprob": request.return_logprob or request.top_logprobs_num > 0 or start >= 0,
+        "logprob_start_len": start,
+        "top_logprobs_num": request.top_logprobs_num,
+        "return_prompt_token_ids": "text" in prompt,
+    }
+    if request.top_logprobs_num > limits.vocab_size:
+        raise Reason.FIELD_INVALID.error(
+            f"top_logprobs_num is {request.top_logprobs_num} of {limits.vocab_size} tokens", field="top_logprobs_num"
+        )
+    fields, sampling = requests.engine_fields(request, _FIELDS, _SAMPLING_FIELDS)
+    _check_ids(fields.get("token_ids_logprob"), limits)
+    body |= fields
+    body["sampling_params"] |= sampling
+    made = []
+    for index, rid in enumerate(rids):
+        one = {**body, "rid": rid}
+        if limits.mode != "null":
+            # Of a batch SGLang counts the rooms on like this, for every sample.
+            one |= {
+                "bootstrap_host": request.bootstrap_host,
+                "bootstrap_port": request.bootstrap_port,
+                "bootstrap_room": request.bootstrap_room + index,
+            }
+        if (seed := seed_of(request.sampling_params, index)) is not None:
+            one["sampling_params"] = {**body["sampling_params"], "sampling_seed": seed}
+        made.append(one)
+    return made
+
+
+def has_grammar(request: GenerateRequest) -> bool:
+    """Whether SGLang compiles something before it begins with the request."""
+    sampling = request.engine_fields.fields["sampling_params"] if "sampling_params" in request.engine_fields else None
+    return sampling is not None and any(name in sampling.struct_value for name in _GRAMMARS)
+
+
+def _prompt(request: GenerateRequest, limits: Limits) -> tuple[dict[str, Any], int | None]:
+    """The prompt's field, and its length in tokens where that is known."""
+    requests.refuse_prompt(request, limits)
+    if request.WhichOneof("prompt") == "text":
+        if not request.text:
+            raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field="text")
+        return {"text": request.text}, None
+    ids = list(request.input_ids.ids)
+    requests.check_ids(ids, limits, "input_ids.ids")
+    return {"input_ids": ids}, len(ids)
+
+
+def _sampling(request: GenerateRequest, limits: Limits, length: int | None) -> dict[str, Any]:
+    params = request.sampling_params
+    known = requests.sampling_fields(params, limits)
+    if params.HasField("seed") and not limits.seeds:
+        raise Reason.UNSUPPORTED.error(
+            "SGLang honours seeds with --enable-deterministic-inference only",
+            field="sampling_params.seed",
+            next_step="Start it with --option enable_deterministic_inference=true, on a device that has it.",
+        )
+    if params.stop_token_ids and params.ignore_eos:
+        raise Reason.UNSUPPORTED.error(
+            "together with ignore_eos SGLang ignores them", field="sampling_params.stop_token_ids"
+        )
+    new_tokens = requests.new_tokens(params, limits, length)
+    for name in ("stop", "stop_token_ids"):
+        if not known[name]:
+            del known[name]
+    return {
+        **known,
+        "max_new_tokens": new_tokens,
+        "min_new_tokens": min(params.min_new_tokens, new_tokens),
+        "temperature": requests.temperature(params, _GREEDY_BELOW),
+        "top_k": params.top_k if params.HasField("top_k") else -1,
+        "no_stop_trim": params.no_stop_trim,
+    }
+
+
+def _check_ids(ids: Any, limits: Limits) -> None:
+    """Of a Struct's numbers: token ids are whole ones, and one that is not in the vocabulary ends the server."""
+    if ids is None:
+        return
+    known = isinstance(ids, list) and all(
+        isinstance(each, float) and each.is_integer() and 0 <= each < limits.vocab_size for each in ids
+    )
+    if not known:
+        raise Reason.FIELD_INVALID.error(
+            f"token_ids_logprob takes a list of token ids below {limits.vocab_size}", field="engine_fields"
+        )
+    ids[:] = [int(each) for each in ids]

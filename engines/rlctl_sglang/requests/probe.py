@@ -1,0 +1,60 @@
+"""Probes on an SGLang server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl_servers.requests import probe
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.reload_trial import Computed
+
+from rlctl.engine import Call
+from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
+from rlctl_sglang.requests.bodies import Limits
+from rlctl_sglang.state import MODES, State
+
+
+class Prober(probe.Prober):
+    """Computes probes on one server."""
+
+    def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
+        super().__init__("SGLang", requests, limits, turn)
+        self._control = control
+        self._state = state
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is paused."""
+        return bool(self._state.paused)
+
+    def refuse(self) -> None:
+        """Raise MEMORY_RELEASED or ILLEGAL_STATE where it cannot go on."""
+        self._state.refuse_continue()
+
+    async def go_on(self, call: Call) -> None:
+        """Lift the pause."""
+        await self._control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
+
+    async def stop_again(self, call: Call) -> None:
+        """Pause; an abort would end what waits."""
+        mode = PAUSE_MODE_IN_PLACE if self._state.paused == PAUSE_MODE_IN_PLACE else PAUSE_MODE_RETRACT
+        await self._control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
+
+    async def logprobs(self, tokens: list[int], call: Call) -> list[float]:
+        """The log probability of every token but the first."""
+        return list((await compute(self._control, call, tokens, 1)).logprobs)[:-1]
+
+
+async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:
+    """So many greedy tokens after a prompt, of which SGLang takes no cached prefix: it scores all of it."""
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    told = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
+    output = told["output_token_logprobs"]
+    scored = [entry[0] for entry in (*told["input_token_logprobs"][1:], *output)]
+    return Computed([entry[1] for entry in output], scored)

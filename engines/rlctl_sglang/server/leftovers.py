@@ -1,0 +1,76 @@
+"""What a killed SGLang leaves behind, found and removed: sockets, temporary files, segments in shared memory.
+
+SGLang removes them when it ends by itself only. So each launched server gets a directory of its own for temporary
+files, and what its processes map of ``/dev/shm`` is written down there while they live: the names do not say whose they
+are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import ClassVar
+
+from rlctl_servers.server import temp_dirs
+
+PREFIX = "rlctl-sglang-"
+
+SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
+"""What SGLang makes: load snapshots (``shm_path_for`` in its ``managers/load_snapshot.py``) and Python's semaphores."""
+
+_LIST = "shared-memory"
+
+
+class Scratch(temp_dirs.Scratch):
+    """The directory of one server, and its segments."""
+
+    prefix: ClassVar[str] = PREFIX
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[str] = set()
+
+    def note(self, group: int) -> None:
+        """Write down what the processes of this process group have in shared memory now."""
+        found = {segment for pid in _members(group) for segment in _mapped(pid)} - self._known
+        if found:
+            self._known |= found
+            with (self.path / _LIST).open("a") as file:
+                file.writelines(f"{segment}\n" for segment in sorted(found))
+
+    def segments(self) -> list[Path]:
+        """What was written down."""
+        return _segments(self.path)
+
+    @classmethod
+    def _clear(cls, directory: Path) -> None:
+        for segment in _segments(directory):
+            segment.unlink(missing_ok=True)
+        super()._clear(directory)
+
+
+def _members(group: int) -> list[int]:
+    members = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                members.append(int(process.name))
+    return members
+
+
+def _mapped(pid: int) -> set[str]:
+    """See proc_pid_maps(5): the path is the sixth field."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()  # it has just ended
+    paths = (fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6)
+    return {path for path in paths if path.startswith(SEGMENTS) and not path.endswith(" (deleted)")}
+
+
+def _segments(directory: Path) -> list[Path]:
+    try:
+        return [Path(line) for line in (directory / _LIST).read_text().splitlines()]
+    except OSError:
+        return []

@@ -1,0 +1,132 @@
+"""Caches and memory regions: SGLang must be idle for both, and ends itself when it is not and is told all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from rlctl_servers.server.admin_calls import Control
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import Call
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_UNSPECIFIED,
+    MemoryTag,
+)
+from rlctl.v1.verbs_pb2 import MemoryReport
+from rlctl_sglang.state import MODES, TAGS, State
+
+LOOK_S = 0.05
+
+IDLE_S = 2.0
+"""How long a request that has just ended may still be inside SGLang."""
+
+HANDOVER_S = 35.0
+"""How long a handover that was broken off may be inside a server of a pair: a decode server keeps the entries' place
+for 30 s, unless the prefill server says before that it writes no more (``_deferred_releases``, 0.5.23).
+"""
+
+
+async def flush(control: Control, idle_s: float, call: Call) -> None:
+    """Empty the caches, waiting so long for requests to end. Raises ACTIVE_REQUESTS.
+
+    SGLang's own wait is not used: it waits for requests that a pause has sent back to waiting too, which hold nothing.
+    """
+    now = asyncio.get_running_loop().time
+    until = min(now() + idle_s, call.deadline)
+    while not (answer := await control.tell("/flush_cache", {}, call=call)).ok:
+        if now() >= until:
+            raise Reason.ACTIVE_REQUESTS.error(f"SGLang: {answer.message}")
+        await asyncio.sleep(LOOK_S)
+
+
+async def release(
+    control: Control,
+    state: State,
+    tags: Sequence[MemoryTag.ValueType],
+    known: Collection[MemoryTag.ValueType],
+    call: Call,
+    *,
+    active: int,
+    keeps_weights: bool,
+) -> MemoryReport:
+    """Give regions back. Nothing can start between the check that SGLang is idle and the release: it is paused first.
+
+    Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for a region that there is not.
+    ``active``: requests that have not ended, which the pause of a server of a pair would end. ``keeps_weights``: the
+    server keeps the content of its weights.
+    """
+    names = state.release(tags, known)
+    if names:
+        if state.paired and active and not state.stopped:
+            raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
+        await hold(control, state, call)
+        try:
+            left = call.deadline - asyncio.get_running_loop().time()
+            await flush(control, min(HANDOVER_S, left / 2) if state.paired else IDLE_S, call)
+        except RlctlError as error:
+            await let_go(control, state, call)
+            raise Reason.MEMORY_NOT_RELEASABLE.error(
+                f"requests hold KV entries; pause with retract or abort first ({error.message})"
+            ) from error
+        wanted = {tag for tag, name in TAGS.items() if name in names}
+        try:
+            await control.must("/release_memory_occupation", {"tags": names}, call=call)
+        except RlctlError as error:
+            if error.outcome == OUTCOME_UNKNOWN:
+                state.released |= wanted  # nothing goes on before they were taken again
+            else:
+                await let_go(control, state, call)
+            raise
+        state.released |= wanted
+    return _report(state, keeps_weights)
+
+
+async def resume(
+    control: Control,
+    state: State,
+    tags: Sequence[MemoryTag.ValueType],
+    known: Collection[MemoryTag.ValueType],
+    call: Call,
+    *,
+    keeps_weights: bool,
+) -> MemoryReport:
+    """Take regions again, those of them that are released; what is not is confirmed."""
+    names = state.resume(tags, known)
+    if names:
+        await control.must("/resume_memory_occupation", {"tags": names}, call=call)
+        state.released -= {tag for tag, name in TAGS.items() if name in names}
+    if not state.released:
+        await let_go(control, state, call)
+    return _report(state, keeps_weights)
+
+
+def _report(state: State, keeps_weights: bool) -> MemoryReport:
+    released = sorted(state.released)
+    return MemoryReport(
+        released=released, kept=[tag for tag in released if keeps_weights and tag == MEMORY_TAG_WEIGHTS]
+    )
+
+
+async def hold(control: Control, state: State, call: Call) -> None:
+    """Pause, unless it is paused already: new requests wait, whoever sends them."""
+    if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
+        state.holding = True
+        try:
+            mode = PAUSE_MODE_ABORT if state.paired else PAUSE_MODE_IN_PLACE
+            await control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
+        except RlctlError as error:
+            state.holding = error.outcome == OUTCOME_UNKNOWN
+            raise
+
+
+async def let_go(control: Control, state: State, call: Call) -> None:
+    """Undo the own pause, unless somebody has asked for one meanwhile."""
+    if state.holding:
+        if state.paused == PAUSE_MODE_UNSPECIFIED:
+            await control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
+        state.holding = False

@@ -1,0 +1,218 @@
+"""One SGLang server as a child process, at an address and under keys of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl_servers.server import argparse_source
+from rlctl_servers.server.http import Http
+from rlctl_servers.server.process import ServerProcess, cores_of, flags
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import EngineConfig
+from rlctl.weights.group.network_interfaces import interface_of
+from rlctl_sglang.options import Options, interpreter
+from rlctl_sglang.server.leftovers import Scratch
+
+PRODUCT = "SGLang"
+PROBE_S = 5.0
+
+_STAND_INS = Path(__file__).parents[1] / "cpu"
+
+_PAIRED_ON_CPU = {
+    # With overlap it waits for an event of CUDA's.
+    "prefill": {"disaggregation_transfer_backend": "nixl", "disable_overlap_schedule": "true"},
+    # By itself it would keep what is retracted in memory that is registered with CUDA.
+    "decode": {
+        "disaggregation_transfer_backend": "nixl",
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+    },
+}
+"""Arguments of a server that is one of a pair, where there is no GPU, by its part."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the parts of a server meet that is on several nodes.
+
+    Attributes:
+        nodes: how many there are.
+        node: number of this one.
+        address: HOST:PORT on the first one, where the ranks of all meet.
+        host: this one's address, which the others reach.
+    """
+
+    nodes: int
+    node: int
+    address: str
+    host: str
+
+
+class SGLangProcess(ServerProcess):
+    """A launched SGLang server, or its part on one node.
+
+    Attributes:
+        scratch: what it leaves behind, once it was launched.
+    """
+
+    scratch: Scratch
+
+    def __init__(self, config: EngineConfig, options: Options, meeting: Meeting | None = None) -> None:
+        """``meeting``: None for a server of one node. Raises FIELD_INVALID when SGLang is not installed, UNSUPPORTED
+        without what carries KV entries from one server to another.
+        """
+        python = interpreter(options)
+        _refuse_without_nixl(config, options, python)
+        self._config = config
+        self._options = options
+        self._meeting = meeting
+        self._port = hold_port()
+        api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
+        self._keys = {"api-key": api_key, "admin-api-key": admin_key}
+        self._keys_file: Path | None = None
+        http = Http(PRODUCT, f"http://127.0.0.1:{self._port.getsockname()[1]}", api_key, admin_key)
+        super().__init__(http, python, options.start_s)
+
+    def command(self) -> Sequence[str]:
+        """SGLang's launcher; its keys in a file, since a command line can be read by everybody on the host."""
+        self.scratch = Scratch()
+        self._keys_file = self.scratch.path / "keys.yaml"
+        self._keys_file.write_text(json.dumps(self._keys))
+        arguments = [*_arguments(self._config, self._options, self._meeting), "--config", str(self._keys_file)]
+        arguments += ["--host", "127.0.0.1", "--port", str(self._port.getsockname()[1])]
+        return ["-m", "sglang.launch_server", *arguments]
+
+    def redacted(self, line: str) -> str:
+        """Without its keys: SGLang writes all of its arguments into its log."""
+        for name, key in self._keys.items():
+            line = line.replace(key, f"<{name}>")
+        return line
+
+    def environment(self) -> Mapping[str, str]:
+        """What SGLang needs around it."""
+        return {**_environment(self._config, self._meeting), "TMPDIR": str(self.scratch.path)}
+
+    def inherited(self) -> Sequence[int]:
+        """The lock that says that it lives."""
+        return [self.scratch.lock]
+
+    async def ready(self) -> bool:
+        """Whether it serves, and whoever answers is really it: nobody else knows its keys, and it wants one."""
+        await asyncio.to_thread(self.scratch.note, self.pid)  # which looks at every process
+        try:
+            if (await self.http.call("/ready", timeout_s=PROBE_S)).status != 200:
+                return False
+            if (await self.http.call("/model_info", timeout_s=PROBE_S, key="none")).status != 401:
+                raise Reason.ENGINE_FAILED.error(f"another server answers at {self.http.url}")
+            return (await self.http.call("/model_info", timeout_s=PROBE_S, admin=False)).status == 200
+        except TimeoutError:
+            return False
+        except RlctlError as error:
+            if error.reason is Reason.ENGINE_FAILED:
+                raise
+            return False
+
+    def settled(self) -> None:
+        """It has read its keys."""
+        if self._keys_file is not None:
+            self._keys_file.unlink(missing_ok=True)
+
+    def ended(self) -> None:
+        """Remove what it has left behind."""
+        self.scratch.remove()
+
+    def let_go(self) -> None:
+        """Give its port back."""
+        self._port.close()
+
+
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """A free port of an address of this machine, held while the socket is open: bound, and never listened on, so that
+    the kernel gives it to nobody who asks for any, and SGLang, which sets SO_REUSEADDR as well, can still bind it.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
+def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) -> list[str]:
+    """The command line without address and keys."""
+    named = {
+        "model_path": config.model_path,
+        "tp_size": str(config.tp_size),
+        "incremental_streaming_output": "true",
+        "log_level_http": "warning",
+        "sleep_on_idle": "true",  # an idle scheduler spins otherwise, a core for each rank
+    }
+    device, _, number = config.device.partition(":")
+    if device == "cpu":
+        named |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "mem_fraction_static": "0.1",
+            "max_total_tokens": "16384",
+            "skip_server_warmup": "true",
+            **_PAIRED_ON_CPU.get(options.arguments.get("disaggregation_mode", ""), {}),
+        }
+    elif number:
+        named["base_gpu_id"] = number
+    if config.dtype != "auto":
+        named["dtype"] = config.dtype.removeprefix("torch.")
+    if meeting is not None:
+        named |= {
+            "nnodes": str(meeting.nodes),
+            "node_rank": str(meeting.node),
+            "dist_init_addr": meeting.address,
+        }
+    named |= options.arguments
+    return flags(named)
+
+
+def _refuse_without_nixl(config: EngineConfig, options: Options, python: str) -> None:
+    """SGLang itself ends late, with a traceback. On a GPU the backend is the user's to choose and to install."""
+    part = _PAIRED_ON_CPU.get(options.arguments.get("disaggregation_mode", ""), {}) if config.device == "cpu" else {}
+    backend = options.arguments.get("disaggregation_transfer_backend", "nixl")
+    if part and backend == "nixl" and not any(argparse_source.installed(python, "nixl")):
+        raise Reason.UNSUPPORTED.error(
+            "on a CPU prefill and decode servers of SGLang need NIXL, which is not installed for it",
+            field="options.disaggregation_mode",
+            next_step="`tools/engines install sglang` installs it; or `pip install nixl nixl-cu12` there.",
+        )
+
+
+def _ranks_here(config: EngineConfig, meeting: Meeting | None) -> int:
+    return max(config.tp_size // meeting.nodes, 1) if meeting is not None else config.tp_size
+
+
+def _environment(config: EngineConfig, meeting: Meeting | None) -> Mapping[str, str]:
+    """What SGLang needs around it."""
+    # A health probe must neither generate nor mark a paused server as ill.
+    variables = {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if meeting is not None:
+        # By itself each side takes the address of its host's name, which need not be on the network between them.
+        variables |= {"SGLANG_HOST_IP": meeting.host, "GLOO_SOCKET_IFNAME": interface_of(meeting.host)}
+    if config.device.partition(":")[0] != "cpu":
+        return variables
+    path = [str(_STAND_INS), os.environ.get("PYTHONPATH", "")]
+    variables |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+    if config.tp_size > 1:
+        # A CUDA build of torch brings NCCL, which SGLang would open without asking whether there is a GPU.
+        variables["SGLANG_NCCL_SO_PATH"] = "not used on a CPU"
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(_ranks_here(config, meeting))
+    return variables

@@ -1,0 +1,101 @@
+"""LoRA adapters over SGLang's own LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rlctl_servers.adapters import adapters
+from rlctl_servers.adapters.adapters import LAYERS, Fitting, LoraLimits
+from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.checkpoints import Checkpoints
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import Call
+from rlctl.v1.verbs_pb2 import AdapterConfig
+from rlctl_sglang.server.process import PRODUCT
+from rlctl_sglang.state import State
+
+_FUSED = (
+    (("q_proj", "k_proj", "v_proj"), ({"q_proj", "v_proj"}, {"q_proj", "k_proj", "v_proj"})),
+    (("gate_proj", "up_proj"), ({"gate_proj"}, {"gate_proj", "up_proj"})),
+)
+"""Layers that SGLang fuses, and which of them it can put together; it fails on others, or drops them without a word
+(``normalize_qkv_proj`` and ``normalize_gate_up_proj`` in ``srt/lora/lora.py``).
+"""
+
+UNLOAD_S = 10.0
+
+
+class Adapters(adapters.Adapters):
+    """The adapters of one SGLang server."""
+
+    def __init__(
+        self,
+        control: Control,
+        state: State,
+        checkpoints: Checkpoints,
+        requests: Requests,
+        table: LoraTable,
+        info: Mapping[str, Any],
+    ) -> None:
+        """``info``: /server_info."""
+        super().__init__(PRODUCT, checkpoints, requests, table, limits_of(info))
+        self._control = control
+        self._state = state
+
+    @property
+    def stuck(self) -> bool:
+        """SGLang lets go of an adapter when its requests have ended, and while it is paused they do not."""
+        return self._state.stopped
+
+    async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
+        """Let SGLang read what fits, under a name."""
+        body = {"lora_name": name, "lora_path": fitting.path, "pinned": pinned}
+        await self._control.must("/load_lora_adapter", body, call=call)
+
+    async def unload(self, name: str) -> bool:
+        """Let SGLang forget a name; done also when it says that it has none of that name."""
+        try:
+            await self._control.http.call("/unload_lora_adapter", {"lora_name": name}, timeout_s=UNLOAD_S)
+        except (TimeoutError, RlctlError):
+            return False
+        return True
+
+    def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
+        """Raise UNSUPPORTED for what SGLang scales otherwise, or cannot put together."""
+        if config.rslora:
+            raise Reason.UNSUPPORTED.error("SGLang scales by the rank, not by its root: use_rslora is set", field=field)
+        _refuse_parts(modules, field)
+
+
+def limits_of(info: Mapping[str, Any]) -> LoraLimits:
+    """What the server was started for, from /server_info."""
+    targets = set(info.get("lora_target_modules") or ())
+    own = len(info.get("lora_paths") or ())
+    most = int(info.get("max_loaded_loras") or 0)
+    return LoraLimits(
+        rank=int(info.get("max_lora_rank") or 0),
+        targets=LAYERS if "all" in targets else targets & LAYERS,
+        most=max(most - own, 1) if most else 0,
+    )
+
+
+def _refuse_parts(modules: Collection[str], field: str) -> None:
+    """Raise UNSUPPORTED for an adapter that adds to parts of fused layers which SGLang cannot put together."""
+    for parts, complete in _FUSED:
+        found: dict[str, set[str]] = {}
+        for module in modules:
+            before, _, last = module.rpartition(".")
+            if last in parts:
+                found.setdefault(before, set()).add(last)
+        for before, has in found.items():
+            if has not in complete or has != next(iter(found.values())):
+                known = " or ".join(", ".join(sorted(each)) for each in complete)
+                raise Reason.UNSUPPORTED.error(
+                    f"it adds to {', '.join(sorted(has))} of {before}; SGLang takes {known}, the same in every layer",
+                    field=field,
+                    next_step="Give the layers that are missing matrices of zeros.",
+                )

@@ -1,0 +1,489 @@
+"""Which tokens the next step computes: continuous batching over the KV slots. Rank 0 only.
+
+Every step takes one token of each running sample and, beside them, prompts of waiting ones as far as rows, slots and
+:data:`PREFILL_TOKENS` allow; long prompts go in pieces. When slots run out, the sample that was admitted last goes back
+to waiting. The event loops submit and abort from other threads; the engine thread does everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PauseMode, WeightVersion
+from rlctl.v1.verbs_pb2 import Loads, TensorSegment
+from rlctl_torch.disaggregation.bootstrap import Coming, Room
+from rlctl_torch.disaggregation.kv_handover import MOST
+from rlctl_torch.generation import sampling
+from rlctl_torch.generation.output_stream import Stream, wake
+from rlctl_torch.generation.sample import Sample
+from rlctl_torch.model.kv_cache import SlotAllocator
+from rlctl_torch.model.lora import WITHOUT, Adapters, LoraAdapter
+from rlctl_torch.steps.step_plan import Batch, Move
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens per step: bounds the memory of a step, and how long running samples wait for a long prompt."""
+
+ABORTED = "Aborted"
+
+
+@dataclass
+class _Part:
+    """A sample's share of the step under way: how many of its prompt tokens are scored, and whether it gets a token."""
+
+    sample: Sample
+    scored: range
+    extends: bool
+
+
+class Scheduler:
+    """Waiting and running samples."""
+
+    def __init__(self, slots: SlotAllocator, max_running: int, adapters: Adapters) -> None:
+        self._slots = slots
+        self._adapters = adapters
+        self._max_running = max_running
+        self._lock = threading.Lock()
+        self._requests: dict[str, list[Sample]] = {}
+        self._waiting: deque[Sample] = deque()
+        self._running: list[Sample] = []
+        self._under_way: list[_Part] = []
+        self._moving: Sample | None = None
+        self._lent: set[int] = set()  # rooms whose entries lie in shared memory
+        self._over: deque[int] = deque()  # those that nobody reads any more
+        self._failure: RlctlError | None = None
+        self._version = WeightVersion()
+        self._generated = 0
+        self._draining = self._held = ""  # adapters that no sample starts with, and that no sample runs with
+        self.work = threading.Event()
+        """Set when there may be something to do; the engine thread waits on it."""
+
+    # From any thread.
+
+    def submit(self, stream: Stream, samples: list[Sample], *, awaited: bool = False) -> None:
+        """Queue a request. Raises RID_IN_USE, ADAPTER_NOT_FOUND, or why the engine no longer works.
+
+        ``awaited``: it begins with KV entries that another engine computes: it is queued when they :meth:`arrive`.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            for name in {sample.adapter for sample in samples if sample.adapter}:
+                self._adapters.find(name, "adapter")
+            if stream.rid in self._requests:
+                raise Reason.RID_IN_USE.error(f"a request {stream.rid!r} is running", field="rid")
+            self._requests[stream.rid] = list(samples)
+            for sample in samples:
+                if sample.complete and sample.next_score is None and sample.gives is None:
+                    self._end(sample, "")
+                elif not awaited:
+                    self._waiting.append(sample)
+        wake([stream])
+        self.work.set()
+
+    def arrive(self, stream: Stream, coming: Coming) -> None:
+        """The entries that a request waits for are there. One that has ended meanwhile needs them no more."""
+        with self._lock:
+            samples = self._of(stream)
+            coming.wait_for(len(samples))
+            for sample in samples:
+                sample.comes = coming
+            self._waiting.extend(samples)
+        self.work.set()
+
+    def refuse(self, stream: Stream, error: RlctlError) -> None:
+        """End a request with an error, if it has not ended yet."""
+        with self._lock:
+            self._refuse(stream, error)
+        wake([stream])
+        self.work.set()
+
+    def hand_over(self, stream: Stream) -> None:
+        """The entries of a request's prompt have been taken: it has ended, and their memory may be used again."""
+        with self._lock:
+            for sample in self._of(stream):
+                self._end(sample, "")
+        wake([stream])
+        self.work.set()
+
+    def abort(self, rids: Iterable[str]) -> tuple[int, list[str]]:
+        """End requests by id; returns how many were found, and the ids that were not."""
+        with self._lock:
+            wanted = list(dict.fromkeys(rids))
+            unknown = [rid for rid in wanted if rid not in self._requests]
+            found = [rid for rid in wanted if rid in self._requests]
+            streams = self._abort(found)
+        wake(streams)
+        self.work.set()
+        return len(found), unknown
+
+    def drop(self, stream: Stream, why: str = ABORTED) -> None:
+        """End the request of this stream if it has not ended yet: nobody listens any more."""
+        with self._lock:
+            if self._of(stream):
+                self._abort([stream.rid], why)
+        wake([stream])
+        self.work.set()
+
+    def abort_all(self) -> int:
+        """End every request; returns how many there were."""
+        with self._lock:
+            rids = list(self._requests)
+            streams = self._abort(rids)
+        wake(streams)
+        self.work.set()
+        return len(rids)
+
+    def fail(self, error: RlctlError) -> None:
+        """End every request with an error, and refuse new ones with it."""
+        with self._lock:
+            self._failure = error
+            streams = [samples[0].stream for samples in self._requests.values()]
+            self._requests.clear()
+            self._waiting.clear()
+            self._running.clear()
+            self._over.extend(self._lent)
+            self._lent.clear()
+            for stream in streams:
+                stream.fail(error)
+        wake(streams)
+
+    def set_version(self, version: WeightVersion) -> None:
+        """What tokens are stamped with from the next step's on."""
+        self._version = WeightVersion.FromString(version.SerializeToString())
+
+    @property
+    def version(self) -> WeightVersion:
+        """What the weights are at."""
+        return self._version
+
+    def loads(self, step: int) -> Loads:
+        """What runs and waits, counted in samples."""
+        with self._lock:
+            return Loads(
+                running=len(self._running),
+                waiting=sum(len(samples) for samples in self._requests.values()) - len(self._running),
+                used_tokens=self._slots.used,
+                max_tokens=self._slots.tokens,
+                step=step,
+                generated_tokens=self._generated,
+            )
+
+    # From the engine thread.
+
+    @property
+    def running(self) -> int:
+        """Samples that hold KV entries."""
+        return len(self._running)
+
+    @property
+    def active(self) -> list[str]:
+        """Ids of the requests that wait or run."""
+        with self._lock:
+            return list(self._requests)
+
+    def using(self, adapter: str) -> list[str]:
+        """Ids of the requests that wait or run with an adapter."""
+        with self._lock:
+            return self._using(adapter)
+
+    def _using(self, adapter: str) -> list[str]:
+        return [rid for rid, samples in self._requests.items() if samples[0].adapter == adapter]
+
+    def put_adapter(self, adapter: LoraAdapter) -> None:
+        """Load or replace an adapter. What runs with the old one goes back to waiting: none of its KV entries is used
+        with another.
+        """
+        with self._lock:
+            for sample in reversed([s for s in self._running if s.adapter == adapter.info.name]):
+                self._retract(sample)
+            self._adapters.put(adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Unload an adapter; what waits or runs with it ends."""
+        with self._lock:
+            streams = self._abort(self._using(name), f"adapter {name!r} was unloaded")
+            self._adapters.drop(name)
+        wake(streams)
+
+    def runs_with(self, adapter: str) -> bool:
+        """Whether a running sample uses an adapter."""
+        with self._lock:
+            return any(sample.adapter == adapter for sample in self._running)
+
+    def drain_adapter(self, name: str) -> None:
+        """Start nothing more with an adapter; running samples go on. :meth:`release_adapter` ends it."""
+        with self._lock:
+            self._draining = name
+
+    def hold_adapter(self, name: str, mode: PauseMode.ValueType) -> None:
+        """Compute nothing with an adapter until :meth:`release_adapter`. In mode abort its requests end; in
+        mode retract its running samples go back to waiting.
+        """
+        with self._lock:
+            self._draining = self._held = name
+            streams = self._abort(self._using(name)) if mode == PAUSE_MODE_ABORT else []
+            if mode == PAUSE_MODE_RETRACT:
+                for sample in reversed([s for s in self._running if s.adapter == name]):
+                    self._retract(sample)
+        wake(streams)
+
+    def release_adapter(self) -> None:
+        """Samples of every adapter start and run."""
+        with self._lock:
+            self._draining = self._held = ""
+        self.work.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._requests
+
+    def retract_all(self) -> None:
+        """Send the running samples back to waiting, ahead of the others."""
+        with self._lock:
+            while self._running:
+                self._retract(self._running[-1])
+
+    def take_dropped(self) -> int:
+        """KV entries that finished and retracted samples have given up since the last call."""
+        with self._lock:
+            return self._slots.take_dropped()
+
+    def schedule(self, *, admit: bool) -> Batch | None:
+        """The next step's batch, or None when nothing can run; its outcome goes to :meth:`process`.
+
+        ``admit``: whether waiting samples may start.
+        """
+        with self._lock:
+            if admit:
+                self._admit()
+            parts = self._share()
+            while sum(count for _, count in parts) > self._slots.free:
+                self._retract(self._running[-1])
+                parts = self._share()
+            return self._form(parts) if parts else None
+
+    def let_go(self) -> Move | None:
+        """Shared memory that nobody reads any more, one room at a time. Whether or not requests may run."""
+        with self._lock:
+            return Move("let_go", self._over.popleft()) if self._over else None
+
+    def move(self, *, admit: bool) -> Move | None:
+        """KV entries that go to another engine, or come from one, before the next batch; :meth:`moved` ends it."""
+        with self._lock:
+            if admit:
+                self._admit()
+            for sample in list(self._running):
+                if self._is_held(sample):
+                    continue
+                if sample.gives is not None and not sample.pending and len(self._lent) < MOST:
+                    self._moving = sample
+                    self._lent.add(sample.gives.number)
+                    return Move("give", sample.gives.number, sample.slots[:-1])
+                if sample.comes is not None and (move := self._take(sample, sample.comes)) is not None:
+                    self._moving = sample
+                    return move
+            return None
+
+    def moved(self, segments: Sequence[TensorSegment], error: RlctlError | None) -> None:
+        """What has become of the move: where the entries lie that were given, or why there are none."""
+        with self._lock:
+            sample, self._moving = self._moving, None
+            assert sample is not None
+            if sample.gives is not None:
+                self._gave(sample, sample.gives, segments, error)
+            elif error is not None:
+                self._refuse(sample.stream, error)
+            elif sample.comes is not None:
+                sample.kv_version = self._version
+                sample.comes.took()
+                sample.comes = None
+            if sample.doomed and not sample.ended:
+                self._end(sample, sample.doomed)
+        wake([sample.stream])
+
+    def process(self, logits: torch.Tensor) -> None:
+        """Take in the logits of the batch's outputs (``[outputs, vocabulary]``): sample, tell the streams."""
+        parts = self._under_way
+        scores, extended = [], []
+        row = 0
+        for part in parts:
+            rows = range(row, row + len(part.scored))
+            row += len(part.scored)
+            if part.scored:
+                tokens = part.sample.tokens[part.scored.start : part.scored.stop]
+                scores.append(
+                    (part.sample, sampling.score(logits[rows.start : rows.stop], tokens, part.sample.settings))
+                )
+            if part.extends:
+                extended.append((row, part.sample))
+                row += 1
+        choices: Sequence[sampling.Choice] = []
+        if extended:
+            chosen = logits if len(extended) == logits.shape[0] else logits[[r for r, _ in extended]]
+            choices = sampling.sample(chosen, [sample for _, sample in extended])
+        with self._lock:
+            self._under_way = []
+            for sample, found in scores:
+                sample.take_scores(found)
+            for (_, sample), choice in zip(extended, choices, strict=True):
+                if not sample.doomed:
+                    sample.extend(choice, self._version, self._adapter_version(sample))
+                    self._generated += 1
+            for part in parts:
+                sample = part.sample
+                done = sample.complete and not sample.pending and sample.gives is None
+                if sample.doomed or sample.ended or done:
+                    self._end(sample, sample.doomed)
+        wake({part.sample.stream for part in parts})
+
+    # With the lock held.
+
+    def _admit(self) -> None:
+        claimed = sum(sample.pending for sample in self._running)
+        for sample in list(self._waiting):
+            if len(self._running) >= self._max_running or not self._slots.free_rows:
+                return
+            if self._draining and sample.adapter == self._draining:
+                continue
+            # Besides its own tokens, one for the next step of everybody.
+            if self._running and claimed + sample.pending + len(self._running) + 1 > self._slots.free:
+                return
+            claimed += sample.pending
+            sample.row = self._slots.take_row()
+            self._waiting.remove(sample)
+            self._running.append(sample)
+
+    def _is_held(self, sample: Sample) -> bool:
+        return bool(self._held) and sample.adapter == self._held
+
+    def _share(self) -> list[tuple[Sample, int]]:
+        """The running samples that take part in the next step, and how many tokens of each."""
+        budget = PREFILL_TOKENS
+        parts = []
+        for sample in self._running:
+            count = 0 if sample.comes is not None or self._is_held(sample) else sample.pending
+            if count > 1:
+                count = min(count, budget)
+                budget -= count
+            if count:
+                parts.append((sample, count))
+        return parts
+
+    def _form(self, shares: list[tuple[Sample, int]]) -> Batch:
+        batch = Batch([], [], [], [], [], [])
+        self._under_way = []
+        for sample, count in shares:
+            start = len(sample.slots)
+            end = start + count
+            if not start:
+                sample.kv_version = self._version
+            offset = len(batch.tokens) - start
+            slots = self._slots.take(count)
+            batch.rows.append(sample.row)
+            batch.starts.append(start)
+            batch.lengths.append(count)
+            batch.adapters.append(self._adapters.loaded[sample.adapter].number if sample.adapter else WITHOUT)
+            batch.tokens.extend(sample.tokens[start:end])
+            batch.slots.extend(slots)
+            sample.slots.extend(slots)
+            first = sample.next_score
+            scored = range(0) if first is None else range(first, min(end + 1, sample.prompt_length))
+            extends = end == len(sample.tokens) and not sample.complete
+            # The logits at a position are those of the token after it.
+            batch.outputs.extend(offset + position - 1 for position in scored)
+            if extends:
+                batch.outputs.append(offset + end - 1)
+            self._under_way.append(_Part(sample, scored, extends))
+        if not any(batch.adapters):
+            batch.adapters.clear()
+        if not batch.outputs:
+            batch.outputs.append(len(batch.tokens) - 1)
+        return batch
+
+    def _retract(self, sample: Sample) -> None:
+        self._give_up(sample)
+        sample.score_anew()
+        sample.retractions += 1
+        self._waiting.appendleft(sample)
+
+    def _abort(self, rids: Iterable[str], why: str = ABORTED) -> list[Stream]:
+        under_way = {id(part.sample) for part in self._under_way} | {id(self._moving)}
+        streams = []
+        for rid in rids:
+            samples = self._requests[rid]
+            streams.append(samples[0].stream)
+            for sample in list(samples):
+                if id(sample) in under_way:
+                    sample.doomed = why
+                else:
+                    self._end(sample, why)
+        return streams
+
+    def _of(self, stream: Stream) -> list[Sample]:
+        """The samples of a request that have not ended."""
+        return [sample for sample in self._requests.get(stream.rid, ()) if sample.stream is stream]
+
+    def _take(self, sample: Sample, coming: Coming) -> Move | None:
+        """The move by which a sample gets its entries; None: there is no room yet, or it was refused."""
+        if coming.tokens > self._slots.free:
+            return None
+        try:
+            coming.check(sample.tokens, self._version, self._adapter_version(sample))
+        except RlctlError as error:
+            self._refuse(sample.stream, error)
+            wake([sample.stream])
+            return None
+        sample.slots = self._slots.take(coming.tokens)
+        return Move("take", 0, sample.slots, sample.row, coming.message())
+
+    def _gave(self, sample: Sample, room: Room, segments: Sequence[TensorSegment], error: RlctlError | None) -> None:
+        """The entries lie in shared memory, or do not: in both cases the slots are free again."""
+        if error is not None:
+            self._lent.discard(room.number)
+            self._refuse(sample.stream, error)
+            return
+        sample.given = True
+        room.offer(sample.tokens, sample.kv_version, self._adapter_version(sample), segments)
+        if sample.row >= 0:
+            self._give_up(sample)
+
+    def _adapter_version(self, sample: Sample) -> str:
+        return self._adapters.loaded[sample.adapter].info.version if sample.adapter else ""
+
+    def _refuse(self, stream: Stream, error: RlctlError) -> None:
+        for sample in self._of(stream):
+            sample.ended = True
+            self._end(sample, "")
+        stream.fail(error)
+
+    def _end(self, sample: Sample, aborted: str) -> None:
+        """Let go of a sample, and end its output unless that has ended by itself."""
+        if not sample.ended:
+            sample.end(self._version, aborted=aborted)
+        if sample.row >= 0:
+            self._give_up(sample)
+        elif sample in self._waiting:
+            self._waiting.remove(sample)
+        if sample.given and sample.gives is not None and sample.gives.number in self._lent:
+            self._lent.remove(sample.gives.number)
+            self._over.append(sample.gives.number)
+        if sample.comes is not None:
+            sample.comes.took()
+            sample.comes = None
+        samples = self._requests.get(sample.stream.rid, [])
+        if sample in samples:
+            samples.remove(sample)
+            if not samples:
+                del self._requests[sample.stream.rid]
+
+    def _give_up(self, sample: Sample) -> None:
+        self._running.remove(sample)
+        self._slots.give_back(sample.slots, sample.row)
+        sample.slots, sample.row = [], -1

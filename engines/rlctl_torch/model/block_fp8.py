@@ -1,0 +1,149 @@
+"""Weights that are held as block-fp8 codes and scales, as the checkpoint has them, and computed with dequantised.
+
+The parameters keep the codes, and a buffer beside each its scales, so that digests are over what the checkpoint holds.
+Whoever reads such a parameter as an attribute of its module gets it dequantised, made for that use: there is no second
+copy that could be older than what was digested, and no more than one weight (of experts: one expert) is dequantised
+at a time. The scales are whole at every rank (a 4096th of the weights), so that a cut may fall inside a block.
+
+Activations are not quantised: the results are those of the dequantised weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.formats.block_fp8 import CODES, SCALE, BlockSize, dequantise, scales_of
+from rlctl.weights.shards.shard_map import Shard, ShardMap
+from rlctl.weights.tensor.checkpoint_names import Part
+from rlctl.weights.tensor.tensors import TensorMeta
+
+
+@dataclass(frozen=True)
+class ScalePlace:
+    """Where the scales of one weight lie.
+
+    Attributes:
+        source: name of the module's buffer.
+        index: position along its first dimension; None: it is all of the buffer.
+    """
+
+    source: str
+    index: int | None
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The scales."""
+        return buffer if self.index is None else buffer[self.index]
+
+
+def expected_scales(checkpoint: Mapping[str, TensorMeta], block: BlockSize) -> dict[str, TensorMeta]:
+    """The scales that must lie beside a checkpoint's codes, by name; in the dtype that they are there in."""
+    expected: dict[str, TensorMeta] = {}
+    for name, meta in checkpoint.items():
+        if meta.dtype == CODES:
+            scale = name + SCALE
+            dtype = checkpoint[scale].dtype if scale in checkpoint else torch.float32
+            expected[scale] = TensorMeta(scale, dtype, block.scales(meta.shape))
+    return expected
+
+
+def hold_codes(
+    module: nn.Module, parts: Mapping[str, Part], checkpoint: Mapping[str, TensorMeta]
+) -> dict[str, ScalePlace]:
+    """Turn the parameters whose checkpoint tensors are codes into codes, with scales beside them, without memory yet.
+
+    ``parts`` are this rank's. Returns where the scales lie, by their checkpoint names. Raises UNSUPPORTED when only
+    some of the experts of one parameter are quantised.
+    """
+    scales = scales_of(checkpoint)
+    of_parameter: dict[str, list[str]] = {}
+    for name in checkpoint:
+        if name in parts:
+            of_parameter.setdefault(parts[name].source, []).append(name)
+    places: dict[str, ScalePlace] = {}
+    for parameter, names in of_parameter.items():
+        quantised = [scales[name] for name in names if name in scales]
+        if not quantised:
+            continue
+        shapes = {checkpoint[scale].shape for scale in quantised}
+        dtypes = {checkpoint[scale].dtype for scale in quantised}
+        if len(quantised) != len(names) or len(shapes) > 1 or len(dtypes) > 1:
+            raise _unsupported(f"the experts of {parameter} are not all quantised alike")
+        path, _, leaf = parameter.rpartition(".")
+        owner, buffer = module.get_submodule(path), f"{parameter}{SCALE}"
+        codes = torch.empty(owner._parameters[leaf].shape, dtype=CODES, device="meta")  # type: ignore[union-attr]
+        owner._parameters[leaf] = nn.Parameter(codes, requires_grad=False)
+        alone = owner._parameters[leaf].dim() == 2  # type: ignore[union-attr]
+        shape = shapes.pop() if alone else (len(names), *shapes.pop())
+        owner.register_buffer(f"{leaf}{SCALE}", torch.empty(shape, dtype=dtypes.pop(), device="meta"))
+        places |= {scale: ScalePlace(buffer, None if alone else at) for at, scale in enumerate(quantised)}
+    return places
+
+
+def compute_dequantised(
+    module: nn.Module, parts: Mapping[str, Part], shards: ShardMap, block: BlockSize, dtype: torch.dtype
+) -> None:
+    """From now on whoever reads a parameter that holds codes gets it dequantised, in ``dtype``; all loaded before."""
+    scales = scales_of(shards.reference)
+    of_parameter: dict[str, list[tuple[Part, _Quantised]]] = {}
+    for name, scale in scales.items():
+        quantised = _Quantised(shards.shards[name], shards.shards[scale], block, dtype)
+        of_parameter.setdefault(parts[name].source, []).append((parts[name], quantised))
+    for parameter, pieces in of_parameter.items():
+        path, _, leaf = parameter.rpartition(".")
+        owner = module.get_submodule(path)
+        codes = owner._parameters[leaf]
+        assert codes is not None
+        _read_as(owner, leaf, pieces[0][1].dequantise if codes.dim() == 2 else _Experts(codes, pieces).read)
+
+
+class _Quantised:
+    """One tensor of the checkpoint: this rank's codes, and the scales of all of it."""
+
+    def __init__(self, codes: Shard, scale: Shard, block: BlockSize, dtype: torch.dtype) -> None:
+        self._codes = codes
+        self._scale = scale
+        self._block = block
+        self._dtype = dtype
+        self._start = [0, 0]
+        if codes.slice.dim is not None:
+            self._start[codes.slice.dim] = codes.slice.start
+
+    def dequantise(self) -> torch.Tensor:
+        row, column = self._start
+        # Their memory may have been released and taken anew.
+        codes, scale = self._codes.local, self._scale.local
+        return dequantise(codes, scale, self._block, row=row, column=column).to(self._dtype)
+
+
+class _Experts:
+    """What stands for a parameter ``[experts, rows, columns]``: an index into it gives one expert's, dequantised."""
+
+    def __init__(self, codes: torch.Tensor, pieces: list[tuple[Part, _Quantised]]) -> None:
+        experts, _, columns = codes.shape
+        at = sorted(pieces, key=lambda piece: piece[0].offset)
+        if any(part.shape[1] != columns or part.stride != (columns, 1) for part, _ in at) or len(at) % experts:
+            raise _unsupported("the experts' weights do not lie row below row")
+        each = len(at) // experts
+        self._experts = [[quantised for _, quantised in at[n * each : (n + 1) * each]] for n in range(experts)]
+
+    def read(self) -> _Experts:
+        return self
+
+    def __getitem__(self, expert: Any) -> torch.Tensor:
+        return torch.cat([quantised.dequantise() for quantised in self._experts[int(expert)]])
+
+
+def _read_as(owner: nn.Module, name: str, read: Callable[[], Any]) -> None:
+    """Let ``owner.name`` be what ``read`` returns. The parameter itself stays where modules keep theirs."""
+    kind = type(owner)
+    owner.__class__ = type(kind.__name__, (kind,), {name: property(lambda _: read())})
+
+
+def _unsupported(why: str) -> RlctlError:
+    return Reason.UNSUPPORTED.error(f"the torch engine cannot serve this model: {why}", field="model_path")

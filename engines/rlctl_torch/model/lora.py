@@ -1,0 +1,194 @@
+"""LoRA adapters of one rank: held beside the model, cut as its layers are, added for the tokens that ask for them.
+
+A layer that is cut by outputs gets B cut, one that is cut by inputs gets A cut; the layer's own sum over the ranks then
+adds up the adapter's part too. Tensors are held as they came, so that they can be digested, and cast to the dtype of
+the computation once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.verbs_pb2 import Adapter, AdapterConfig
+from rlctl.weights.checkpoint.checkpoint import compare
+from rlctl.weights.formats import lora
+from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
+from rlctl.weights.tensor.checkpoint_names import Part
+from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl_torch.model.model import Model
+from rlctl_torch.model.tensor_parallel import CutLinear
+from rlctl_torch.steps.step_plan import Batch
+
+WITHOUT = 0
+"""In a batch: the sequence has no adapter."""
+
+
+@dataclass
+class LoraAdapter:
+    """An adapter, staged or loaded.
+
+    Attributes:
+        info: what is said of it.
+        scale: what ``B @ A`` is multiplied with.
+        shards: its tensors, this rank's parts, as they came.
+        number: what step plans call it; the same at every rank. 0 while it is only staged.
+    """
+
+    info: Adapter
+    scale: float
+    shards: ShardMap
+    number: int = WITHOUT
+    layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class Adapters:
+    """What one rank has loaded. Changed by the engine thread; ``loaded`` may be read from any."""
+
+    def __init__(self, model: Model) -> None:
+        self.loaded: Mapping[str, LoraAdapter] = {}
+        """By name. Replaced, never changed."""
+        self._model = model
+        self._weights = _weights(model)
+        self._layers = _layers(model, self._weights)
+        self._deltas: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = {}
+        self._last = WITHOUT
+        self._parts: list[tuple[int, torch.Tensor | None]] = []
+
+    def stage(
+        self, info: Adapter, config: AdapterConfig, found: Mapping[str, TensorMeta], *, what: str, field: str
+    ) -> LoraAdapter:
+        """Memory for an adapter's tensors ``found``; nothing that runs is touched.
+
+        Raises FIELD_INVALID, UNSUPPORTED, CHECKPOINT_MISMATCH (it names layers that the model has not, or its tensors
+        are not those that its config makes expect).
+        """
+        expected, slices = self._expected(config, field)
+        compare(found, expected, what=what)
+        device = self._model.tensors[0].device
+        shards = {
+            name: Shard(
+                meta, torch.empty(slices[name].shape(meta.shape), dtype=meta.dtype, device=device), slices[name]
+            )
+            for name, meta in found.items()
+        }
+        told = Adapter()
+        told.CopyFrom(info)
+        told.lora_rank = config.lora_rank
+        pairs = [lora.names_of(module) for module in lora.targets(config, self._layers, field=field)]
+        return LoraAdapter(told, lora.scale_of(config), ShardMap(shards, together=pairs))
+
+    def wire(self, config: AdapterConfig, dtype: torch.dtype, field: str) -> dict[str, TensorMeta]:
+        """The tensors that an adapter with this config has, when all are of one dtype. Raises as :meth:`stage`."""
+        expected, _ = self._expected(config, field)
+        return {name: TensorMeta(name, dtype, meta.shape) for name, meta in expected.items()}
+
+    def put(self, adapter: LoraAdapter) -> None:
+        """Let an adapter take the place of the one of its name; all ranks in the same order."""
+        self.drop(adapter.info.name)
+        self._last += 1
+        adapter.number = self._last
+        for module, layer in self._layers.items():
+            a, b = (adapter.shards.shards.get(name) for name in lora.names_of(module))
+            if a is not None and b is not None:
+                pair = (a.local.to(self._model.dtype), b.local.to(self._model.dtype), adapter.scale)
+                if module not in self._deltas:
+                    self._attach(module, layer)
+                self._deltas[module][adapter.number] = pair
+        self.loaded = {**self.loaded, adapter.info.name: adapter}
+
+    def drop(self, name: str) -> None:
+        """Forget the adapter of this name, if there is one."""
+        old = self.loaded.get(name)
+        if old is None:
+            return
+        self.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
+        for deltas in self._deltas.values():
+            deltas.pop(old.number, None)
+
+    def find(self, name: str, field: str) -> LoraAdapter:
+        """The loaded adapter. Raises ADAPTER_NOT_FOUND."""
+        found = self.loaded.get(name)
+        if found is None:
+            there = ", ".join(sorted(self.loaded)) or "none"
+            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {name!r} is loaded; there are: {there}", field=field)
+        return found
+
+    @contextlib.contextmanager
+    def applying(self, batch: Batch) -> Iterator[None]:
+        """While it lasts, forward passes are of this batch."""
+        numbers = set(batch.adapters) - {WITHOUT}
+        if numbers:
+            of_token = torch.repeat_interleave(torch.tensor(batch.adapters), torch.tensor(batch.lengths))
+            device = self._model.tensors[0].device
+            for number in sorted(numbers):
+                tokens = (of_token == number).nonzero()[:, 0].to(device)
+                self._parts.append((number, None if len(tokens) == len(of_token) else tokens))
+        try:
+            yield
+        finally:
+            self._parts = []
+
+    def _attach(self, module: str, layer: nn.Linear) -> None:
+        deltas = self._deltas[module] = {}
+
+        def add(input: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            """Add to ``[..., out]``, in place, what the adapters make of ``[..., in]``; tokens in the batch's order."""
+            for number, tokens in self._parts:
+                pair = deltas.get(number)
+                if pair is None:
+                    continue
+                a, b, scale = pair
+                flat = input.reshape(-1, input.shape[-1])
+                mine = flat if tokens is None else flat[tokens]
+                delta = nn.functional.linear(nn.functional.linear(mine, a) * scale, b)
+                rows = out.view(-1, out.shape[-1])
+                if tokens is None:
+                    rows += delta
+                else:
+                    rows.index_add_(0, tokens, delta)
+            return out
+
+        if isinstance(layer, CutLinear):
+            layer.adapt = add
+        else:
+            layer.register_forward_hook(lambda _, inputs, out: add(inputs[0], out))
+
+    def _expected(self, config: AdapterConfig, field: str) -> tuple[dict[str, TensorMeta], dict[str, Slice]]:
+        """Names and shapes of the adapter's tensors, and which part of each this rank holds."""
+        found: dict[str, TensorMeta] = {}
+        slices: dict[str, Slice] = {}
+        weights = {module: self._model.shards.shards[self._weights[module]] for module in self._layers}
+        sizes = {module: (weight.meta.shape[0], weight.meta.shape[1]) for module, weight in weights.items()}
+        for module, (a, b) in lora.expected(config, sizes, field=field).items():
+            found |= {a.name: a, b.name: b}
+            cut = weights[module].slice
+            slices[a.name] = cut if cut.dim == 1 else Slice()
+            slices[b.name] = cut if cut.dim == 0 else Slice()
+        return found, slices
+
+
+def _weights(model: Model) -> dict[str, str]:
+    """Checkpoint name of the weight of every module that has it to itself, by module."""
+    shared: dict[str, list[str]] = {}
+    for name, place in model.places.items():
+        if isinstance(place, Part) and place.source.endswith(".weight"):
+            shared.setdefault(place.source.removesuffix(".weight"), []).append(name)
+    return {module: names[0] for module, names in shared.items() if len(names) == 1}
+
+
+def _layers(model: Model, weights: Mapping[str, str]) -> dict[str, nn.Linear]:
+    """The linear layers that adapters can add to: not the output head, which sees only the tokens that are sampled
+    from, nor experts, which see only those that they were chosen for.
+    """
+    head = model.module.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in model.module.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not head and name in weights and ".experts." not in name
+    }

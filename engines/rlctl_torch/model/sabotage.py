@@ -1,0 +1,82 @@
+"""Negative controls: ways to break weight updates on purpose, to show that verification notices.
+
+Off unless the environment variable RLCTL_TORCH_SABOTAGE is set at the start of a rank:
+
+- ``stale``: updates are acknowledged, nothing is written;
+- ``drop-tensor:NAME`` or ``drop-tensor:NAME@RANK``: that tensor is received and counted as written, but not put into
+  place, by any rank or by this one;
+- ``wrong-rank``: the highest rank puts the slices of rank 0 into place;
+- ``swap:NAME,OTHER``: these two (an expert and its neighbour, say) are put into each other's place.
+
+This module is the only place that knows of it. It hands the update path a shard map that places wrongly; loading at
+the start, digests and everything else use the true one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
+
+VARIABLE = "RLCTL_TORCH_SABOTAGE"
+_DROP = "drop-tensor:"
+_SWAP = "swap:"
+
+
+class _Dropping(ShardMap):
+    """A shard map that loses some tensors on their way into place."""
+
+    def __init__(self, shards: ShardMap, dropped: Collection[str]) -> None:
+        super().__init__(shards.shards, shards.together)
+        self._dropped = dropped
+
+    def place(self, name: str, full: torch.Tensor) -> None:
+        """Put a tensor into place, or do not."""
+        if name not in self._dropped:
+            super().place(name, full)
+
+    def place_local(self, name: str, part: torch.Tensor) -> None:
+        """Put a slice into place, or do not."""
+        if name not in self._dropped:
+            super().place_local(name, part)
+
+    def part_in_place(self, name: str) -> torch.Tensor:
+        """The memory to read into; some that is thrown away for what is dropped."""
+        memory = super().part_in_place(name)
+        return torch.empty_like(memory) if name in self._dropped else memory
+
+    def full_in_place(self, name: str) -> torch.Tensor | None:
+        """The memory to receive into; none for what is dropped."""
+        return None if name in self._dropped else super().full_in_place(name)
+
+
+def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
+    """The shard map that updates go through: the true one, unless the environment asks for a negative control.
+
+    Raises FIELD_INVALID for a value that is none, or names a tensor that the model does not have.
+    """
+    how = os.environ.get(VARIABLE, "")
+    if not how:
+        return shards
+    if how == "stale":
+        return _Dropping(shards, shards.shards.keys())
+    dropped, _, only = how.removeprefix(_DROP).partition("@")
+    if how.startswith(_DROP) and dropped in shards.shards and only in ("", *map(str, range(size))):
+        return _Dropping(shards, {dropped}) if only in ("", str(rank)) else shards
+    if how.startswith(_SWAP) and shards.shards.keys() >= set(names := how.removeprefix(_SWAP).split(",")):
+        one, other = (shards.shards[name] for name in names)
+        swapped = {one.meta.name: replace(one, local=other.local), other.meta.name: replace(other, local=one.local)}
+        return ShardMap({**shards.shards, **swapped}, shards.together)
+    if how == "wrong-rank":
+        wrong = {name: _of_rank_0(shard) for name, shard in shards.shards.items()}
+        return ShardMap(wrong, shards.together) if rank == size - 1 else shards
+    raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
+
+
+def _of_rank_0(shard: Shard) -> Shard:
+    return shard if shard.slice.dim is None else replace(shard, slice=Slice(shard.slice.dim, 0, shard.slice.length))

@@ -1,0 +1,132 @@
+"""From a generation request to samples in the scheduler's queue: everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from dataclasses import replace
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.rollout_pb2 import GenerateRequest
+from rlctl_torch.disaggregation.bootstrap import Room
+from rlctl_torch.generation.detokenizer import TextStream
+from rlctl_torch.generation.output_stream import Stream
+from rlctl_torch.generation.request_settings import Settings, check
+from rlctl_torch.generation.sample import Sample
+from rlctl_torch.generation.scheduler import Scheduler
+from rlctl_torch.rank import Rank
+
+
+class Intake:
+    """Takes requests in at rank 0; on the generation loop."""
+
+    def __init__(self, rank: Rank, eos: frozenset[int]) -> None:
+        """``eos``: ids that end the model's outputs."""
+        self._rank = rank
+        self._tokenizer = rank.tokenizer
+        self._eos = eos
+        self._random = random.Random(rank.options.seed)
+
+    def submit(self, request: GenerateRequest, scheduler: Scheduler) -> Stream:
+        """Queue a request and return its output to be.
+
+        Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, PROMPT_TOO_LONG, ADAPTER_NOT_FOUND, RID_IN_USE.
+        """
+        return self._submit(request, scheduler, *self._checked(request))
+
+    def prefill(self, request: GenerateRequest, scheduler: Scheduler, room: Room) -> Stream:
+        """As :meth:`submit`, of a prefill engine: its prompt only, whose KV entries go to a room. There are none to
+        give of a prompt of one token, or where no output is wanted.
+        """
+        prompt, settings = self._checked(request)
+        gives = room if settings.max_new_tokens and len(prompt) > 1 else None
+        return self._submit(request, scheduler, prompt, replace(settings, max_new_tokens=0, n=1), gives=gives)
+
+    def decode(self, request: GenerateRequest, scheduler: Scheduler) -> tuple[Stream, bool]:
+        """As :meth:`submit`, of a decode engine: everything but the prompt; and whether it begins with entries that a
+        prefill engine computes.
+        """
+        prompt, settings = self._checked(request)
+        awaited = settings.max_new_tokens > 0 and len(prompt) > 1
+        settings = replace(settings, logprob_start=None)
+        return self._submit(request, scheduler, prompt, settings, awaited=awaited), awaited
+
+    def _checked(self, request: GenerateRequest) -> tuple[list[int], Settings]:
+        settings = check(
+            request, vocab_size=self._rank.model.vocab_size, eos=self._eos, tokenizer=self._tokenizer is not None
+        )
+        prompt = self._prompt(request)
+        self._check_length(prompt, settings)
+        return prompt, settings
+
+    def _submit(
+        self,
+        request: GenerateRequest,
+        scheduler: Scheduler,
+        prompt: list[int],
+        settings: Settings,
+        *,
+        gives: Room | None = None,
+        awaited: bool = False,
+    ) -> Stream:
+        seed = self._random.getrandbits(64) if settings.seed is None else settings.seed
+        stream = Stream(request.rid or uuid.uuid4().hex, settings, prompt, echo_prompt=request.HasField("text"))
+        samples = [
+            Sample(
+                stream,
+                index,
+                prompt,
+                settings,
+                seed,
+                longest=self._rank.longest,
+                text=self._text(settings, prompt),
+                adapter=request.adapter,
+                gives=gives,
+            )
+            for index in range(settings.n)
+        ]
+        scheduler.submit(stream, samples, awaited=awaited)
+        return stream
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        if request.WhichOneof("prompt") is None:
+            raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+        if request.HasField("text"):
+            if self._tokenizer is None:
+                raise Reason.UNSUPPORTED.error("the checkpoint has no tokenizer; send input_ids", field="text")
+            prompt, field = self._tokenizer.encode(request.text), "text"
+        else:
+            prompt, field = list(request.input_ids.ids), "input_ids.ids"
+        if not prompt:
+            raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field=field)
+        if max(prompt) >= self._rank.model.vocab_size:
+            raise Reason.FIELD_INVALID.error(
+                f"token {max(prompt)} is not in the vocabulary of {self._rank.model.vocab_size}", field=field
+            )
+        return prompt
+
+    def _check_length(self, prompt: list[int], settings: Settings) -> None:
+        longest = self._rank.longest
+        room = longest - 1 if settings.max_new_tokens else longest
+        if len(prompt) > room:
+            raise Reason.PROMPT_TOO_LONG.error(
+                f"the prompt has {len(prompt)} tokens; {room} fit beside the output",
+                metadata={"prompt_tokens": str(len(prompt)), "context_length": str(longest)},
+            )
+        if settings.logprob_start is not None and settings.logprob_start > len(prompt):
+            raise Reason.FIELD_INVALID.error(
+                f"logprob_start_len is {settings.logprob_start}, the prompt has {len(prompt)} tokens",
+                field="logprob_start_len",
+            )
+
+    def _text(self, settings: Settings, prompt: list[int]) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        return TextStream(
+            self._tokenizer,
+            settings.stop,
+            skip_special_tokens=settings.skip_special_tokens,
+            keep_stop=settings.no_stop_trim,
+            spaces_between_special_tokens=settings.spaces_between_special_tokens,
+            before=prompt,
+        )

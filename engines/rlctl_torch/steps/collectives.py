@@ -1,0 +1,336 @@
+"""The ranks of one engine: how they find each other, and every collective that the engine uses between them.
+
+Process group objects are built directly, without a default group, so that several engines fit into one process and
+nothing else in it is disturbed. A peer that dies closes its connections, which ends a pending collective at once; a
+peer that hangs costs a collective its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
+
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.weights.group.network_interfaces import address_of
+from rlctl.weights.group.process_group import keep_for_ever
+from rlctl.weights.group.rendezvous import RendezvousEnded, WatchedStore
+from rlctl.weights.group.tcp_connections import Endpoint, cut, of_group
+from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
+from rlctl_torch.steps.step_plan import HEAD_BYTES, Plan, decode, encode, length_of
+
+HEARTBEAT_S = 0.5
+"""An idle rank 0 still sends a step this often: a dead follower is noticed, and followers know that rank 0 lives."""
+
+_PLAN_TIMEOUT = timedelta(hours=24)
+"""For waiting on the next plan: as long as rank 0 may be inside a command (a verb's timeout is at most a day)."""
+
+_COMPUTE_TIMEOUT = timedelta(seconds=120)
+"""For collectives inside a step, where ranks are never further apart than the computation of one layer."""
+
+_START_TIMEOUT_S = 120.0
+_SLICE = timedelta(seconds=0.25)
+
+_END_S = 2.0
+"""How long an operation may take to end once its connections were cut."""
+
+
+def make_store(node: str) -> tuple[TCPStore, str]:
+    """Rank 0's store, listening on the node's own address and a free port; and "host:port" for the others."""
+    address = address_of(node)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.bind((address, 0))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise Reason.ENGINE_FAILED.error(f"cannot listen on {address} ({node}): {error}") from error
+    port = listener.getsockname()[1]
+    store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, f"{address}:{port}"
+
+
+class Broken(Exception):
+    """The ranks can no longer work together; the engine cannot go on.
+
+    Attributes:
+        error: why, for whoever waits for the engine.
+    """
+
+    def __init__(self, error: RlctlError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Council:
+    """The ranks of an engine in one of their groups: what they ask each other. For one thread at a time.
+
+    Every collective that fails raises :class:`Broken` with RANK_LOST.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._gloo: Any = None
+
+    def agree(self, check: Callable[[], None]) -> None:
+        """Run a check on every rank; when one raises, all do: it the error itself, the others a copy.
+
+        A check changes nothing, so whatever it raises is a refusal, and no reason for the ranks to lose each other.
+        """
+        error: RlctlError | None = None
+        try:
+            check()
+        except RlctlError as refusal:
+            error = refusal
+        except Broken:
+            raise
+        except torch.OutOfMemoryError as lacking:
+            error = Reason.MEMORY_FULL.error(str(lacking).splitlines()[0])
+        except Exception as unforeseen:  # noqa: BLE001 - files and plug-ins may break code in any way
+            error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
+        if self.size == 1:
+            answers = [b""]
+        else:
+            mine = b"" if error is None else error.detail().SerializeToString()
+            with self.exchanging() as exchange:
+                answers = exchange.all_gather_bytes(mine)
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer:
+                detail = common_pb2.ErrorDetail.FromString(answer)
+                detail.message = f"rank {rank}: {detail.message}"
+                raise from_detail(detail)
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[Exchange]:
+        """The exchange of the weights package over these ranks."""
+        yield LocalExchange() if self._gloo is None else _CouncilExchange(self._gloo)
+
+
+class _CouncilExchange(GroupExchange):
+    """The exchange over an engine's own ranks: when it fails, and not when a group of others does, a rank is lost."""
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        try:
+            super()._wait(works)
+        except RlctlError as error:
+            raise _lost(self.rank, error.message) from error
+
+
+class Aside(Council):
+    """The council of the threads that work beside generation (:mod:`rlctl_torch.steps.background`), in a group of their
+    own.
+
+    An exchange that fails has failed at every rank, and for good: no later one could tell its messages from those of
+    the one before. The steps have nothing to do with it and go on.
+    """
+
+    _endpoints: Mapping[int, Endpoint] = {}
+    _broken = False
+
+    def open(self, group: Any, endpoints: Mapping[int, Endpoint]) -> None:
+        """Use a group that stands."""
+        self._gloo, self._endpoints = group, endpoints
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[Exchange]:
+        """The exchange of the weights package over these ranks, from the thread beside the steps."""
+        if self.size > 1 and (self._gloo is None or self._broken):
+            raise _lost(self.rank, "the ranks can no longer exchange beside the steps")
+        try:
+            with super().exchanging() as exchange:
+                yield exchange
+        except RlctlError:
+            raise  # what all ranks have agreed on
+        except BaseException:
+            # The others wait for this rank in the middle of something.
+            self._break()
+            raise
+
+    def close(self) -> None:
+        """Leave the group; an exchange that waits in it ends, here and at the others."""
+        self._break()
+        self._gloo = None
+
+    def _break(self) -> None:
+        if self._gloo is not None and not self._broken:
+            self._broken = True
+            cut(of_group(self._endpoints, self.rank))
+
+
+class Ranks(Council):
+    """This rank among all ranks of its engine. All methods but :meth:`stop` belong to the engine thread.
+
+    Attributes:
+        aside: what the ranks ask each other beside generation, in another thread.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.aside = Aside(rank, size)
+        self._stopped = threading.Event()
+        self._compute: Any = None
+        self._store: TCPStore | None = None
+        self._endpoints: dict[int, Endpoint] = {}
+        self._given_up: list[Any] = []
+        self._head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+
+    def join(self, setup: Mapping[str, str], store: TCPStore | None, node: str, device: torch.device) -> None:
+        """Form the groups; all ranks at the same time. ``store`` is rank 0's own."""
+        if self.size == 1:
+            return
+        try:
+            if store is None:
+                host, _, port = setup["rendezvous"].rpartition(":")
+                timeout = timedelta(seconds=_START_TIMEOUT_S)
+                store = TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=_START_TIMEOUT_S))
+            self._store = store
+            self._gloo, self._endpoints = self._form(PrefixStore("gloo", store), address_of(node))
+            self._gloo._set_default_timeout(_PLAN_TIMEOUT)
+            aside, endpoints = self._form(PrefixStore("aside", store), address_of(node))
+            # A rank that broadcasts to another stage in between may keep the others waiting for long.
+            aside._set_default_timeout(_PLAN_TIMEOUT)
+            self.aside.open(aside, endpoints)
+            self._compute = self._gloo
+            if device.type == "cuda":
+                self._compute = _nccl(PrefixStore("nccl", store), self.rank, self.size)
+        except (RuntimeError, RendezvousEnded, KeyError, ValueError) as error:
+            raise Reason.RANK_LOST.error(f"rank {self.rank} of {self.size} cannot join the others: {error}") from error
+
+    def _form(self, store: PrefixStore, address: str) -> tuple[Any, dict[int, Endpoint]]:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=_START_TIMEOUT_S)
+        options._devices = [gloo.create_device(hostname=address)]
+        options._threads = 2
+        watched = WatchedStore(
+            store,
+            rank=self.rank,
+            world_size=self.size,
+            give_up=self._stopped,
+            deadline=time.monotonic() + _START_TIMEOUT_S,
+        )
+        return gloo(watched, self.rank, self.size, options), watched.endpoints
+
+    def send_plan(self, plan: Plan) -> None:
+        """Rank 0: tell the others the next step."""
+        if self._gloo is None:
+            return
+        data = encode(plan)
+        head = torch.frombuffer(bytearray(data[:HEAD_BYTES]), dtype=torch.uint8)
+        self._head[: head.numel()] = head
+        # A follower waits for the next plan as long as it takes; rank 0 does not wait for a follower that hangs.
+        self._broadcast(self._head, _COMPUTE_TIMEOUT)
+        if len(data) > HEAD_BYTES:
+            self._broadcast(torch.frombuffer(bytearray(data[HEAD_BYTES:]), dtype=torch.uint8), _COMPUTE_TIMEOUT)
+
+    def receive_plan(self) -> Plan:
+        """A follower: the next step."""
+        self._broadcast(self._head, _PLAN_TIMEOUT)
+        data = self._head.numpy().tobytes()
+        length = length_of(data)
+        if length > HEAD_BYTES:
+            rest = torch.empty(length - HEAD_BYTES, dtype=torch.uint8)
+            self._broadcast(rest, _COMPUTE_TIMEOUT)
+            data += rest.numpy().tobytes()
+        return decode(data)
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Add up a contiguous tensor over the ranks, in place."""
+        if self._compute is not None:
+            options = dist.AllreduceOptions()
+            options.timeout = _COMPUTE_TIMEOUT
+            self._collect(lambda: self._compute.allreduce([tensor], options))
+
+    def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[..., c]`` of every rank side by side: ``[..., c * size]``."""
+        if self._compute is None:
+            return tensor
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = _COMPUTE_TIMEOUT
+        self._collect(lambda: self._compute.allgather([parts], [tensor], options))
+        return torch.cat(parts, dim=-1)
+
+    def stop(self) -> None:
+        """From any thread: a rank that waits for others raises instead."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Leave the groups; the others notice at once, also when an operation was given up."""
+        self.aside.close()
+        if self._given_up:
+            # Destroying a group waits for what is under way in it: cut its connections, and it ends.
+            cut(of_group(self._endpoints, self.rank))
+            give_up = time.monotonic() + _END_S
+            while not all(work.is_completed() for work in self._given_up) and time.monotonic() < give_up:
+                time.sleep(0.01)
+            if not all(work.is_completed() for work in self._given_up):
+                keep_for_ever((self._gloo, self._compute, self._given_up))
+        self._given_up = []
+        self._gloo = self._compute = self._store = None
+
+    def _broadcast(self, tensor: torch.Tensor, timeout: timedelta) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timeout
+        self._collect(lambda: self._gloo.broadcast([tensor], options), slices=True)
+
+    def _collect(self, start: Callable[[], Any], *, slices: bool = False) -> None:
+        work = None
+        try:
+            work = start()
+            if not slices:
+                work.wait()
+                return
+            while not self._waited(work):
+                if self._stopped.is_set():
+                    self._given_up.append(work)
+                    raise Broken(Reason.CANCELLED.error("the engine was stopped"))
+        except RuntimeError as error:
+            if work is not None:
+                self._given_up.append(work)
+            raise _lost(self.rank, str(error)) from error
+
+    def _waited(self, work: Any) -> bool:
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it ended just as the slice did: well, or with an error of its own
+        return True
+
+
+def _nccl(store: PrefixStore, rank: int, size: int) -> Any:
+    """For the steps. When one of its collectives fails torch ends the process, and should: by then the step has gone on
+    with what the collective did not bring.
+    """
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _COMPUTE_TIMEOUT
+    return nccl(store, rank, size, options)
+
+
+def _lost(rank: int, cause: str) -> Broken:
+    first_line = (cause.strip().splitlines() or ["no cause given"])[0]
+    return Broken(
+        Reason.RANK_LOST.error(
+            f"rank {rank} lost the connection to another rank of its engine: {first_line}", outcome=OUTCOME_UNKNOWN
+        )
+    )

@@ -1,0 +1,192 @@
+"""Adapter updates at one rank: staged beside what is loaded, put in its place by the commit. And unloading.
+
+Nothing that is served changes before the commit, and all ranks commit at one step: an adapter update that fails leaves
+no mixture, so its failures are refusals, whenever they come. Tensors are taken in beside generation. Only the requests
+with the adapter are stopped, from the seal to the commit.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED
+from rlctl.v1.verbs_pb2 import (
+    APPLY_MODE_STAGED,
+    AdapterList,
+    LoadAdapterRequest,
+    PrepareUpdateRequest,
+    UnloadAdapterRequest,
+    WeightsReport,
+)
+from rlctl.weights.checkpoint.checkpoint import Checkpoint
+from rlctl.weights.formats import lora
+from rlctl.weights.receiver import Receiver
+from rlctl.weights.shards.load_hooks import Load, LoadHooks, Loading, refuse_draft
+from rlctl.weights.shards.shard_map import ShardMap
+from rlctl.weights.tensor.tensors import parse_dtype
+from rlctl_torch.model.lora import LoraAdapter
+from rlctl_torch.rank import OpenUpdate, Rank, Weights, refuse
+from rlctl_torch.steps.background import Later
+from rlctl_torch.steps.collectives import Broken
+from rlctl_torch.steps.ordered_commands import with_outcome
+from rlctl_torch.verbs.update import InUpdate, add_seconds
+
+
+class PrepareAdapter:
+    """PrepareUpdate of kind adapter. The same update again starts anew."""
+
+    def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
+        if not update_id:
+            raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
+        if not request.adapter.name:
+            raise Reason.FIELD_REQUIRED.error("an adapter update names its adapter", field="adapter.name")
+        if request.apply == APPLY_MODE_STAGED:
+            raise Reason.FIELD_CONFLICT.error("an adapter is put in its place by the commit in any case", field="apply")
+        refuse_draft(request.selector, "selector")
+        self._rank = rank
+        self._request = request
+        self._update_id = update_id
+
+    def admit(self) -> bool:
+        """Refuse while the base is not whole, another update is open, or, unless they are stopped at the seal, requests
+        with the adapter are active.
+        """
+        rank, name = self._rank, self._request.adapter.name
+        if rank.update is not None and rank.update.update_id != self._update_id:
+            rank.refuse_during_update()
+        if MEMORY_TAG_WEIGHTS in rank.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; an adapter adds to nothing")
+        if rank.weights is not Weights.WHOLE:
+            raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
+        stopped = self._request.pause or self._request.abort_all_requests or rank.paused
+        if not stopped and rank.scheduler is not None:
+            refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> WeightsReport:
+        """Stage memory for the tensors, unless they come from disk."""
+        rank, request = self._rank, self._request
+        staged: list[LoraAdapter] = []
+
+        def stage() -> None:
+            if request.HasField("adapter_config"):
+                config, field = request.adapter_config, "adapter_config"
+                wire = rank.adapters.wire(config, parse_dtype(config.dtype, f"{field}.dtype"), field)
+                what = f"adapter {request.adapter.name!r}"
+                staged.append(rank.adapters.stage(request.adapter, config, wire, what=what, field=field))
+
+        rank.ranks.agree(stage)
+        if request.abort_all_requests and rank.scheduler is not None:
+            rank.scheduler.abort(rank.scheduler.using(request.adapter.name))
+        if rank.scheduler is not None:
+            rank.scheduler.release_adapter()  # the same update may have been sealed before it starts anew
+        loading = Loading(LoadHooks(), Load(self._update_id, full=True))
+        nothing = ShardMap({})
+        update = OpenUpdate(
+            self._update_id,
+            loading,
+            Receiver(nothing),
+            nothing,
+            rank.ranks.aside,
+            stages_adapter=request.adapter,
+            pause=request.pause,
+        )
+        if staged:
+            take(update, staged[0])
+        rank.update = update
+        return update.report
+
+
+def take(update: OpenUpdate, adapter: LoraAdapter) -> None:
+    """From now on the update's tensors are this adapter's."""
+    update.adapter = adapter
+    update.shards = adapter.shards
+    update.receiver = Receiver(adapter.shards)
+    update.receiver.begin(update.update_id)
+
+
+class LoadAdapter(InUpdate):
+    """LoadAdapter: every rank reads its parts into memory of the update."""
+
+    def __init__(self, rank: Rank, request: LoadAdapterRequest, update_id: str) -> None:
+        super().__init__(rank, update_id)
+        self._request = request
+
+    def run(self) -> AdapterList | Later:
+        """Check the files on all ranks, then read them, beside generation. An update of the base weights refuses it at
+        the step itself: its ranks agree in the engine's thread only.
+        """
+        update = self._open()
+        return Later(lambda: self._load(update)) if update.aside else self._load(update)
+
+    def _load(self, update: OpenUpdate) -> AdapterList:
+        rank = self._rank
+        opened: list[Checkpoint] = []
+        started = time.perf_counter()
+        try:
+            update.council.agree(lambda: opened.append(self._stage(update)))
+            assert update.adapter is not None
+            shards = update.adapter.shards
+            update.council.agree(lambda: update.receiver.wrote(shards.load(opened[0])))
+            rank.synchronise()
+        except RlctlError as error:
+            raise with_outcome(error, OUTCOME_REJECTED) from error
+        except Broken as broken:
+            raise with_outcome(broken.error, OUTCOME_REJECTED) from broken
+        finally:
+            for stored in opened:
+                stored.close()
+        update.report.tensors += len(shards.shards)
+        update.report.bytes_received += sum(shard.local.nbytes for shard in shards.shards.values())
+        add_seconds(update.report.load, time.perf_counter() - started)
+        return AdapterList(adapters=[update.adapter.info])
+
+    def _stage(self, update: OpenUpdate) -> Checkpoint:
+        rank, request = self._rank, self._request
+        told = update.stages_adapter
+        if told is None or told.name != request.name:
+            what = f"adapter {told.name!r}" if told else "the base weights"
+            raise Reason.FIELD_CONFLICT.error(f"the open update is of {what}", field="name")
+        path = rank.roots.resolve_checkpoint(request.path, field="path")
+        config, stored = lora.open_adapter(path)
+        try:
+            take(update, rank.adapters.stage(told, config, stored.metas, what=f"the adapter {path}", field="path"))
+        except RlctlError:
+            stored.close()
+            raise
+        return stored
+
+
+class Unload:
+    """UnloadAdapter."""
+
+    def __init__(self, rank: Rank, request: UnloadAdapterRequest) -> None:
+        self._rank = rank
+        self._request = request
+
+    def admit(self) -> bool:
+        """Refuse while requests use it, an update is open, or it is not loaded."""
+        rank, name = self._rank, self._request.name
+        assert rank.scheduler is not None
+        rank.refuse_during_update()
+        rank.adapters.find(name, "name")
+        if not self._request.abort_requests:
+            refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> AdapterList:
+        """Forget it; what uses it ends."""
+        self._rank.drop_adapter(self._request.name)
+        return listed(self._rank)
+
+
+def listed(rank: Rank) -> AdapterList:
+    """The adapters of this rank, by name."""
+    return AdapterList(adapters=[adapter.info for _, adapter in sorted(rank.adapters.loaded.items())])

@@ -1,0 +1,273 @@
+"""CheckWeights: digests of what a rank really holds, and what to do with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from google.protobuf.duration_pb2 import Duration
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
+from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
+    CHECK_ACTION_RESET_TENSORS,
+    CHECK_ACTION_SNAPSHOT,
+    CheckAction,
+    CheckReport,
+    CheckWeightsRequest,
+    Shape,
+    TensorDigest,
+)
+from rlctl.weights.shards.load_hooks import refuse_draft
+from rlctl.weights.shards.mismatch import difference
+from rlctl.weights.shards.shard_map import ShardMap, agree_to_go_on, model_digest
+from rlctl.weights.tensor.digest import RankDigest, Stop, rank_digest
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl_torch.model.lora import LoraAdapter
+from rlctl_torch.model.shadow_copy import Shadow
+from rlctl_torch.rank import Rank, Weights
+from rlctl_torch.steps.background import Later
+from rlctl_torch.steps.collectives import Council
+from rlctl_torch.verbs.probe import log_probabilities, refuse_prompts
+
+ACTIONS = (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_SNAPSHOT,
+    CHECK_ACTION_RESET_TENSORS,
+    CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
+)
+
+
+class Check:
+    """CheckWeights, every action. While steps are at rest it happens in the engine thread, otherwise beside them, as
+    with shadow copies always.
+    """
+
+    def __init__(self, rank: Rank, request: CheckWeightsRequest, update_id: str, deadline: float) -> None:
+        """``deadline`` is on :func:`time.monotonic`'s clock: whoever digests beside the steps ends by then."""
+        self._rank = rank
+        self._request = request
+        self._update_id = update_id
+        self._deadline = deadline
+        self._action = request.action or CHECK_ACTION_CHECKSUM
+        if self._action not in ACTIONS:
+            raise Reason.UNSUPPORTED.error(f"the torch engine has no checker action {self._action}", field="action")
+        refuse_draft(request.selector, "selector")
+
+    def admit(self) -> bool:
+        """Refuse without weights; do not scramble them under requests or an update, do not compute in between."""
+        rank = self._rank
+        if MEMORY_TAG_WEIGHTS in rank.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
+        if self._request.adapter:
+            if self._action != CHECK_ACTION_CHECKSUM:
+                raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
+            if self._request.shadow:
+                raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
+            self._adapter()
+        if self._action == CHECK_ACTION_RESET_TENSORS:
+            rank.refuse_during_update()
+            rank.refuse_active()
+        if self._action == CHECK_ACTION_COMPARE and rank.snapshot is None and not self._request.expected_digest:
+            raise Reason.FIELD_INVALID.error(
+                "there is neither a snapshot nor an expected_digest to compare with", field="action"
+            )
+        if self._action == CHECK_ACTION_PROBE:
+            refuse_prompts(rank, self._request.prompts)
+        if self._request.shadow:
+            self._shadow()
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> CheckReport | Later:
+        """Carry the action out. Raises DIGEST_MISMATCH when the model digest is not the expected one."""
+        rank = self._rank
+        if self._action == CHECK_ACTION_PROBE:
+            return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
+        if self._request.adapter:
+            return self._digest_adapter()
+        if self._action == CHECK_ACTION_RESET_TENSORS:
+            rank.beside.stop(Reason.WEIGHTS_DIRTY.error("the weights were scrambled meanwhile"))
+            scramble(rank, self._request.skip_tensors)
+        elif self._request.shadow or not rank.at_rest:
+            return self._beside()
+        return _Digesting(rank, self._request, self._action, rank.ranks).run()
+
+    def _beside(self) -> Later:
+        rank = self._rank
+        shadow = self._shadow().shards if self._request.shadow else None
+        digesting = _Digesting(rank, self._request, self._action, rank.ranks.aside, shadow)
+        timer = threading.Timer(
+            max(0.0, self._deadline - time.monotonic()),
+            digesting.stop.set,
+            [Reason.DEADLINE_EXCEEDED.error("the time was up before the weights were digested")],
+        )
+        timer.daemon = True
+        timer.start()
+
+        def work() -> CheckReport:
+            try:
+                return digesting.run()
+            finally:
+                timer.cancel()
+
+        # Nobody changes a copy but its own update, whose steps come one after the other.
+        return Later(work, digesting.stop if shadow is None else None)
+
+    def _shadow(self) -> Shadow:
+        """The copy of the update that the command belongs to. Raises UPDATE_NOT_FOUND."""
+        update = self._rank.update
+        if update is None or update.shadow is None or update.update_id != self._update_id:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {self._update_id or '(none)'} is open at this rank")
+        return update.shadow
+
+    def _adapter(self) -> LoraAdapter:
+        """The adapter that is meant. Raises ADAPTER_NOT_FOUND."""
+        update, name = self._rank.update, self._request.adapter
+        if update is not None and update.adapter is not None and update.adapter.info.name == name:
+            return update.adapter
+        return self._rank.adapters.find(name, "adapter")
+
+    def _digest_adapter(self) -> CheckReport:
+        shards, update = self._adapter().shards, self._rank.update
+        if update is not None and update.adapter is not None and update.adapter.shards is shards:
+            self._rank.ranks.agree(update.check_complete)
+        digesting = _Digesting(self._rank, self._request, self._action, self._rank.ranks, shards)
+        return digesting.run()
+
+
+class _Digesting:
+    """Digests of what a rank holds at the step at which this is made; told to stop before the weights change.
+
+    ``shadow``: the shard map of a shadow copy or an adapter, which is digested as a model only; None: what serves.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        request: CheckWeightsRequest,
+        action: CheckAction.ValueType,
+        council: Council,
+        shadow: ShardMap | None = None,
+    ) -> None:
+        self.stop = Stop()
+        self._rank = rank
+        self._request = request
+        self._action = action
+        self._council = council
+        self._shadow = shadow
+        self._origin = rank.origin if rank.update is None else None
+
+    def run(self) -> CheckReport:
+        """Digest; raises what :attr:`stop` was told."""
+        started = time.perf_counter()
+        request = self._request
+        report = CheckReport(action=self._action)
+        if self._shadow is not None:
+            report.tensor_count = len(self._digest_model(report, self._shadow, None).shards)
+        else:
+            self._digest_rank(report)
+        elapsed = time.perf_counter() - started
+        report.elapsed.CopyFrom(Duration(seconds=int(elapsed), nanos=int(elapsed % 1 * 1e9)))
+        if request.expected_digest and report.model_digest != request.expected_digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"the model digest is {report.model_digest}, {request.expected_digest} was expected",
+                field="expected_digest",
+                metadata={"expected": request.expected_digest, "found": report.model_digest},
+            )
+        return report
+
+    def _digest_rank(self, report: CheckReport) -> None:
+        rank, request = self._rank, self._request
+        local: RankDigest | None = None
+        # Who has to stop does so together with the others, which may be waiting for this rank.
+        try:
+            local = rank_digest(rank.model.module, request.skip_tensors, self.stop)
+        except RlctlError as error:
+            self.stop.set(error)
+        except Exception as error:  # noqa: BLE001 - what went wrong here is told at every rank
+            self.stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
+        if not request.HasField("model_digest") or request.model_digest or self._compares:
+            whole = len(self._digest_model(report, rank.model.shards, local).shards) == len(rank.model.shards.shards)
+            if self._origin is not None and whole:
+                self._origin.digest = report.model_digest
+        self.stop.check()
+        assert local is not None
+        digests = {entry.meta.name: entry.sha256 for entry in local.tensors}
+        report.tensor_count, report.rank_digest = len(digests), local.digest
+        if request.per_tensor:
+            report.tensors.extend(_entry(entry.meta, entry.sha256) for entry in local.tensors)
+        if self._action == CHECK_ACTION_SNAPSHOT:
+            rank.snapshot = digests
+        elif self._action == CHECK_ACTION_COMPARE and rank.snapshot is not None:
+            skip = request.skip_tensors
+            kept = {name: sha for name, sha in rank.snapshot.items() if not any(part in name for part in skip)}
+            _compare(report, digests, kept)
+
+    @property
+    def _compares(self) -> bool:
+        return bool(self._request.expected_digest or self._request.fingerprints)
+
+    def _digest_model(self, report: CheckReport, shards: ShardMap, local: RankDigest | None) -> ShardMap:
+        """Digest the full tensors, all ranks together; returns the map of those that were not to be left out."""
+        skip = self._request.skip_tensors
+        kept = ShardMap(
+            {name: shard for name, shard in shards.shards.items() if not any(part in name for part in skip)}
+        )
+        known = {} if local is None else self._full_here(kept, local)
+        with self._council.exchanging() as exchange:
+            result = model_digest(kept, exchange, stop=self.stop, known=known)
+            if self._request.fingerprints:
+                report.difference.CopyFrom(difference(kept, result, self._request.fingerprints))
+                agree_to_go_on(exchange, self.stop)
+        report.model_digest = result.digest
+        report.inconsistent.extend(result.inconsistent)
+        if self._request.per_tensor:
+            report.model_tensors.extend(_entry(kept.shards[name].meta, sha) for name, sha in result.digests.items())
+        return kept
+
+    def _full_here(self, shards: ShardMap, local: RankDigest) -> dict[str, str]:
+        """Digests that are a full tensor's as they are: same name, dtype and memory."""
+        parameters = self._rank.model.module.state_dict(keep_vars=True)
+        return {
+            entry.meta.name: entry.sha256
+            for entry in local.tensors
+            if (shard := shards.shards.get(entry.meta.name)) is not None
+            and shard.meta == entry.meta
+            and shard.local is parameters.get(entry.meta.name)
+        }
+
+
+def scramble(rank: Rank, skip: Sequence[str]) -> None:
+    """Change every byte of every weight whose name contains none of ``skip``, otherwise each time: two times do not
+    undo each other. Replicas stay alike. Only a full update makes the weights whole again.
+    """
+    rank.scrambled += 1
+    for name, tensor in rank.model.named.items():
+        if any(part in name for part in skip):
+            continue
+        data = as_bytes(tensor)
+        source = torch.Generator(data.device).manual_seed(rank.scrambled)
+        noise = torch.randint(1, 256, data.shape, dtype=data.dtype, device=data.device, generator=source)
+        torch.bitwise_xor(data, noise, out=data)
+    rank.weights = Weights.MIXED
+
+
+def _compare(report: CheckReport, found: Mapping[str, str], snapshot: Mapping[str, str]) -> None:
+    both = found.keys() & snapshot.keys()
+    report.matched = sum(found[name] == snapshot[name] for name in both)
+    report.changed.extend(sorted(name for name in both if found[name] != snapshot[name]))
+    report.missing.extend(sorted(snapshot.keys() - found.keys()))
+    report.unexpected.extend(sorted(found.keys() - snapshot.keys()))
+
+
+def _entry(meta: TensorMeta, sha256: str) -> TensorDigest:
+    return TensorDigest(name=meta.name, dtype=dtype_name(meta.dtype), shape=Shape(dims=meta.shape), sha256=sha256)

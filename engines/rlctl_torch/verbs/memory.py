@@ -1,0 +1,138 @@
+"""Giving memory regions back and taking them again. Their content is lost, unless the weights are to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, MemoryTag
+from rlctl.v1.verbs_pb2 import MemoryReport, ReleaseMemoryRequest, ResumeMemoryRequest
+from rlctl_torch.rank import Rank, Weights
+from rlctl_torch.steps.heap import give_back
+
+TAGS = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
+"""The regions that this engine has."""
+
+
+class Release:
+    """ReleaseMemory. A region that is released already is confirmed."""
+
+    def __init__(self, rank: Rank, request: ReleaseMemoryRequest) -> None:
+        self._rank = rank
+        self._tags = _tags(request.tags) or set(TAGS)
+        self._keep = request.keep_weights
+
+    def admit(self) -> bool:
+        """Refuse while requests hold KV entries, or an update is open."""
+        rank = self._rank
+        assert rank.scheduler is not None
+        rank.refuse_during_update()
+        if rank.scheduler.running:
+            raise Reason.MEMORY_NOT_RELEASABLE.error(
+                f"{rank.scheduler.running} samples hold KV entries; pause with retract or abort first",
+                metadata={"count": str(rank.scheduler.running)},
+            )
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> MemoryReport:
+        """Free the regions. Raises MEMORY_FULL, before any is freed, where the host has no room for the weights."""
+        rank = self._rank
+        rank.synchronise()
+        if self._keep and MEMORY_TAG_WEIGHTS in self._tags - rank.released:
+            try:
+                rank.ranks.agree(self._keep_weights)
+            except RlctlError:
+                rank.model.kept = None
+                raise
+        freed = 0
+        for tag in sorted(self._tags - rank.released):
+            if tag == MEMORY_TAG_WEIGHTS:
+                rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
+                if rank.weights is Weights.WHOLE and rank.model.kept is None:
+                    rank.weights = Weights.LOST
+            freed += _free(rank, tag)
+            rank.released.add(tag)
+        give_back(rank.device)
+        return _report(rank, freed)
+
+    def _keep_weights(self) -> None:
+        lacking = ""
+        try:
+            self._rank.model.keep()
+        except (RuntimeError, MemoryError) as error:
+            lacking = f"weights, in the memory of the host: {error}".splitlines()[0]
+        if lacking:
+            raise Reason.MEMORY_FULL.error(lacking)
+
+
+class Resume:
+    """ResumeMemory. A region that is not released is confirmed. Weights that were not kept come back as zeros."""
+
+    def __init__(self, rank: Rank, request: ResumeMemoryRequest) -> None:
+        self._rank = rank
+        self._tags = _tags(request.tags) or set(TAGS)
+
+    def admit(self) -> bool:
+        """Always possible."""
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> MemoryReport:
+        """Allocate the regions again: all of them at all ranks, or none at any. Raises MEMORY_FULL."""
+        rank = self._rank
+        taken: dict[MemoryTag.ValueType, int] = {}
+        try:
+            rank.ranks.agree(lambda: self._take(taken))
+        except RlctlError:
+            for tag in taken:
+                _free(rank, tag)
+            give_back(rank.device)
+            raise
+        rank.released -= taken.keys()
+        if MEMORY_TAG_WEIGHTS in taken:
+            rank.model.kept = None
+        return _report(rank, sum(taken.values()))
+
+    def _take(self, taken: dict[MemoryTag.ValueType, int]) -> None:
+        rank = self._rank
+        lacking = ""
+        for tag in sorted(self._tags & rank.released):
+            try:
+                taken[tag] = _allocate(rank, tag)
+            except RuntimeError as error:  # CUDA's has a class of its own, the host's has not
+                lacking = f"{MemoryTag.Name(tag).removeprefix('MEMORY_TAG_').lower()}: {error}".splitlines()[0]
+                break
+        if lacking:  # out here the traceback, and with it what was taken so far, is gone
+            raise Reason.MEMORY_FULL.error(lacking)
+
+
+def _report(rank: Rank, size: int) -> MemoryReport:
+    kept = [] if rank.model.kept is None else [MEMORY_TAG_WEIGHTS]
+    return MemoryReport(released=sorted(rank.released), bytes=size, kept=kept)
+
+
+def _allocate(rank: Rank, tag: MemoryTag.ValueType) -> int:
+    if tag == MEMORY_TAG_KV_CACHE:
+        rank.cache.allocate()
+        return rank.cache.nbytes
+    return rank.model.allocate()
+
+
+def _free(rank: Rank, tag: MemoryTag.ValueType) -> int:
+    if tag == MEMORY_TAG_KV_CACHE:
+        rank.cache.release()
+        return rank.cache.nbytes
+    return rank.model.release()
+
+
+def _tags(tags: Sequence[MemoryTag.ValueType]) -> set[MemoryTag.ValueType]:
+    for index, tag in enumerate(tags):
+        if tag not in TAGS:
+            name = MemoryTag.Name(tag) if tag in MemoryTag.values() else str(tag)
+            raise Reason.FIELD_INVALID.error(f"the torch engine has no region {name}", field=f"tags[{index}]")
+    return set(tags)

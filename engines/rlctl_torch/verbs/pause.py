@@ -1,0 +1,133 @@
+"""Pausing, continuing, flushing: what the verbs do to requests."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.common_pb2 import (
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    MemoryTag,
+    PauseMode,
+)
+from rlctl.v1.verbs_pb2 import (
+    ContinueGenerationRequest,
+    FlushCacheRequest,
+    FlushReport,
+    PauseGenerationRequest,
+)
+from rlctl_torch.rank import Rank, Weights
+
+PAUSE_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN)
+CACHE_TIERS = ("kv",)
+
+
+def mode_name(mode: PauseMode.ValueType) -> str:
+    """ "in_place" for PAUSE_MODE_IN_PLACE."""
+    return PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
+
+
+class Pause:
+    """PauseGeneration. The same mode again confirms; requests that come while it is paused wait."""
+
+    def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
+        self._rank = rank
+        self._mode = request.mode or PAUSE_MODE_ABORT
+        if self._mode not in PAUSE_MODES:
+            raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
+
+    def admit(self) -> bool:
+        """Refuse what would end requests that are frozen in place; a drain waits until nothing runs."""
+        rank = self._rank
+        assert rank.scheduler is not None
+        if rank.paused == PAUSE_MODE_IN_PLACE and self._mode in (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN):
+            raise Reason.PAUSE_MODE_CONFLICT.error(
+                f"generation is paused in_place; {mode_name(self._mode)} would have to end what is frozen", field="mode"
+            )
+        if self._mode == PAUSE_MODE_DRAIN and not rank.paused:
+            rank.draining = True
+            return rank.scheduler.running == 0
+        return True
+
+    def give_up(self) -> None:
+        """Start waiting requests again."""
+        self._rank.draining = False
+
+    def run(self) -> None:
+        """Stop; rank 0 also ends or sends back what runs."""
+        rank = self._rank
+        rank.draining = False
+        if rank.scheduler is not None and rank.paused != self._mode:
+            if self._mode == PAUSE_MODE_ABORT:
+                rank.scheduler.abort_all()
+            elif self._mode == PAUSE_MODE_RETRACT:
+                rank.scheduler.retract_all()
+        rank.paused = self._mode
+
+
+class Continue:
+    """ContinueGeneration. Confirms when generation is not paused."""
+
+    def __init__(self, rank: Rank, request: ContinueGenerationRequest) -> None:
+        self._rank = rank
+        self._empty_cache = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
+
+    def admit(self) -> bool:
+        """Refuse while something is missing that generation needs."""
+        rank = self._rank
+        if rank.in_place:
+            rank.refuse_during_update()
+        if rank.released:
+            names = ", ".join(MemoryTag.Name(t).removeprefix("MEMORY_TAG_").lower() for t in sorted(rank.released))
+            raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")
+        if rank.weights is Weights.MIXED:
+            raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
+        if rank.weights is Weights.LOST:
+            raise Reason.WEIGHTS_STALE.error("the weights were released, and no update has written them since")
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> None:
+        """Go on."""
+        if self._empty_cache and self._rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._rank.paused = PAUSE_MODE_UNSPECIFIED
+
+
+class Flush:
+    """FlushCache. The engine keeps no entries beyond their request, so there is only to see that none are in use."""
+
+    def __init__(self, rank: Rank, request: FlushCacheRequest) -> None:
+        self._rank = rank
+        timeout = request.idle_timeout
+        self._until = time.monotonic() + timeout.seconds + timeout.nanos / 1e9
+
+    def admit(self) -> bool:
+        """Wait for what runs, as long as the request says; what is frozen in place never ends."""
+        rank = self._rank
+        assert rank.scheduler is not None
+        running = rank.scheduler.running
+        if not running:
+            return True
+        if rank.paused or time.monotonic() >= self._until:
+            how = "frozen in place" if rank.paused else "running"
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"{running} samples are {how} and use their KV entries", metadata={"count": str(running)}
+            )
+        return False
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> FlushReport:
+        """Report the entries that finished and retracted samples have given up since the last flush; rank 0 counts."""
+        scheduler = self._rank.scheduler
+        return FlushReport(tiers=CACHE_TIERS, tokens=0 if scheduler is None else scheduler.take_dropped())

@@ -1,0 +1,144 @@
+"""From a generation request to the bodies of vLLM's /inference/v1/generate, one for each sample. Pure.
+
+vLLM ignores what it does not know, so nothing is passed on that is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl_servers.requests import limits as requests
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.sampling import check_pair, seed_of
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+
+PROCESSED = "processed_logprobs"
+"""vLLM's mode in which log probabilities are those after temperature."""
+
+_FIELDS = frozenset({"cache_salt", "priority"})
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""SGLang's names of what ``structured_outputs`` may hold, and vLLM's."""
+_SAMPLING_FIELDS = frozenset({"allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", *GRAMMARS})
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below it are 0 to vLLM (``_SAMPLING_EPS`` in ``vllm/sampling_params.py``)."""
+
+
+@dataclass(frozen=True)
+class Limits(requests.Limits):
+    """What the server can take.
+
+    Attributes:
+        most_logprobs: how many log probabilities at a position it gives; -1: all.
+        logprobs_mode: which log probabilities those are.
+        any_logprobs: they are wanted whatever they are, not only where they are rlctl's.
+    """
+
+    most_logprobs: int = 20
+    logprobs_mode: str = PROCESSED
+    any_logprobs: bool = False
+
+
+def scores_only(request: GenerateRequest) -> bool:
+    """Whether nothing is to be generated. vLLM generates at least one token, which is left out then."""
+    params = request.sampling_params
+    return params.HasField("max_new_tokens") and params.max_new_tokens == 0
+
+
+def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
+    """One body for each sample, under these ids, its adapter left out; ``ids``: the prompt.
+
+    With log probabilities of the prompt, which vLLM does not stream, they ask for one answer.
+
+    Raises FIELD_REQUIRED, FIELD_INVALID, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
+    """
+    check_pair(request, "null")
+    requests.check_ids(ids, limits, "text" if request.WhichOneof("prompt") == "text" else "input_ids.ids")
+    stream = requests.logprob_start(request, len(ids)) < 0
+    body: dict[str, Any] = {
+        "token_ids": list(ids),
+        "sampling_params": _sampling(request, len(ids), limits),
+        "stream": stream,
+        "output_mode": "text" if limits.tokenizer else "tokens",
+    }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    fields, sampling = requests.engine_fields(request, _FIELDS, _SAMPLING_FIELDS)
+    body |= fields
+    body["sampling_params"] |= structured(sampling)
+    made = []
+    for index, rid in enumerate(rids):
+        one = {**body, "request_id": rid}
+        if (seed := seed_of(request.sampling_params, index)) is not None:
+            one["sampling_params"] = {**body["sampling_params"], "seed": seed}
+        made.append(one)
+    return made
+
+
+def structured(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters with SGLang's grammars as vLLM's ``structured_outputs``. Raises FIELD_CONFLICT."""
+    shapes = {GRAMMARS[name]: value for name, value in sampling.items() if name in GRAMMARS}
+    if not shapes:
+        return dict(sampling)
+    if len(shapes) > 1 or "structured_outputs" in sampling:
+        raise Reason.FIELD_CONFLICT.error(f"{', '.join(shapes)} exclude each other", field="sampling_params")
+    others = {name: value for name, value in sampling.items() if name not in GRAMMARS}
+    return {**others, "structured_outputs": shapes}
+
+
+def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str, Any]:
+    params = request.sampling_params
+    known = requests.sampling_fields(params, limits)
+    new_tokens = max(requests.new_tokens(params, limits, length), 1)
+    temperature = requests.temperature(params, _GREEDY_BELOW)
+    sampling: dict[str, Any] = {
+        **known,
+        "n": 1,
+        "max_tokens": new_tokens,
+        "min_tokens": min(params.min_new_tokens, new_tokens),
+        "temperature": temperature,
+        "top_k": max(params.top_k, 0) if params.HasField("top_k") else 0,
+        "include_stop_str_in_output": params.no_stop_trim,
+        "detokenize": limits.tokenizer,
+    }
+    if (request.return_logprob or request.top_logprobs_num) and not limits.any_logprobs:
+        _refuse_other_logprobs(params, temperature, limits)
+    # The sampled token's comes beside the most likely ones, within the number asked for: one more makes room for it.
+    tops = min(request.top_logprobs_num + 1, limits.vocab_size) if request.top_logprobs_num else 0
+    if request.top_logprobs_num > limits.vocab_size or -1 < limits.most_logprobs < tops:
+        most = limits.vocab_size if limits.most_logprobs < 0 else min(limits.most_logprobs - 1, limits.vocab_size)
+        raise Reason.FIELD_INVALID.error(
+            f"top_logprobs_num is {request.top_logprobs_num}; this server gives {most}", field="top_logprobs_num"
+        )
+    if request.return_logprob or request.top_logprobs_num:
+        sampling["logprobs"] = tops
+    if requests.logprob_start(request) >= 0:
+        sampling["prompt_logprobs"] = tops
+    return sampling
+
+
+def _refuse_other_logprobs(params: SamplingParams, temperature: float, limits: Limits) -> None:
+    """rlctl's are those after temperature and before top_p, top_k and min_p. vLLM's are before all of it, or after."""
+    if limits.logprobs_mode == PROCESSED:
+        cut = {
+            "top_p": params.HasField("top_p") and params.top_p < 1,
+            "top_k": params.HasField("top_k") and params.top_k > 0,
+            "min_p": params.min_p > 0,
+        }
+        if temperature and (named := [name for name, given in cut.items() if given]):
+            raise Reason.UNSUPPORTED.error(
+                f"vLLM's log probabilities would be those after {named[0]}",
+                field=f"sampling_params.{named[0]}",
+                next_step="Ask for no log probabilities, or leave it out.",
+            )
+        return
+    penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty not in (0.0, 1.0)
+    if limits.logprobs_mode != "raw_logprobs" or penalised or temperature not in (0.0, 1.0):
+        raise Reason.UNSUPPORTED.error(
+            f"this vLLM's log probabilities ({limits.logprobs_mode}) are not those after temperature",
+            field="return_logprob",
+            next_step=f"Start it with --logprobs-mode {PROCESSED}.",
+        )

@@ -1,0 +1,63 @@
+"""Probes on a vLLM server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl_servers.requests import probe
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.reload_trial import Computed
+
+from rlctl.engine import Call
+from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
+from rlctl_vllm.options import PRODUCT
+from rlctl_vllm.requests.bodies import Limits
+from rlctl_vllm.requests.requests import GENERATE
+from rlctl_vllm.state import MODES, State
+
+
+class Prober(probe.Prober):
+    """Computes probes on one server."""
+
+    def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
+        super().__init__(PRODUCT, requests, limits, turn)
+        self._control = control
+        self._state = state
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is paused."""
+        return self._state.stopped
+
+    def refuse(self) -> None:
+        """Raise MEMORY_RELEASED where it cannot go on."""
+        self._state.refuse_continue(updating=False)
+
+    async def go_on(self, call: Call) -> None:
+        """Lift the pause."""
+        await self._control.must("/resume", {}, call=call)
+
+    async def stop_again(self, call: Call) -> None:
+        """Pause; an abort would end what waits, and there is nothing left to wait for."""
+        in_place = not self._state.paused or self._state.paused == PAUSE_MODE_IN_PLACE
+        mode = PAUSE_MODE_IN_PLACE if in_place else PAUSE_MODE_RETRACT
+        await self._control.must(f"/pause?{MODES[mode]}", {}, call=call)
+
+    async def logprobs(self, tokens: list[int], call: Call) -> list[float]:
+        """The log probability of every token but the first: vLLM's of a prompt are those before temperature."""
+        return list((await compute(self._control, call, tokens, 1)).logprobs)[:-1]
+
+
+async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:
+    """So many greedy tokens after a prompt. vLLM reads no cached prefix of a prompt whose log probabilities are asked
+    for.
+    """
+    sampling = {"max_tokens": count, "min_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": list(tokens), "sampling_params": {**sampling, "prompt_logprobs": 0, "logprobs": 0}}
+    told = await control.ask(GENERATE, body, call=call, admin=False)
+    (choice,) = told["choices"]
+    pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))
+    scored = [entry[str(token)]["logprob"] for token, entry in pairs[1:]]
+    output = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return Computed(choice["token_ids"], [*scored, *output])

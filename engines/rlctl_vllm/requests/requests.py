@@ -1,0 +1,271 @@
+"""Requests in vLLM's own format of token ids in and out, /inference/v1/generate: one for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.requests import limits as requests
+from rlctl_servers.requests.limits import logprob_start, refuse_prompt
+from rlctl_servers.requests.requests import ABORT_CALL_S
+from rlctl_servers.server.http import Http
+from rlctl_servers.updates.version_labels import Stamps
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.rollout_pb2 import (
+    FINISH_TYPE_ABORT,
+    FINISH_TYPE_LENGTH,
+    FINISH_TYPE_STOP,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    Sample,
+    TokenLogprob,
+)
+from rlctl_vllm.requests.bodies import Limits, bodies, scores_only
+
+GENERATE = "/inference/v1/generate"
+TOKENIZE_S = 10.0
+LONGEST_S = 86400.0
+"""How long an answer that is not streamed may take: whoever asked ends it by leaving."""
+
+_TOKEN = "token_id:"
+_OWN = ("finish_reason", "stop_reason", "weight_versions")
+"""What vLLM says of a sample at its end, beside the sample."""
+
+_FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
+
+
+class TokensInOut:
+    """vLLM's /inference/v1/generate and /abort_requests, as :class:`rlctl_servers.requests.requests.Dialect`."""
+
+    product = "vLLM"
+
+    def __init__(self, http: Http, limits: Limits, stamps: Stamps, adapters: LoraTable) -> None:
+        self.adapters = adapters
+        self.http = http
+        self.stamps = stamps
+        self._limits = limits
+
+    async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[_Reading]:
+        """The samples of a request. Raises ADAPTER_NOT_FOUND, and as :func:`rlctl_vllm.requests.bodies.bodies` does."""
+        if request.adapter:
+            self.adapters.find(request.adapter, "adapter")
+        refuse_prompt(request, self._limits)
+        ids = list(request.input_ids.ids)
+        if request.WhichOneof("prompt") == "text":
+            ids = await tokenize(self.http, request.text)
+        made = bodies(request, ids, engine_rids, self._limits)
+        return [_Reading(self, index, request, body) for index, body in enumerate(made)]
+
+    def admit(self, request: GenerateRequest) -> None:
+        """Nothing needs to wait: vLLM's servers have no pairs."""
+
+    def prepares(self, request: GenerateRequest) -> bool:  # noqa: ARG002
+        """No request keeps vLLM from anything while it is paused."""
+        return False
+
+    def ends(self, *, heard: bool) -> bool:  # noqa: ARG002 - SGLang's cannot always be
+        """Whether the end of a sample can be asked for."""
+        return True
+
+    async def end(self, engine_rids: Sequence[str] | None) -> None:
+        """End samples early; None: all that the server has."""
+        # An empty list would end all of them.
+        if engine_rids is not None and not engine_rids:
+            return
+        body = {} if engine_rids is None else {"request_ids": [f"generate-tokens-{rid}" for rid in engine_rids]}
+        try:
+            answer = await self.http.call("/abort_requests", body, timeout_s=ABORT_CALL_S)
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error("vLLM did not take the abort in time") from None
+        if answer.status != 200:
+            raise Reason.ENGINE_FAILED.error(f"vLLM refused the abort: {answer.message}")
+
+
+async def tokenize(http: Http, text: str) -> list[int]:
+    """A prompt's token ids. Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING, and what vLLM refuses."""
+    if not text:
+        return []
+    try:
+        answer = await http.call("/tokenize", {"prompt": text}, timeout_s=TOKENIZE_S, admin=False)
+    except TimeoutError:
+        raise Reason.DEADLINE_EXCEEDED.error("vLLM did not tokenize the prompt in time") from None
+    except RlctlError as error:
+        raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+    if not answer.ok:
+        raise refused(answer.message, answer.status)
+    return [int(token) for token in answer.body["tokens"]]
+
+
+class _Reading:
+    """One sample as it comes: messages with what is new of it, then one with the counts."""
+
+    def __init__(self, dialect: TokensInOut, index: int, request: GenerateRequest, body: dict[str, Any]) -> None:
+        self._dialect = dialect
+        self._since = dialect.stamps.present
+        self._index = index
+        self._request = request
+        self._body = body
+        self._head = index == 0
+        self._tokens = 0
+        self._last = 0
+        self._ended: GenerateResponse | None = None
+        self._words: dict[str, Any] = {}
+        self._adapter_version = ""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return self._tokens
+
+    @property
+    def over(self) -> bool:
+        """Whether its end was told."""
+        return self._ended is not None
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """vLLM's stream of it, or its one answer."""
+        with self._dialect.adapters.using(self._request.adapter) as held:
+            if held is not None:
+                self._body["model"], self._adapter_version = held.name, held.info.version
+            async with aclosing(self._events()) as events:
+                async for told in events:
+                    yield told
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        http = self._dialect.http
+        try:
+            if self._body["stream"]:
+                async with aclosing(http.stream(GENERATE, self._body)) as stream:
+                    async for told in stream:
+                        yield told
+                return
+            answer = await http.call(GENERATE, self._body, timeout_s=LONGEST_S, admin=False)
+        except RlctlError as error:
+            status = int(error.metadata.get("status", "0"))
+            raise (refused(error.message, status) if status else Reason.STAGE_NOT_SERVING.error(error.message)) from (
+                error
+            )
+        if answer.status != 200:
+            raise refused(answer.message, answer.status)
+        yield answer.body
+
+    def take(self, told: dict[str, Any]) -> GenerateResponse | None:
+        """What is new; a sample's last tokens are held back until the counts have come, which belong to them."""
+        if "choices" not in told:
+            error = told.get("error") or {}
+            raise refused(str(error.get("message")), int(error.get("code") or 500))
+        response: GenerateResponse | None = None
+        if told["choices"]:
+            response = GenerateResponse(samples=[self._sample(told["choices"][0])])
+            if self._head:
+                self._head = False
+                self._say_of_prompt(response, told)
+            if response.samples[0].HasField("finish_reason"):
+                self._ended, response = response, None
+                self._words = {name: told["choices"][0].get(name) for name in _OWN}
+        if told.get("usage") and self._ended is not None:
+            response = self._ended
+            details = told["usage"].get("prompt_tokens_details") or {}
+            sample = response.samples[0]
+            sample.cached_tokens = int(details.get("cached_tokens") or 0)
+            self._dialect.stamps.kv_of(sample)
+            if self._request.return_engine_meta:
+                sample.engine_meta.update({**self._words, "usage": told["usage"]})
+        return response
+
+    def _sample(self, choice: Mapping[str, Any]) -> Sample:
+        ids = [int(token) for token in choice.get("token_ids") or ()]
+        sample = Sample(index=self._index)
+        finish = choice.get("finish_reason")
+        if scores_only(self._request):
+            finish = finish and ("abort" if finish == "abort" else "length")
+        else:
+            self._last = ids[-1] if ids else self._last
+            self._tokens += len(ids)
+            sample.text = choice.get("text") or ""
+            sample.output_ids.extend(ids)
+            sample.output_logprobs.extend(self._logprobs(ids, choice.get("logprobs")))
+        sample.completion_tokens = self._tokens
+        if finish is not None:
+            sample.finish_reason.CopyFrom(self._finish(str(finish), choice.get("stop_reason")))
+            self._dialect.stamps.spans(sample, choice.get("weight_versions") or (), self._since)
+            for span in sample.versions:
+                span.adapter_version = self._adapter_version
+        return sample
+
+    def _logprobs(self, ids: Sequence[int], told: Mapping[str, Any] | None) -> list[TokenLogprob]:
+        if not told or not (self._request.return_logprob or self._request.top_logprobs_num):
+            return []
+        entries = []
+        for token_id, entry in zip(ids, told["content"], strict=True):
+            made = TokenLogprob(token_id=token_id, logprob=entry["logprob"])
+            if self._request.top_logprobs_num:
+                tops = [(id_of(top), float(top["logprob"])) for top in entry.get("top_logprobs") or ()]
+                made.top.extend(_entries(tops, self._request.top_logprobs_num))
+            entries.append(made)
+        return entries
+
+    def _say_of_prompt(self, response: GenerateResponse, told: Mapping[str, Any]) -> None:
+        ids = self._body["token_ids"]
+        response.prompt_tokens = len(ids)
+        if self._request.WhichOneof("prompt") == "text":
+            response.prompt_ids.extend(ids)
+        start = logprob_start(self._request)
+        if start < 0:
+            return
+        for token_id, entry in list(zip(ids, told.get("prompt_logprobs") or (), strict=False))[start:]:
+            made = response.input_logprobs.add(token_id=token_id)
+            if entry is None:  # nothing comes before the first token
+                continue
+            made.logprob = entry[str(token_id)]["logprob"]
+            tops = [(int(top), float(value["logprob"])) for top, value in entry.items()]
+            made.top.extend(_entries(tops, self._request.top_logprobs_num))
+
+    def _finish(self, kind: str, stop: int | str | None) -> FinishReason:
+        if kind not in _FINISH:
+            raise Reason.ENGINE_FAILED.error(f"vLLM ended the sample for a reason that is not known: {kind}")
+        reason = FinishReason(type=_FINISH[kind])
+        if kind == "abort":
+            reason.message = "aborted"
+        elif kind == "stop" and isinstance(stop, str):
+            reason.matched_string = stop
+        elif kind == "stop":
+            # An end-of-sequence token is not named; it is the last one.
+            reason.matched_token = self._last if stop is None else int(stop)
+        return reason
+
+
+def id_of(top: Mapping[str, Any]) -> int:
+    """Which token one of the most likely ones is. Raises UNSUPPORTED."""
+    if "token_id" in top:
+        return int(top["token_id"])
+    return id_in(str(top["token"]))
+
+
+def id_in(token: str) -> int:
+    """The id in "token_id:5". Raises UNSUPPORTED for a token's text."""
+    if not token.startswith(_TOKEN):
+        raise Reason.UNSUPPORTED.error(
+            "this vLLM names tokens by their text, which is no token id",
+            field="top_logprobs_num",
+            next_step="Start it with --return-tokens-as-token-ids.",
+        )
+    return int(token[len(_TOKEN) :])
+
+
+def most_likely(tops: Iterable[tuple[int, float]], count: int) -> list[tuple[int, float]]:
+    """The first so many by probability: the sampled token is among what vLLM gives, one of them or not."""
+    return sorted(tops, key=lambda top: -top[1])[:count]
+
+
+def _entries(tops: Iterable[tuple[int, float]], count: int) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id=token, logprob=value) for token, value in most_likely(tops, count)]
+
+
+def refused(message: str, status: int) -> RlctlError:
+    """What vLLM has refused a request for."""
+    return requests.refused("vLLM", message, status, ("longer than", "maximum context length"))

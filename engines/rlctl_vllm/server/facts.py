@@ -1,0 +1,309 @@
+"""What a running vLLM says about itself, and what follows from it: layout, limits, capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlctl_servers.adapters.adapters import ADAPTERS_BY
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
+
+from rlctl.contract.verbs import VERBS
+from rlctl.contract.vllm_groups import BACKEND
+from rlctl.engine import Call, EngineConfig
+from rlctl.v1 import common_pb2, fleet_pb2
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, CHECK_ACTION_PROBE, Loads, ServerInfo
+from rlctl_vllm.requests.bodies import Limits
+from rlctl_vllm.server.update_blockers import kept_by
+from rlctl_vllm.state import MODES, TAGS
+from rlctl_vllm.updates import native_nccl as native
+from rlctl_vllm.updates.worker_calls import EXTENSION
+
+_ROUTES: Mapping[str, Sequence[str]] = {
+    "PauseGeneration": ("/pause",),
+    "ContinueGeneration": ("/resume",),
+    "AbortRequests": ("/abort_requests",),
+    "FlushCache": ("/reset_prefix_cache",),
+    "ReleaseMemory": ("/sleep", "/release_kv_cache_memory"),
+    "ResumeMemory": ("/wake_up",),
+    "UpdateWeightsFromDisk": ("/collective_rpc", "/update_weight_version"),
+}
+"""Routes that a verb needs: versions of vLLM differ."""
+
+_IN_WORKERS = (
+    *("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFromDistributed"),
+    *("UpdateWeightsFromTensor", "CheckWeights", "SendWeights"),
+)
+"""Verbs that the extension carries out."""
+
+_LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
+
+_READING = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read the safetensors files of a checkpoint, at the start and at each load from disk. The others
+make weights up, or take those of other files.
+"""
+
+_CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was asked of the server once, after its start.
+
+    Attributes:
+        version: vLLM's version.
+        config: its configuration, by section.
+        label: its weight version's label.
+        ranks: what each rank says of itself; none without the extension.
+        unsupported: why a verb cannot be done, by verb.
+        native: without the extension it takes weights in by its own engine.
+    """
+
+    version: str
+    config: Mapping[str, Any]
+    label: str
+    ranks: Sequence[Mapping[str, Any]]
+    unsupported: Mapping[str, str]
+    native: bool = False
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it computes on a CPU."""
+        return "cpu" in str(self._of("device_config", "device_type") or self._of("device_config", "device") or "cpu")
+
+    @property
+    def memory_tags(self) -> frozenset[common_pb2.MemoryTag.ValueType]:
+        """Regions that it can really release."""
+        return frozenset(TAGS) if self._of("model_config", "enable_sleep_mode") else frozenset()
+
+    @property
+    def load_format(self) -> str:
+        """How it reads checkpoints."""
+        return str(self._of("load_config", "load_format") or "auto")
+
+    @property
+    def reads(self) -> bool:
+        """Whether what it loads of a checkpoint are its safetensors files."""
+        return self.load_format in _READING
+
+    @property
+    def lora(self) -> Mapping[str, Any] | None:
+        """What it was started for of adapters."""
+        found: Mapping[str, Any] | None = self.config.get("lora_config")
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Model digest of what its ranks held when they were asked; "" where that cannot be read back."""
+        return str(self.ranks[0]["digest"]) if self.ranks else ""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache has room for."""
+        return int(self._of("cache_config", "kv_cache_size_tokens") or 0)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel size."""
+        return int(self._of("parallel_config", "tensor_parallel_size") or 1)
+
+    @property
+    def world_size(self) -> int:
+        """Number of its workers, data-parallel ones included."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        product = 1
+        for size in sizes:
+            product *= int(self._of("parallel_config", size) or 1)
+        return product
+
+    @property
+    def writable(self) -> bool:
+        """Whether it can be updated from disk: of several ranks each must answer for itself."""
+        answers = bool(self.ranks) or self.native or self.world_size == 1
+        return answers and "UpdateWeightsFromDisk" not in self.unsupported
+
+    def unwritable(self, why: str) -> Facts:
+        """The same server, which takes no weights in."""
+        return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
+
+    @property
+    def fronts(self) -> int:
+        """Number of its API servers, each of which may be the one that is asked."""
+        return int(self._of("parallel_config", "_api_process_count") or 1)
+
+    @property
+    def extended(self) -> bool:
+        """Whether the extension may be in its workers. Of several ranks only those are asked that have it: a call that
+        fails leaves answers of theirs unread.
+        """
+        return self._of("parallel_config", "worker_extension_cls") == EXTENSION or self.world_size == 1
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of its weights, "torch.float32" say."""
+        return str(self._of("model_config", "dtype") or "")
+
+    def limits(self, model: Mapping[str, Any]) -> Limits:
+        """What requests it can take; ``model``: the checkpoint's config."""
+        text = model.get("text_config") or model
+        context = int(self._of("model_config", "max_model_len") or text.get("max_position_embeddings") or 0)
+        return Limits(
+            vocab_size=int(text.get("vocab_size") or 0),
+            context_length=context,
+            longest_prompt=context - 1,
+            tokenizer=not self._of("model_config", "skip_tokenizer_init"),
+            most_logprobs=int(self._of("model_config", "max_logprobs") or 0),
+            logprobs_mode=str(self._of("model_config", "logprobs_mode") or "raw_logprobs"),
+        )
+
+    def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
+        """Every rank's coordinates; those of a server without the extension share no memory with anybody."""
+        places = self.ranks or [{"rank": rank, "device": "", "host_id": ""} for rank in range(self.world_size)]
+        return fleet_pb2.StageLayout(
+            tp_size=self.tp_size,
+            pp_size=int(self._of("parallel_config", "pipeline_parallel_size") or 1),
+            dp_size=int(self._of("parallel_config", "data_parallel_size") or 1),
+            ep_size=1,
+            store_host=self.ranks[0]["store"][0] if self.digest else "",
+            store_port=self.ranks[0]["store"][1] if self.digest else 0,
+            workers=[
+                common_pb2.WorkerCoordinates(
+                    rank=place["rank"],
+                    tp=place["rank"] % self.tp_size,
+                    pp=place["rank"] // self.tp_size,
+                    node=config.node,
+                    device=place["device"],
+                    host_id=place["host_id"],
+                )
+                for place in places
+            ],
+        )
+
+    def capabilities(self, *, readable: bool, probes: bool, unproven: str = "") -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed.
+
+        ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
+        """
+        transports = [common_pb2.TRANSPORT_DISK]
+        verification = []
+        if self.ranks:
+            transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
+            if self.ranks[0]["host_id"]:
+                transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
+            if not self.cpu:
+                transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
+            verification = [common_pb2.VERIFICATION_LEVEL_NONE]
+            if not unproven:
+                verification.append(common_pb2.VERIFICATION_LEVEL_RECEIVED)
+        elif self.world_size == 1:
+            verification = [common_pb2.VERIFICATION_LEVEL_NONE]
+        if readable:
+            verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
+        actions = [CHECK_ACTION_CHECKSUM] if readable else []
+        if self.native:
+            transports.insert(0, common_pb2.TRANSPORT_VLLM_NCCL)
+        unsupported = dict(self.unsupported)
+        if probes:
+            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
+            actions.append(CHECK_ACTION_PROBE)
+            unsupported.pop("CheckWeights", None)
+        answers_for_ranks = self.world_size > 1 and not self.ranks
+        unsupported |= without_levels(verification, answers_for_ranks=answers_for_ranks, unproven=unproven)
+        return fleet_pb2.Capabilities(
+            pause_modes=list(MODES),
+            transports=transports,
+            # The stage server reads segments in the host's memory, not in a GPU's.
+            adapter_transports=[
+                each
+                for each in transports
+                if each in ADAPTERS_BY
+                and (each == common_pb2.TRANSPORT_DISK or (self.cpu and "UpdateWeightsFromTensor" not in unsupported))
+            ],
+            verification=verification,
+            load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
+            memory_tags=sorted(self.memory_tags),
+            check_actions=actions,
+            cache_tiers=["prefix"],
+            experimental=[
+                *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
+                *([f"transport.{BACKEND}"] if self.native else []),
+            ],
+            unsupported=unsupported,
+            keeps_weights=bool(self.memory_tags),
+            answers_for_ranks=answers_for_ranks,
+        )
+
+    def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
+        """How it was started, without its keys."""
+        settings = (
+            (f"{section}.{key}", value)
+            for section in _CONFIGS
+            for key, value in (self.config.get(section) or {}).items()
+        )
+        return server_info(name, self.version, node, pid, uptime_s, settings)
+
+    def _of(self, section: str, name: str) -> Any:
+        return (self.config.get(section) or {}).get(name)
+
+
+async def ask(
+    control: Control, verbs: Iterable[str], attach: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], call: Call
+) -> Facts:
+    """What the server says.
+
+    ``verbs``: those that the plug-in has code for; ``attach``: what each rank says of itself, by the extension. Raises
+    as :meth:`Control.ask`, and what ``attach`` raises.
+    """
+    told = await control.ask("/server_info?config_format=json", call=call, admin=False)
+    routes = set((await control.ask("/openapi.json", call=call, admin=False)).get("paths", ()))
+    version = str((await control.ask("/version", call=call, admin=False))["version"])
+    label = str((await control.ask("/weight_info", call=call, admin=False))["weight_version"])
+    facts = Facts(version, told["vllm_config"], label, (), {})
+    ranks = await attach() if facts.extended else ()
+    facts = replace(facts, ranks=ranks)
+    unsupported = {name: "the vLLM plug-in has no code for it" for name in VERBS if name not in set(verbs)}
+    unsupported |= without_code(f"vLLM {version}", _ROUTES, routes)
+    if not ranks:
+        why = await native.obstacle(control, facts.config, label, facts.world_size, call, cpu=facts.cpu)
+        facts = replace(facts, native=not why)
+        for verb in set(_IN_WORKERS) - set(native.VERBS if facts.native else ()):
+            unsupported[verb] = " ".join(
+                filter(None, (f"this vLLM was started without --worker-extension-cls {EXTENSION}", why))
+            )
+    elif not facts.digest:
+        unsupported["SendWeights"] = unsupported["CheckWeights"] = (
+            "this vLLM's weights are not read back: layers that give no weights, or several ranks of so large a model"
+        )
+    if not facts.reads:
+        unsupported["UpdateWeightsFromDisk"] = (
+            f"vLLM was started with --load-format {facts.load_format}: it would not read safetensors files"
+        )
+    if facts.lora is None:
+        unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without --enable-lora")
+    elif not routes.issuperset(_LORA):
+        unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
+    elif facts.fronts > 1:
+        unsupported |= dict.fromkeys(_ADAPTERS, "each of this vLLM's API servers has adapters of its own")
+    for keeper in kept_by(facts.config):
+        unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)
+    if not facts.memory_tags:
+        for verb in ("ReleaseMemory", "ResumeMemory"):
+            unsupported[verb] = "vLLM was started without --enable-sleep-mode: it would release nothing"
+    return replace(facts, unsupported=unsupported)
+
+
+def loads(metrics: str) -> Loads:
+    """What is queued and running, from vLLM's Prometheus text."""
+
+    def total(name: str) -> float:
+        lines = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    return Loads(
+        running=int(total("vllm:num_requests_running")),
+        waiting=int(total("vllm:num_requests_waiting")),
+        generated_tokens=int(total("vllm:generation_tokens_total")),
+    )

@@ -1,0 +1,76 @@
+"""Memory regions: vLLM's sleep. Level 1 for everything, so that weights come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rlctl_servers.server.admin_calls import Control
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import Call
+from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, OUTCOME_UNKNOWN, MemoryTag
+from rlctl.v1.verbs_pb2 import MemoryReport
+from rlctl_vllm.state import MODES, TAGS, State
+from rlctl_vllm.updates.updates import hold, let_go
+
+
+async def release(
+    control: Control,
+    state: State,
+    tags: Sequence[MemoryTag.ValueType],
+    known: Collection[MemoryTag.ValueType],
+    active: int,
+    call: Call,
+) -> MemoryReport:
+    """Give regions back; ``active``: requests that have not ended.
+
+    Raises MEMORY_NOT_RELEASABLE while there are any, FIELD_INVALID for what vLLM cannot release.
+    """
+    wanted = state.release(tags, known)
+    if wanted:
+        await hold(control, state, call)
+        try:
+            if active:
+                raise Reason.MEMORY_NOT_RELEASABLE.error(
+                    f"{active} requests are active; pause with abort or drain first"
+                )
+            path = "/release_kv_cache_memory" if wanted == {MEMORY_TAG_KV_CACHE} else "/sleep?level=1&mode=keep"
+            await control.must(path, {}, call=call, reason=Reason.MEMORY_NOT_RELEASABLE)
+        except RlctlError as error:
+            if error.outcome == OUTCOME_UNKNOWN:
+                state.released |= wanted  # nothing goes on before they were taken again
+            await let_go(control, state, call)
+            raise
+        state.released |= wanted
+    return _report(state)
+
+
+async def resume(
+    control: Control,
+    state: State,
+    tags: Sequence[MemoryTag.ValueType],
+    known: Collection[MemoryTag.ValueType],
+    call: Call,
+) -> MemoryReport:
+    """Take regions again, those of them that are released; what is not is confirmed.
+
+    vLLM goes on generating once it has all of them: the pause that was asked for is asked for again.
+    """
+    wanted = state.resume(tags, known)
+    if wanted:
+        names = "&".join(f"tags={TAGS[tag]}" for tag in sorted(wanted))
+        await control.must(f"/wake_up?{names}", {}, call=call)
+        state.released -= wanted
+        if not state.released:
+            state.held = False
+            if state.paused:
+                await control.must(f"/pause?{MODES[state.paused]}", {}, call=call)
+    else:
+        await let_go(control, state, call)
+    return _report(state)
+
+
+def _report(state: State) -> MemoryReport:
+    """Level 1 keeps the weights, whether that was asked for or not."""
+    released = sorted(state.released)
+    return MemoryReport(released=released, kept=[tag for tag in released if tag == MEMORY_TAG_WEIGHTS])

@@ -1,0 +1,62 @@
+"""The vLLM server behind an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from rlctl_servers.server import server
+from rlctl_servers.server.http import Http
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import EngineConfig
+from rlctl_vllm.options import PRODUCT, Options, parse_options
+from rlctl_vllm.server.process import VLLMProcess
+
+
+async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
+    """See :func:`rlctl.engine.recognise`."""
+    if "version" not in await server.told_at(PRODUCT, url, "/version", ""):
+        return ""
+    models = await server.told_at(PRODUCT, url, "/v1/models", parse_options({**options, "url": url}).api_key)
+    return str(next((model.get("root", "") for model in models.get("data", ())), ""))
+
+
+class Server(server.Server):
+    """One vLLM server. One that runs already can be driven by everybody who reaches it.
+
+    Attributes:
+        place: directory of a launched one, removed when it has ended.
+    """
+
+    probe: ClassVar[str] = "/health"
+
+    def __init__(self, config: EngineConfig, options: Options, on_end: Callable[[RlctlError], None]) -> None:
+        """``on_end`` is told, from any thread, when it is gone. Raises FIELD_INVALID."""
+        process = None if options.url else VLLMProcess(config, options)
+        self.place = process.scratch.path if process else None
+        http = process.http if process else Http(PRODUCT, options.url, options.api_key)
+        super().__init__(process, http, on_end)
+
+    async def refuse_unready(self) -> None:
+        """Raise why a server that runs already cannot be attached to."""
+        health = await self.http.call("/health", timeout_s=server.PROBE_S)
+        if health.status != 200:
+            raise Reason.ILLEGAL_STATE.error(f"vLLM at {self.http.url} is not ready", field="options.url")
+        if (await self.http.call("/v1/models", timeout_s=server.PROBE_S, admin=False)).status == 401:
+            raise Reason.FIELD_INVALID.error(
+                f"vLLM at {self.http.url} does not take the key", field="options.api_key_file"
+            )
+        paused = await self.http.call("/is_paused", timeout_s=server.PROBE_S)
+        if paused.status == 404:
+            raise Reason.UNSUPPORTED.error(
+                f"vLLM at {self.http.url} has no admin calls",
+                field="options.url",
+                next_step="Start it with VLLM_SERVER_DEV_MODE=1, where nobody else reaches it: they ask for no key.",
+            )
+        if not paused.ok or paused.body.get("is_paused"):
+            raise Reason.ILLEGAL_STATE.error(
+                f"vLLM at {self.http.url} is paused",
+                field="options.url",
+                next_step="Attach to a server that generates: what it was told before is not known here.",
+            )

@@ -1,0 +1,49 @@
+"""vLLM's settings that keep, copy or move weights or KV entries (0.32.0); see
+:mod:`rlctl_servers.server.update_blockers`.
+
+Read and found harmless in 0.32.0: prefix caching and the encoder cache of the workers (emptied), ``cpu_offload_gb``
+(the parameter itself lies in host memory), sleep mode (level 1 brings the same bytes back), speculative decoding (a
+stale draft costs tokens that are not accepted), the cache of preprocessed pictures (no weights take part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl_servers.server.update_blockers import COPIES, EMBEDDINGS, EXPERTS, SHARED, STORE, Keeper, keepers_in
+
+KEEPERS = (
+    Keeper("kv_transfer_config", STORE),
+    Keeper("kv_offloading_size", STORE),
+    Keeper("ec_transfer_config", EMBEDDINGS),
+    Keeper("ec_manager_config", EMBEDDINGS),
+    Keeper("enable_eplb", EXPERTS),
+    Keeper("enable_elastic_ep", EXPERTS),
+    Keeper("offload_group_size", COPIES),
+    Keeper("load_format", SHARED, on=("ipc_cache",)),
+)
+
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "kv_transfer_config": ("kv_transfer_config", "kv_connector"),
+    "kv_offloading_size": ("cache_config", "kv_offloading_size"),
+    "ec_transfer_config": ("ec_transfer_config", "ec_connector"),
+    "ec_manager_config": ("ec_manager_config", "encoder_cache_manager_cls"),
+    "enable_eplb": ("parallel_config", "enable_eplb"),
+    "enable_elastic_ep": ("parallel_config", "enable_elastic_ep"),
+    "offload_group_size": ("offload_config", "prefetch", "offload_group_size"),
+    "load_format": ("load_config", "load_format"),
+}
+"""Where a server's configuration says what an argument has come to."""
+
+
+def kept_by(config: Mapping[str, Any]) -> list[Keeper]:
+    """Those that a server runs with; ``config``: its configuration, by section."""
+    return keepers_in(KEEPERS, {name: _at(config, place) for name, place in _PLACES.items()})
+
+
+def _at(config: Mapping[str, Any], place: tuple[str, ...]) -> object:
+    value: Any = config
+    for name in place:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,231 @@
+"""Requests under way: each sample is one request of vLLM's, under an id that nobody else uses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+from rlctl_servers.requests.limits import refuse_prompt
+
+from rlctl.contract.errors import Reason, RlctlError, typed
+from rlctl.contract.sampling import check_samples
+from rlctl.sglang_api.request import Asked, Asking
+from rlctl_vllm.requests.bodies import bodies
+from rlctl_vllm.requests.requests import LONGEST_S, refused, tokenize
+from rlctl_vllm.sidecar.responses import COMPLETIONS, Sample, completion
+from rlctl_vllm.sidecar.upstream import About, Upstream
+
+AGAIN_S = 0.5
+"""How often vLLM is told again to end a request: one that it had not taken in by then goes on otherwise."""
+
+CUT_S = 5.0
+"""After so long the connection of a request that was to end is closed: one that a pause holds back has no other end."""
+
+
+class _Running:
+    """One sample under way."""
+
+    def __init__(self, rid: str, group: str) -> None:
+        self.rid = rid
+        self.group = group
+        self.engine_rid = uuid.uuid4().hex
+        self.cut = asyncio.Event()
+
+
+class Requests:
+    """The requests at one vLLM server, on one event loop.
+
+    Attributes:
+        progress: goes up whenever vLLM says something of any request.
+    """
+
+    def __init__(self, upstream: Upstream, about: About, *, driven: bool) -> None:
+        """``driven``: rlctl sets the labels of the server's weight versions."""
+        self.progress = 0
+        self._upstream = upstream
+        self._about = about
+        self._driven = driven
+        self._running: dict[str, _Running] = {}
+
+    @property
+    def active(self) -> int:
+        """Samples that have not ended."""
+        return len(self._running)
+
+    samples = active
+
+    async def whole(self, asking: Asking) -> Any:
+        """The answer to a call that is not streamed. Raises what is wrong with it, and what vLLM refuses."""
+        started = time.perf_counter()
+        made = await self._begin(asking, stream=not self._about.admin)
+        tasks = [asyncio.create_task(self._run(*each)) for each in made]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _end(tasks)
+        took = time.perf_counter() - started
+        answers = [sample.answer() for sample, _, _ in made]
+        for answer in answers:
+            answer["meta_info"]["e2e_latency"] = took
+        return answers if asking.listed else answers[0]
+
+    async def streamed(self, asking: Asking) -> AsyncGenerator[dict[str, Any], None]:
+        """The answers to a call that is streamed: of each sample all of it so far, as often as there is more.
+
+        Raises, before the first of them, what is wrong with the call.
+        """
+        made = await self._begin(asking, stream=True)
+        changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
+        waiting: set[int] = set()
+        ended: set[int] = set()
+
+        async def run(index: int) -> None:
+            def tell() -> None:
+                if index not in waiting:  # a caller that reads slowly gets the newest
+                    waiting.add(index)
+                    changed.put_nowait(index)
+
+            try:
+                await self._run(*made[index], tell)
+            except Exception as error:  # noqa: BLE001 - whoever reads would wait for ever
+                changed.put_nowait(typed(error))
+            else:
+                ended.add(index)
+                waiting.discard(index)
+                tell()
+
+        tasks = [asyncio.create_task(run(index)) for index in range(len(made))]
+        left = set(range(len(made)))
+        try:
+            while left:
+                told = await changed.get()
+                if isinstance(told, RlctlError):
+                    raise told
+                if told not in left:
+                    continue
+                waiting.discard(told)
+                sample = made[told][0]
+                if told in ended:
+                    left.discard(told)
+                elif sample.finish is not None:
+                    continue  # the counts are still to come
+                answer = sample.answer()
+                yield {**answer, "index": told} if asking.listed else answer
+        finally:
+            await _end(tasks)
+
+    async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
+        """End requests: how many samples, and the ids that were not found. Raises as :meth:`Upstream.abort`."""
+        wanted = set(rids)
+        found = [each for each in self._running.values() if all_of_them or wanted & {each.rid, each.group}]
+        for each in found:
+            each.cut.set()
+        if self._about.admin:
+            await self._upstream.abort(None if all_of_them else [each.engine_rid for each in found], self._about.route)
+        known = {name for each in found for name in (each.rid, each.group)}
+        return len(found), sorted(wanted - known)
+
+    async def _begin(self, asking: Asking, *, stream: bool) -> list[tuple[Sample, _Running, dict[str, Any]]]:
+        """The samples, each with vLLM's body for it; nothing is sent yet."""
+        made = []
+        about = self._about
+        for asked in asking.prompts:
+            check_samples(asked.request.sampling_params)
+            for index in range(asked.samples):
+                rid = asked.rid if asked.samples == 1 else f"{asked.rid}_{index}"
+                if rid in self._running:
+                    raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
+            refuse_prompt(asked.request, about.limits)
+            text = asked.request.WhichOneof("prompt") == "text"
+            ids = await tokenize(self._upstream.http, asked.request.text) if text else list(asked.request.input_ids.ids)
+            running = [
+                _Running(asked.rid if asked.samples == 1 else f"{asked.rid}_{index}", asked.rid)
+                for index in range(asked.samples)
+            ]
+            told = bodies(asked.request, ids, [each.engine_rid for each in running], about.limits)
+            for each, body in zip(running, told, strict=True):
+                made.append((Sample(asked, each.rid, ids, driven=self._driven), each, self._body(asked, body, stream)))
+        return made
+
+    def _body(self, asked: Asked, body: dict[str, Any], stream: bool) -> dict[str, Any]:
+        body = {**body, **asked.fields, "sampling_params": {**body["sampling_params"], **asked.sampling}}
+        if not stream:
+            body["stream"] = False
+            body.pop("stream_options", None)
+        return completion(body, self._about.model) if self._about.route == COMPLETIONS else body
+
+    async def _run(self, sample: Sample, running: _Running, body: dict[str, Any], tell: Any = None) -> None:
+        """Let vLLM make a sample; ``tell`` is called whenever there is more of it."""
+        if running.rid in self._running:
+            raise Reason.RID_IN_USE.error(f"a request {running.rid!r} is running", field="rid")
+        self._running[running.rid] = running
+        try:
+            before = await self._upstream.label() if self._about.route == COMPLETIONS else ""
+            reading = asyncio.create_task(self._read(sample, body, tell))
+            cutting = asyncio.create_task(running.cut.wait())
+            try:
+                await asyncio.wait({reading, cutting}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    await self._cut(running, reading)
+                if reading.done():
+                    reading.result()
+            finally:
+                await _end([reading, cutting])
+            if sample.finish is None:
+                sample.cut_off()
+            await self._stamp(sample, before)
+        finally:
+            del self._running[running.rid]
+
+    async def _cut(self, running: _Running, reading: asyncio.Task[None]) -> None:
+        """See to it that a sample that was to end does."""
+        until = time.monotonic() + (CUT_S if self._about.admin else 0.0)
+        while not reading.done() and time.monotonic() < until:
+            await asyncio.wait({reading}, timeout=AGAIN_S)
+            if not reading.done():
+                # One that vLLM does not take now is told again, or cut.
+                with suppress(RlctlError):
+                    await self._upstream.abort([running.engine_rid], self._about.route)
+
+    async def _read(self, sample: Sample, body: dict[str, Any], tell: Any) -> None:
+        http, route = self._upstream.http, self._about.route
+        try:
+            if not body["stream"]:
+                answer = await http.call(route, body, timeout_s=LONGEST_S, admin=False)
+                if answer.status != 200:
+                    raise refused(answer.message, answer.status)
+                sample.take(answer.body)
+            else:
+                async with aclosing(http.stream(route, body)) as stream:
+                    async for told in stream:
+                        sample.take(told)
+                        self.progress += 1
+                        if tell is not None and sample.finish is None:
+                            tell()
+        except RlctlError as error:
+            status = int(error.metadata.get("status", "0"))
+            if status:
+                raise refused(error.message, status) from error
+            if error.reason in (Reason.UNREACHABLE, Reason.LINK_LOST):
+                raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+            raise
+        self.progress += 1
+        if sample.finish is None:
+            raise Reason.ENGINE_FAILED.error("vLLM ended its answer before the sample had ended")
+
+    async def _stamp(self, sample: Sample, before: str) -> None:
+        """Say at which version it was made, where vLLM did not; one that changed meanwhile is not known."""
+        if not sample.label:
+            with suppress(RlctlError):
+                after = await self._upstream.label()
+                sample.label = after if self._about.route != COMPLETIONS or after == before else ""
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,91 @@
+"""Telling a router that this worker is there, until it has taken it.
+
+slime's own (``slime/router/router.py``) has POST /add_worker?url=, and answers a repeated registration as it does the
+first one. sglang-router, which slime runs too, has POST /workers, and DELETE /workers/ID for an id out of GET /workers;
+it lists a worker once that one answers /health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from urllib.parse import quote
+
+from rlctl_servers.server.http import Answer, Http
+
+from rlctl.contract.errors import Reason, RlctlError
+
+log = logging.getLogger(__name__)
+
+CALL_S = 5.0
+FIRST_S = 0.5
+LONGEST_S = 10.0
+_NO_SUCH_CALL = (404, 405)
+
+
+class Registration:
+    """This worker at one router."""
+
+    def __init__(self, router: str, url: str) -> None:
+        """``url``: where the router reaches this worker."""
+        self._http = Http("the router", router.rstrip("/"))
+        self._query = f"?url={quote(url, safe='')}"
+        self._url = url
+        self.taken = asyncio.Event()
+        self._by_workers = False
+
+    async def keep_telling(self) -> None:
+        """Register; what fails is tried again, at growing intervals."""
+        wait = FIRST_S
+        while not self.taken.is_set():
+            why = await _told(self._join())
+            if not why:
+                self.taken.set()
+                log.info("registered %s with %s", self._url, self._http.url)
+                return
+            log.warning("%s is not registered with %s yet: %s", self._url, self._http.url, why)
+            await asyncio.sleep(wait)
+            wait = min(wait * 2, LONGEST_S)
+
+    async def leave(self) -> None:
+        """Take it back, at a router that can; others notice by its health."""
+        if self.taken.is_set() and (why := await _told(self._leave())):
+            log.info("%s keeps %s until it misses its health: %s", self._http.url, self._url, why)
+        await self._http.close()
+
+    async def _join(self) -> None:
+        """Raises RlctlError, TimeoutError when it was not taken."""
+        answer = await self._http.call(f"/add_worker{self._query}", {}, timeout_s=CALL_S)
+        if answer.status in _NO_SUCH_CALL:
+            self._by_workers = True
+            answer = await self._http.call("/workers", {"url": self._url}, timeout_s=CALL_S)
+        _check(answer)
+
+    async def _leave(self) -> None:
+        """Raises RlctlError, TimeoutError when it stays in the router's list."""
+        if not self._by_workers:
+            _check(await self._http.call(f"/remove_worker{self._query}", {}, timeout_s=CALL_S))
+            return
+        listed = _check(await self._http.call("/workers", timeout_s=CALL_S))
+        for worker in listed.body["workers"]:
+            if worker["url"] == self._url:
+                _check(await self._http.call(f"/workers/{worker['id']}", timeout_s=CALL_S, method="DELETE"))
+
+
+async def _told(call: Awaitable[None]) -> str:
+    """Why it failed, or ""."""
+    try:
+        await call
+    except TimeoutError:
+        return "no answer"
+    except RlctlError as error:
+        return error.message
+    return ""
+
+
+def _check(answer: Answer) -> Answer:
+    """The answer. Raises ENGINE_FAILED with what it says unless that is success."""
+    if answer.status // 100 != 2:
+        raise Reason.ENGINE_FAILED.error(f"{answer.status}: {answer.message}")
+    return answer

@@ -1,0 +1,217 @@
+"""One sidecar process: the server behind it, its admin verbs, its routes, and its place at a router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from rlctl_servers.options import key
+from rlctl_servers.server.http import Http
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import EngineConfig
+from rlctl.runtime import http_limits
+from rlctl_vllm.engine import VLLMEngine
+from rlctl_vllm.options import PRODUCT
+from rlctl_vllm.sidecar.admin import Admin
+from rlctl_vllm.sidecar.requests import Requests
+from rlctl_vllm.sidecar.router_registration import Registration
+from rlctl_vllm.sidecar.routes import Sidecar, no_admin, refuse_driven
+from rlctl_vllm.sidecar.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+LAUNCHED: Mapping[str, str] = {"enable_sleep_mode": "true", "enforce_eager": "true", "gpu_memory_utilization": "0.9"}
+"""Arguments that a launched vLLM gets unless others are given; docs/sidecar.md says why."""
+
+_GPU_ONLY = ("enable_sleep_mode", "gpu_memory_utilization")
+SHUTDOWN_S = 2.0
+
+
+@dataclass(frozen=True)
+class SidecarConfig:
+    """What a sidecar is to do.
+
+    Attributes:
+        upstream: address of a vLLM that runs, "http://host:port" or "unix:PATH"; or
+        launch: directory of a checkpoint, which a vLLM is launched with.
+        host, port: what to bind; port 0 takes any.
+        arguments: of the launched vLLM, by name; "false" takes a flag back.
+        tp_size: its tensor-parallel ranks.
+        device: what it runs on, "cpu" or "cuda:0".
+        python: interpreter that it is installed for.
+        start_s: how long it may take to be ready, seconds.
+        api_key_file: file with the running vLLM's key for requests.
+        coordinator: address of the coordinator that drives the engine; empty: nobody does.
+        routers: routers to register with.
+        advertise: host under which they reach this one.
+        token: admin verbs ask for it.
+        route: "auto", or a name in :data:`rlctl_vllm.sidecar.upstream.ROUTES`.
+    """
+
+    upstream: str = ""
+    launch: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    tp_size: int = 1
+    device: str = "cpu"
+    python: str = ""
+    start_s: float = 900.0
+    api_key_file: str = ""
+    coordinator: str = ""
+    routers: tuple[str, ...] = ()
+    advertise: str = ""
+    token: str | None = field(default=None, repr=False)
+    route: str = "auto"
+
+
+class SidecarServer:
+    """A sidecar.
+
+    Attributes:
+        url: where it listens.
+        failed: set, with the error, when the vLLM behind it is gone and it was launched here.
+        registrations: its places at routers.
+    """
+
+    def __init__(self, config: SidecarConfig) -> None:
+        """Raises FIELD_CONFLICT, FIELD_REQUIRED."""
+        if not config.upstream and not config.launch:
+            raise Reason.FIELD_REQUIRED.error("name a vLLM that runs, or a model to launch one with", field="upstream")
+        if config.upstream and config.launch:
+            raise Reason.FIELD_CONFLICT.error("a vLLM either runs already or is launched", field="launch")
+        if config.launch and config.coordinator:
+            raise Reason.FIELD_CONFLICT.error(
+                "a coordinator's engine is launched by its stage; name its address as upstream", field="coordinator"
+            )
+        if config.upstream and config.arguments:
+            raise Reason.FIELD_CONFLICT.error("a vLLM that runs already takes no arguments", field="arguments")
+        self._config = config
+        self.url = ""
+        self.registrations: list[Registration] = []
+        self._engine: VLLMEngine | None = None
+        self._http: Http | None = None
+        self._runner: web.AppRunner | None = None
+        self._telling: list[asyncio.Task[None]] = []
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+
+    async def start(self) -> None:
+        """Launch or find vLLM, bind, and register. Raises what the plug-in does, and FIELD_INVALID."""
+        config = self._config
+        admin: Admin | RlctlError
+        if config.launch:
+            self._engine = VLLMEngine(_launched(config), self._on_failure)
+            await self._engine.start({})
+            upstream = Upstream(self._engine.http)
+        else:
+            self._http = _http(config)
+            upstream = Upstream(self._http)
+        about = await upstream.about(config.route)
+        refusal: RlctlError | None = None
+        if config.coordinator:
+            refusal = refuse_driven(config.coordinator)
+        elif not about.admin:
+            refusal = no_admin("it")
+        elif self._engine is None:
+            refusal = await self._attach(about.path)
+        driven = bool(config.coordinator) or self._engine is not None
+        requests = Requests(upstream, about, driven=driven)
+        if refusal is not None:
+            admin = refusal
+        else:
+            assert self._engine is not None
+            self._engine.leave_requests_to(requests)
+            admin = Admin(self._engine, requests)
+        sidecar = Sidecar(upstream, about, requests, admin=admin, driven=driven, token=config.token)
+        await self._listen(sidecar.application())
+        for router in config.routers:
+            registration = Registration(router, self.url)
+            self.registrations.append(registration)
+            self._telling.append(asyncio.create_task(registration.keep_telling()))
+
+    async def stop(self) -> None:
+        """Leave the routers, end what is under way, and vLLM if it was launched here."""
+        for task in self._telling:
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        for registration in self.registrations:
+            await registration.leave()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._engine is not None:
+            await self._engine.stop()
+        if self._http is not None:
+            await self._http.close()
+
+    async def _attach(self, path: str) -> RlctlError | None:
+        """Let the plug-in drive a vLLM that runs already; why it cannot, else."""
+        config = self._config
+        engine: VLLMEngine | None = None
+        try:
+            if not config.upstream.startswith("http"):
+                raise Reason.UNSUPPORTED.error("a vLLM behind a Unix socket is driven by whoever launched it")
+            options = {"url": config.upstream}
+            if config.api_key_file:
+                options["api_key_file"] = config.api_key_file
+            engine = VLLMEngine(EngineConfig(path, options=options), self._on_failure)
+            await engine.start({})
+        except RlctlError as error:
+            if engine is not None:
+                await engine.stop()  # else it watches the server, and ends this sidecar with it
+            log.warning("admin verbs are refused: %s", error)
+            return Reason.UNSUPPORTED.error(f"this vLLM is not driven here: {error.message}", next_step=error.next_step)
+        self._engine = engine
+        return None
+
+    async def _listen(self, app: web.Application) -> None:
+        config = self._config
+        # A caller that leaves ends its request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        await http_limits.Site(self._runner, config.host, config.port).start()
+        port = self._runner.addresses[0][1]
+        host = config.advertise or config.host
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _on_failure(self, error: RlctlError) -> None:
+        """vLLM is gone; from any thread."""
+
+        def tell() -> None:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+        self._loop.call_soon_threadsafe(tell)
+
+
+def _http(config: SidecarConfig) -> Http:
+    api_key = key({"api_key_file": config.api_key_file}, "api_key_file")
+    if config.upstream.startswith("unix:"):
+        return Http(PRODUCT, "http://vllm", api_key, socket=config.upstream.removeprefix("unix:"))
+    if not config.upstream.startswith(("http://", "https://")):
+        raise Reason.FIELD_INVALID.error(f"{config.upstream!r} is no http address, and no unix:PATH", field="upstream")
+    return Http(PRODUCT, config.upstream.rstrip("/"), api_key)
+
+
+def _launched(config: SidecarConfig) -> EngineConfig:
+    """How vLLM is launched: the defaults, less what is said otherwise, as the plug-in's options."""
+    cpu = config.device.partition(":")[0] == "cpu"
+    options = {name: value for name, value in LAUNCHED.items() if not (cpu and name in _GPU_ONLY)}
+    for name, value in config.arguments.items():
+        if value == "false":
+            options.pop(name, None)
+            name, value = f"no_{name}", "true"
+        else:
+            options.pop(name.removeprefix("no_"), None)
+        options[name] = value
+    options["start_s"] = str(config.start_s)
+    if config.python:
+        options["python"] = config.python
+    return EngineConfig(config.launch, tp_size=config.tp_size, device=config.device, options=options)

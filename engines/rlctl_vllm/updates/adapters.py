@@ -1,0 +1,129 @@
+"""LoRA adapters over vLLM's own LoRA.
+
+vLLM reads an adapter's files again whenever its workers have forgotten it, with the next request that asks for it:
+after every update of the base weights (``reset_lora_state`` in its ``v1/worker/lora_model_runner_mixin.py``), and when
+more adapters are in use than ``--max-cpu-loras``. Files that have changed by then would serve as what they were not,
+and files that are gone end the server. So it is told to read copies of rlctl's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl_servers.adapters import adapters
+from rlctl_servers.adapters.adapters import LAYERS, Fitting, LoraLimits
+from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import Call
+from rlctl.v1.verbs_pb2 import AdapterConfig
+from rlctl.weights.formats import lora
+from rlctl_vllm.options import PRODUCT
+
+UNLOAD_S = 10.0
+
+KEPT_S = 60.0
+"""How long a copy outlives its name: vLLM may still be ending the requests that had it."""
+
+
+class Adapters(adapters.Adapters):
+    """The adapters of one vLLM server."""
+
+    def __init__(
+        self,
+        control: Control,
+        checkpoints: Checkpoints,
+        requests: Requests,
+        table: LoraTable,
+        config: Mapping[str, Any] | None,
+        place: Path | None,
+    ) -> None:
+        """``config``: vLLM's ``lora_config``; None where it was started for none. ``place``: directory for copies that
+        goes with the server; None for a server that may outlive this process, and read them still.
+        """
+        super().__init__(PRODUCT, checkpoints, requests, table, limits_of(config or {}))
+        self._control = control
+        self._copies = tempfile.TemporaryDirectory(dir=place, prefix="rlctl-adapters-")
+        self._paths: dict[str, Path] = {}
+        self._useless: dict[Path, float] = {}
+        """Copies whose name vLLM has no more, and since when."""
+
+    def close(self) -> None:
+        """Remove the copies."""
+        super().close()
+        self._copies.cleanup()
+
+    @property
+    def stuck(self) -> bool:
+        """vLLM ends requests that a pause holds back, too."""
+        return False
+
+    async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
+        """Let vLLM read a copy of what fits, under a name."""
+        if pinned:
+            raise Reason.UNSUPPORTED.error(
+                "vLLM keeps the adapters that were used last, and reads others again when they are asked for",
+                field="pinned",
+                next_step="Start it with room for all of them: --option max_cpu_loras=N.",
+            )
+        self._paths[name] = await asyncio.to_thread(self._copy, fitting)
+        body = {"lora_name": name, "lora_path": str(self._paths[name])}
+        await self._control.must("/v1/load_lora_adapter", body, call=call, admin=False)
+
+    async def unload(self, name: str) -> bool:
+        """Let vLLM forget a name; done also when it says that it has none of that name."""
+        now = time.monotonic()
+        for path in [path for path, since in self._useless.items() if now - since > KEPT_S]:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            del self._useless[path]
+        try:
+            await self._control.http.call(
+                "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=UNLOAD_S, admin=False
+            )
+        except (TimeoutError, RlctlError):
+            return False
+        if name in self._paths:
+            self._useless[self._paths.pop(name)] = now
+        return True
+
+    def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
+        """vLLM takes any of the layers, and scales as PEFT does."""
+
+    def _copy(self, fitting: Fitting) -> Path:
+        """A copy that is what was found to fit. Raises CHECKPOINT_NOT_FOUND."""
+        copy = Path(tempfile.mkdtemp(dir=self._copies.name))
+        try:
+            for name in (lora.CONFIG, lora.TENSORS):
+                shutil.copyfile(Path(fitting.path) / name, copy / name)
+            config, stored = lora.open_adapter(str(copy))
+            try:
+                if config != fitting.config or digest_of(stored) != fitting.digest:
+                    raise Reason.CHECKPOINT_NOT_FOUND.error(
+                        f"{fitting.path} was changed while it was read", field="path"
+                    )
+            finally:
+                stored.close()
+        except OSError as error:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"{fitting.path} cannot be copied: {error}", field="path"
+            ) from error
+        return copy
+
+
+def limits_of(config: Mapping[str, Any]) -> LoraLimits:
+    """What the server was started for. It reads again what it had to forget, so it holds any number."""
+    targets = config.get("target_modules")
+    return LoraLimits(
+        rank=int(config.get("max_lora_rank") or 0),
+        targets=LAYERS if targets is None else LAYERS & set(targets),
+        most=0,
+    )

@@ -1,0 +1,300 @@
+"""vLLM's own NCCL weight transfer engine, for a server without rlctl's extension. Never run on a GPU.
+
+vLLM's workers have methods for it, and ``POST /collective_rpc`` calls them at every rank: it answers once each of them
+has returned. But where a rank fails, what the ranks after it say is taken for their answers to the next call (see
+:mod:`.workers`). So in the end every rank is asked to say a word back. A server whose ranks say another one is given
+up: nothing that it answers can be believed until it is started again.
+
+What is sent is checked here, by the checkpoint's names and shapes, before the first byte: past it vLLM knows no way
+back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import enum
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message
+from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.version_labels import WRITING
+
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.vllm_groups import BACKEND
+from rlctl.engine import Call
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.weights.group.network_interfaces import probe
+from rlctl.weights.group.rank_groups import PATIENT_S
+from rlctl.weights.group.vllm_nccl import unique_id
+from rlctl.weights.tensor.bucket_cache import Announced
+from rlctl.weights.tensor.buckets import Bucket
+from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
+from rlctl_vllm.updates.worker_calls import out_of_step
+
+ENGINE = "nccl"
+"""The one of vLLM's transfer engines that is driven."""
+
+WITHOUT_GPU = False
+"""Whether it is driven on a CPU too; tests that put another one in its place say so."""
+
+VERBS = ("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFromDistributed")
+
+_ENDLESS = 1 << 62
+"""vLLM begins another broadcast past so many bytes: each of its calls is one, whose bytes are those of a bucket."""
+
+_WORD = "_rlctl_word"
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class _Load(enum.Enum):
+    """vLLM's layer-wise reload."""
+
+    CLOSED = enum.auto()
+    OPEN = enum.auto()
+    BROKEN = enum.auto()
+    """Closed, as vLLM sees it, with layers that are half filled: those would be filled up by what comes next."""
+
+
+async def obstacle(
+    control: Control, config: Mapping[str, Any], label: str, ranks: int, call: Call, *, cpu: bool
+) -> str:
+    """Why a server started so, at this weight version, takes nothing in by its own engine; "": it does."""
+    engine = (config.get("weight_transfer_config") or {}).get("backend", "")
+    data_parallel = int((config.get("parallel_config") or {}).get("data_parallel_size") or 1)
+    if engine != ENGINE:
+        told = f" (but with {engine})" if engine else ""
+        return f"""and without --weight-transfer-config '{{"backend": "{ENGINE}"}}'{told}"""
+    if cpu and not WITHOUT_GPU:
+        return f"and its own engine {ENGINE} needs a GPU"
+    if data_parallel > 1:
+        return "and of several data-parallel engines only the first would answer"
+    if ranks > 1 and label == WRITING:
+        return "and an update was left open in it: start it again"
+    if not await _in_step(control, ranks, call):
+        return "and answers of its ranks belong to earlier calls, since one has failed: start it again"
+    return ""
+
+
+class Native:
+    """The ranks of one server, as :class:`rlctl_vllm.updates.worker_calls.Workers` gives them; one verb at a time."""
+
+    def __init__(
+        self, control: Control, reference: Mapping[str, TensorMeta], ranks: int, host: str, *, interrupted: bool
+    ) -> None:
+        """``host``: this host's address. ``interrupted``: an update may have been left open in it."""
+        self._control = control
+        self._reference = reference
+        self._ranks = ranks
+        self._host = host
+        self._load = _Load.BROKEN if interrupted else _Load.CLOSED
+        self._group = ""
+        self._store = ("", 0)
+        self._announced = Announced()
+        self._due = 0
+        self._written: set[str] = set()
+        self._report = v.WeightsReport()
+        self._stopping = False
+        self._turn = asyncio.Lock()
+
+    def stop(self) -> None:
+        """Take nothing more in than the broadcast under way: its source still sends that one, whatever happens."""
+        self._stopping = True
+
+    async def settle(self, call: Call) -> None:
+        """Close what an update has left open."""
+        await self._close(call)
+
+    async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:  # noqa: ARG002
+        """The answer of every rank, in their order. Raises as :meth:`Workers.each`."""
+        async with self._turn:
+            try:
+                return cast("list[Reply]", await self._carry_out(request, call))
+            except RlctlError as error:
+                if self._load is not _Load.CLOSED and error.outcome == OUTCOME_REJECTED:
+                    error.outcome = OUTCOME_DIRTY
+                raise
+
+    async def _carry_out(self, request: Message, call: Call) -> Sequence[Message]:
+        match request:
+            case v.InitWeightsUpdateGroupRequest():
+                await self._join(request, call)
+                return [
+                    v.GroupReport(group_name=request.group_name, group_rank=1 + rank, world_size=request.world_size)
+                    for rank in range(self._ranks)
+                ]
+            case v.DestroyWeightsUpdateGroupRequest():
+                self._refuse_other(request.group_name)
+                await self._leave(call)
+            case v.PrepareUpdateRequest():
+                await self._prepare(request, call)
+            case v.UpdateWeightsFromDistributedRequest():
+                await self._take(request, call)
+            case v.CommitUpdateRequest():
+                await self._commit(call)
+            case _:
+                await self._close(call)
+        return [self._report] * self._ranks  # each has said that it took all of it in
+
+    # Groups.
+
+    async def _join(self, request: v.InitWeightsUpdateGroupRequest, call: Call) -> None:
+        if request.backend != BACKEND or request.paired or request.world_size != 1 + self._ranks:
+            raise Reason.UNSUPPORTED.error(
+                f"this vLLM runs without rlctl's extension: it joins {BACKEND} groups of a source and its own "
+                f"{self._ranks} ranks",
+                field="backend",
+            )
+        place = (request.master_address, request.master_port)
+        if request.group_name == self._group:
+            if place == self._store:
+                return
+            raise Reason.GROUP_EXISTS.error(
+                f"group {self._group} stands with the store at {self._store}, not at {place}", field="group_name"
+            )
+        if request.probe_only:
+            patient_s = PATIENT_S if call.update_id else None
+            await asyncio.to_thread(probe, place, self._host, timeout_s=_remaining(call), patient_s=patient_s)
+            return
+        found = await asyncio.to_thread(unique_id, place, request.group_name, _remaining(call))
+        await self._leave(call)
+        told = {
+            "rank_offset": 1,
+            "world_size": request.world_size,
+            "nccl_unique_id_b64": base64.b64encode(found).decode(),
+            "packed": True,
+            "packed_buffer_size_bytes": _ENDLESS,
+        }
+        await self._tell("init_weight_transfer_engine", call, init_info=told)
+        self._group, self._store = request.group_name, place
+
+    async def _leave(self, call: Call) -> None:
+        """Let vLLM forget the group that it is in, if it is in any."""
+        self._group = ""
+        await self._close(call)
+        await self._tell("shutdown_weight_transfer_engine", call)
+
+    def _refuse_other(self, name: str) -> None:
+        if name != self._group:
+            raise Reason.GROUP_NOT_FOUND.error(f"these ranks are in no group {name!r}", field="group_name")
+
+    # Updates.
+
+    async def _prepare(self, request: v.PrepareUpdateRequest, call: Call) -> None:
+        if request.kind in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA):
+            # It would fill up what comes in part of a fused layer with whatever the memory held.
+            raise Reason.UNSUPPORTED.error("vLLM's own engine takes full updates", field="kind")
+        await self._close(call)
+        self._due, self._written, self._report = 0, set(), v.WeightsReport()
+
+    async def _take(self, request: v.UpdateWeightsFromDistributedRequest, call: Call) -> None:
+        stream = self._announced.parse(request.buckets, request.group_name)
+        came = set(self._written)
+        for index, (name, bucket) in enumerate(stream):
+            self._refuse_other(name)
+            self._refuse_misfit(bucket, self._due + index, came, f"buckets[{index}]")
+        self._stopping = False
+        await self._open(call)
+        for _, bucket in stream:
+            for metas in [bucket.metas] if bucket.flattened else [[meta] for meta in bucket.metas]:
+                await self._receive(metas, call)
+            self._due += 1
+            self._written.update(meta.name for meta in bucket.metas)
+
+    async def _receive(self, metas: Sequence[TensorMeta], call: Call) -> None:
+        if self._stopping:
+            raise Reason.GROUP_FAILED.error(f"group {self._group}: it was interrupted")
+        told = {
+            "names": [meta.name for meta in metas],
+            "dtype_names": [dtype_name(meta.dtype).removeprefix("torch.") for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+        }
+        started = time.perf_counter()
+        self._load = _Load.BROKEN
+        await self._tell("update_weights", call, update_info=told)
+        self._load = _Load.OPEN
+        self._report.tensors += len(metas)
+        self._report.bytes_received += sum(meta.nbytes for meta in metas)
+        spent = self._report.transfer.ToTimedelta().total_seconds() + time.perf_counter() - started
+        self._report.transfer.CopyFrom(duration(spent))
+
+    def _refuse_misfit(self, bucket: Bucket, due: int, came: set[str], field: str) -> None:
+        """Raise why a bucket cannot come next; ``came``: what comes before it, to which its tensors are added."""
+        if bucket.sequence != due:
+            raise Reason.FIELD_INVALID.error(f"{due} comes next, not {bucket.sequence}", field=f"{field}.sequence")
+        if bucket.parts or sum(bucket.broadcasts) != sum(meta.nbytes for meta in bucket.metas):
+            raise Reason.UNSUPPORTED.error(
+                "vLLM's own engine takes full tensors, without gaps between them", field=f"{field}.format"
+            )
+        for index, meta in enumerate(bucket.metas):
+            known = self._reference.get(meta.name)
+            if known is None:
+                raise Reason.FIELD_INVALID.error(
+                    f"the model has no tensor {meta.name!r}", field=f"{field}.names[{index}]"
+                )
+            if meta.name in came:  # vLLM counts elements: it would be taken for one that is missing
+                raise Reason.FIELD_INVALID.error(f"{meta.name} comes twice", field=f"{field}.names[{index}]")
+            came.add(meta.name)
+            if meta.shape != known.shape:
+                raise Reason.FIELD_INVALID.error(
+                    f"{meta.name}: shape {meta.shape} instead of {known.shape}", field=f"{field}.shapes[{index}]"
+                )
+            if not castable(meta.dtype, known.dtype):
+                raise Reason.FIELD_INVALID.error(
+                    f"{meta.name}: {meta.dtype} instead of {known.dtype}", field=f"{field}.dtypes[{index}]"
+                )
+
+    async def _open(self, call: Call) -> None:
+        if self._load is not _Load.OPEN:
+            await self._close(call)
+            self._load = _Load.BROKEN
+            await self._tell("start_weight_update", call)
+            self._load = _Load.OPEN
+
+    async def _close(self, call: Call) -> None:
+        """Back to weights that can be computed with, whatever they are."""
+        if self._load is _Load.BROKEN:
+            # Nothing between start and finish empties the layers. A refusal: it is open after all.
+            await self._control.tell("/collective_rpc", {"method": "start_weight_update"}, call=call)
+        if self._load is not _Load.CLOSED:
+            await self._tell("finish_weight_update", call)
+            self._load = _Load.CLOSED
+
+    async def _commit(self, call: Call) -> None:
+        missing = sorted(self._reference.keys() - self._written)
+        if missing:
+            raise Reason.WEIGHTS_INCOMPLETE.error(
+                f"{len(missing)} tensors were not written: {', '.join(missing[:5])}",
+                metadata={"missing": "\n".join(missing)},
+            )
+        await self._close(call)
+        if not await _in_step(self._control, self._ranks, call):
+            raise out_of_step(self._control)
+
+    async def _tell(self, method: str, call: Call, **arguments: Any) -> None:
+        """Let every rank do something. Raises ENGINE_FAILED, and as :meth:`Control.tell`."""
+        answer = await self._control.tell("/collective_rpc", {"method": method, "kwargs": arguments}, call=call)
+        if answer.ok and len(answer.body["results"]) == self._ranks:
+            return
+        cause = f"vLLM, {method}: {answer.message}"
+        if not await _in_step(self._control, self._ranks, call):
+            raise out_of_step(self._control, cause)
+        raise Reason.ENGINE_FAILED.error(cause)
+
+
+async def _in_step(control: Control, ranks: int, call: Call) -> bool:
+    """Whether every rank answers what it was asked last: each keeps a word, and says it."""
+    word = secrets.token_hex(8)
+    await control.tell("/collective_rpc", {"method": "__setattr__", "args": [_WORD, word]}, call=call)
+    said = await control.tell("/collective_rpc", {"method": "__getattribute__", "args": [_WORD]}, call=call)
+    return said.ok and said.body["results"] == [word] * ranks
+
+
+def _remaining(call: Call) -> float:
+    return max(call.deadline - asyncio.get_running_loop().time(), 0.001)

@@ -1,0 +1,351 @@
+"""The steps of a weight update at one of vLLM's ranks.
+
+Groups, shared segments, checks and digests are those of every rlctl rank; only where a tensor is put differs: it is
+handed to vLLM's loaders. Whatever can be refused is refused before the first tensor.
+"""
+
+# ruff: noqa: ARG002 (every step is given the same)
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from google.protobuf.message import Message
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.weights.group.process_group import LONGEST_S
+from rlctl.weights.group.rank_groups import Groups, Membership
+from rlctl.weights.group.sender import wire_device
+from rlctl.weights.receiver import Receiver, ReceiveStats
+from rlctl.weights.shards.gather import Gathering
+from rlctl.weights.shards.load_hooks import Load, Loading
+from rlctl.weights.shards.mismatch import difference
+from rlctl.weights.shards.rank_exchange import Exchange
+from rlctl.weights.shards.shard_map import Shard, ShardMap, model_digest
+from rlctl.weights.shared_memory import segment as segments
+from rlctl.weights.shared_memory.reader import SegmentReader
+from rlctl.weights.tensor.bucket_cache import Announced
+from rlctl.weights.tensor.placement import device_id, host_id
+from rlctl.weights.tensor.tensors import TensorMeta, from_proto
+from rlctl_vllm.worker.model import VLLMModel
+from rlctl_vllm.worker.rank_exchange import Together, agreed
+
+log = logging.getLogger(__name__)
+
+
+class LoaderMap(ShardMap):
+    """A shard map whose tensors have no memory of their own: what is placed goes to vLLM's loaders.
+
+    Attributes:
+        handed: names of what was handed over in this update.
+    """
+
+    def __init__(self, reference: Mapping[str, TensorMeta], model: VLLMModel) -> None:
+        shards = {}
+        for name, meta in reference.items():
+            # One element, seen in the full shape: the map wants to know device and shape of what it writes to.
+            local = torch.empty(1, dtype=meta.dtype, device=model.device).as_strided(meta.shape, (0,) * len(meta.shape))
+            shards[name] = Shard(meta, local)
+        super().__init__(shards, model.together(reference))
+        self._model = model
+        self.handed: set[str] = set()
+
+    def place(self, name: str, full: torch.Tensor) -> None:
+        """Hand a full tensor to the loaders."""
+        self.handed.add(name)
+        self._model.load(name, full)
+
+    def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
+        """Raise FIELD_INVALID for a tensor that comes twice in an update; ``names``: each with the field that gave it.
+
+        vLLM's loaders count elements: they would take it for one that is missing, and know it no more once its layer is
+        complete.
+        """
+        came = set(self.handed)
+        for name, field in names:
+            if name in came:
+                raise Reason.FIELD_INVALID.error(f"{name} comes twice in this update", field=field)
+            came.add(name)
+
+    def full_in_place(self, name: str) -> torch.Tensor | None:
+        """There is no memory to receive into."""
+        return None
+
+
+class Rank:
+    """One rank; calls come one after the other."""
+
+    def __init__(self, model: VLLMModel) -> None:
+        self._model = model
+        self._segments = SegmentReader(model.device)
+        self._announced = Announced()
+        self._groups: Groups | None = None
+        self._calls = 0
+        self._shards = LoaderMap({}, model)
+        self._receiver = Receiver(self._shards)
+        self._loading: Loading | None = None
+        self._may_be_nothing = False
+        self._report = v.WeightsReport()
+
+    def call(self, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes:
+        """Carry a verb out; request and answer are serialised messages. Raises what is wrong."""
+        self._calls += 1
+        if verb == "Attach":
+            return self._attach(json.loads(request))
+        if self._groups is None:
+            raise Reason.ILLEGAL_STATE.error("no stage server has attached to this worker")
+        if verb == "Meet":
+            return self._meet(json.loads(request), timeout_s)
+        steps: dict[str, Callable[[Any, str, float], Message | None]] = {
+            "InitWeightsUpdateGroup": self._join,
+            "DestroyWeightsUpdateGroup": self._leave,
+            "PrepareUpdate": self._prepare,
+            "UpdateWeightsFromDisk": self._from_disk,
+            "UpdateWeightsFromDistributed": self._from_groups,
+            "UpdateWeightsFromTensor": self._from_segments,
+            "CommitUpdate": self._commit,
+            "AbortUpdate": self._abort,
+            "CheckWeights": self._check,
+            "SendWeights": self._send,
+        }
+        message = VERBS[verb].request()
+        message.ParseFromString(request)
+        answer = steps[verb](message, update_id, timeout_s)
+        return b"" if answer is None else answer.SerializeToString()
+
+    def _attach(self, told: dict[str, Any]) -> bytes:
+        """Learn the reference, and say who this is. What an earlier stage server has begun is given up."""
+        self._give_up()
+        if self._groups is not None:
+            self._groups.close()
+        self._groups = Groups(told["host"])
+        infos = (
+            v.TensorInfo(name=name, dtype=dtype, shape=v.Shape(dims=shape)) for name, dtype, shape in told["reference"]
+        )
+        self._shards = LoaderMap({info.name: from_proto(info) for info in infos}, self._model)
+        self._receiver = Receiver(self._shards)
+        self._together = Together(self._groups, self._model.rank, self._model.size)
+        me = {
+            "rank": self._model.rank,
+            "size": self._model.size,
+            "device": device_id(self._model.device),
+            "host_id": host_id(),
+            "pid": os.getpid(),
+            "store": self._groups.store_address if self._model.rank == 0 else None,
+        }
+        return json.dumps(me).encode()
+
+    def _meet(self, told: dict[str, Any], timeout_s: float) -> bytes:
+        """Learn where the ranks meet, and say what they hold: the model digest; "" where that cannot be read back."""
+        host, port = told["store"]
+        self._together.store = (host, port)
+        try:
+            with self._together.exchanging(self._calls, timeout_s) as exchange:
+                return model_digest(self._held(exchange), exchange).digest.encode()
+        except RlctlError as error:
+            log.warning("rlctl: what vLLM holds cannot be read back: %s", error)
+            return b""
+
+    # Groups.
+
+    def _join(self, request: v.InitWeightsUpdateGroupRequest, update_id: str, timeout_s: float) -> v.GroupReport:
+        assert self._groups is not None
+        if request.num_ranks and self._model.rank >= request.num_ranks:
+            return v.GroupReport(group_name=request.group_name, world_size=request.world_size)
+        if request.backend == "nccl" and self._model.device.type != "cuda":
+            raise Reason.FIELD_INVALID.error("this rank has no GPU, so it cannot join an nccl group", field="backend")
+        place = Membership(
+            host=request.master_address,
+            port=request.master_port,
+            rank=request.rank_offset + (0 if request.paired else self._model.rank),
+            world_size=request.world_size,
+            backend=request.backend or "gloo",
+            pair=self._model.rank if request.paired else None,
+        )
+        if request.probe_only:
+            return self._groups.probe(request.group_name, place, timeout_s=timeout_s, update_id=update_id)
+        limit = seconds(request.group_timeout) or LONGEST_S
+        return self._groups.join(
+            request.group_name,
+            place,
+            timeout_s=min(timeout_s, limit),
+            broadcast_timeout_s=limit,
+            update_id=update_id,
+        )
+
+    def _leave(self, request: v.DestroyWeightsUpdateGroupRequest, update_id: str, timeout_s: float) -> None:
+        assert self._groups is not None
+        self._groups.leave(request.group_name)
+
+    def _send(self, request: v.SendWeightsRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+        """Bring full tensors together at rank 0, which broadcasts them."""
+        stream = self._announced.parse(request.buckets, request.group_name)
+        if any(bucket.parts for _, bucket in stream):
+            raise Reason.UNSUPPORTED.error("vLLM's ranks send full tensors, no parts", field="buckets")
+        metas = [meta for _, bucket in stream for meta in bucket.metas]
+        for meta in metas:
+            if self._shards.reference.get(meta.name) != meta:
+                raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
+        report = v.WeightsReport()
+        with self._together.exchanging(self._calls, timeout_s) as exchange:
+            gathering = Gathering(self._held(exchange).shards, exchange)
+            for meta in metas:
+                agreed(exchange, partial(self._broadcast, request.group_name, gathering.full(meta.name)))
+                report.tensors += 1
+        return report
+
+    def _broadcast(self, name: str, full: torch.Tensor | None) -> None:
+        """Send a tensor, at the rank that has it."""
+        assert self._groups is not None
+        if full is None:
+            return
+        try:
+            group = self._groups.get(name)
+            group.broadcast(full.to(wire_device(group, full.device)))
+        except RlctlError as error:
+            error.outcome = OUTCOME_REJECTED
+            raise
+
+    # Updates.
+
+    def _prepare(self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+        """Open an update; one that was open is given up. Which may be opened is the plug-in's to say."""
+        self._give_up()
+        full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
+        self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
+        self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
+        self._loading = Loading(self._model, Load(update_id, full, request.selector))
+        self._shards.handed = set()
+        self._report = v.WeightsReport()
+        return self._report
+
+    def _from_groups(
+        self, request: v.UpdateWeightsFromDistributedRequest, update_id: str, timeout_s: float
+    ) -> v.WeightsReport:
+        assert self._groups is not None
+        loading = self._open(update_id)
+        stream = self._announced.parse(request.buckets, request.group_name)
+        for index, (_, bucket) in enumerate(stream):
+            if bucket.parts:
+                raise Reason.UNSUPPORTED.error("vLLM takes full tensors, no parts", field=f"buckets[{index}].format")
+        groups = {name: self._groups.get(name) for name, _ in stream}
+        self._shards.refuse_again(
+            (meta.name, f"buckets[{index}].names[{number}]")
+            for index, (_, bucket) in enumerate(stream)
+            for number, meta in enumerate(bucket.metas)
+        )
+        loading.prepare()
+        try:
+            # Nothing else ends the wait for a source that says nothing.
+            deadline = time.monotonic() + timeout_s
+            return self._took(self._receiver.receive([(groups[name], bucket) for name, bucket in stream], deadline))
+        except RlctlError as error:
+            if error.reason is Reason.GROUP_FAILED:
+                # The sources of the others would wait for this rank until their timeout.
+                for name, group in groups.items():
+                    self._groups.drop(name, group)
+            raise self._judged(error) from error
+
+    def _from_disk(self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+        """Load a checkpoint that the plug-in has found to fit, and reports on."""
+        self._open(update_id)
+        try:
+            self._model.reload(request.model_path)
+        except Exception as error:
+            cause = f"vLLM: {type(error).__name__}: {error}"
+            raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
+        return v.WeightsReport()
+
+    def _from_segments(
+        self, request: v.UpdateWeightsFromTensorRequest, update_id: str, timeout_s: float
+    ) -> v.WeightsReport:
+        loading = self._open(update_id)
+        offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
+        checked = self._segments.check(offered, self._receiver)
+        self._shards.refuse_again(
+            (meta.name, f"{segment.field}.tensors[{number}].name")
+            for segment in segments.at(offered, host_id(), device_id(self._model.device))
+            for number, (meta, _) in enumerate(segment.tensors)
+        )
+        loading.prepare()
+        try:
+            return self._took(self._segments.read(checked, self._receiver))
+        except RlctlError as error:
+            raise self._judged(error) from error
+
+    def _commit(self, request: v.CommitUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+        loading = self._open(update_id)
+        missing = self._receiver.incomplete()
+        if missing or not (self._receiver.written or self._may_be_nothing):
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise self._judged(
+                Reason.WEIGHTS_INCOMPLETE.error(
+                    f"{len(missing)} tensors were not written: {shown}" if missing else "nothing was written",
+                    metadata={"missing": "\n".join(missing)},
+                )
+            )
+        try:
+            loading.finalise()
+        except Exception as error:
+            raise Reason.ENGINE_FAILED.error(f"vLLM's loaders: {error}", outcome=OUTCOME_DIRTY) from error
+        self._report.received_digest = self._receiver.received_digest
+        self._receiver.finish()
+        self._loading = None
+        return self._report
+
+    def _abort(self, request: v.AbortUpdateRequest, update_id: str, timeout_s: float) -> None:
+        self._give_up()
+
+    def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport:
+        report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM, tensor_count=len(self._shards.shards))
+        with self._together.exchanging(self._calls, timeout_s) as exchange:
+            held = self._held(exchange)
+            found = model_digest(held, exchange)
+        report.model_digest = found.digest
+        report.inconsistent.extend(found.inconsistent)
+        if request.fingerprints:
+            report.difference.CopyFrom(difference(held, found, request.fingerprints))
+        return report
+
+    def _held(self, exchange: Exchange) -> ShardMap:
+        """What every rank computes with; refused at all of them where one cannot say."""
+
+        def held() -> ShardMap:
+            if self._loading is not None and self._shards.handed:
+                raise Reason.ILLEGAL_STATE.error("weights are being written")
+            return self._model.held(self._shards.reference)
+
+        return agreed(exchange, held)
+
+    def _open(self, update_id: str) -> Loading:
+        if self._loading is None or self._loading.load.update_id != update_id:
+            raise Reason.UPDATE_NOT_FOUND.error(f"update {update_id or '(none)'} is not open at this rank")
+        return self._loading
+
+    def _took(self, stats: ReceiveStats) -> v.WeightsReport:
+        report = self._report
+        report.tensors += stats.tensors
+        report.bytes_received += stats.bytes_received
+        report.transfer.CopyFrom(duration(seconds(report.transfer) + stats.transfer_s))
+        report.load.CopyFrom(duration(seconds(report.load) + stats.load_s))
+        return report
+
+    def _judged(self, error: RlctlError) -> RlctlError:
+        """The error, with what it means for the weights: nothing, as long as no loader was handed anything."""
+        error.outcome = OUTCOME_DIRTY if self._shards.handed else OUTCOME_REJECTED
+        return error
+
+    def _give_up(self) -> None:
+        if self._loading is not None:
+            self._loading.abandon()
+            self._loading = None

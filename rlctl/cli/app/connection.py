@@ -1,0 +1,107 @@
+"""A connection for one command, and what Ctrl-C does while it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rlctl.cli.app.exit_codes import Exit
+from rlctl.cli.app.settings import Settings
+from rlctl.contract.errors import Reason, RlctlError, Unavailable
+from rlctl.runtime.addresses import split
+from rlctl.runtime.terminal import time_limit
+
+if TYPE_CHECKING:
+    from rlctl.sdk.blocking import Fleet
+
+PROBE_S = 3.0
+CONNECT_S = 10.0
+
+
+@contextlib.contextmanager
+def connected(settings: Settings) -> Iterator[Fleet]:
+    """The fleet at the endpoint; closed at the end.
+
+    Raises UNREACHABLE, at once when nobody listens there, and DEADLINE_EXCEEDED when --timeout was over first.
+    """
+    if not settings.verbose:
+        # gRPC's own lines about connections repeat what the errors say.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    limit_s = settings.timeout_s or CONNECT_S
+    probe(settings.endpoint, limit_s)
+    from rlctl.sdk.blocking import connect
+
+    try:
+        opened = connect(settings.endpoint, token=settings.token, timeout_s=min(CONNECT_S, limit_s))
+    except Unavailable:
+        if limit_s < CONNECT_S:
+            raise _time_was_up(settings.endpoint, limit_s) from None
+        raise
+    with opened as fleet:
+        yield fleet
+
+
+def probe(endpoint: str, limit_s: float) -> None:
+    """Raise UNREACHABLE when nobody listens there; gRPC would try again until its time is up."""
+    try:
+        if endpoint.startswith("unix:"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(endpoint.removeprefix("unix:"))
+        else:
+            socket.create_connection(split(endpoint, "endpoint"), timeout=min(PROBE_S, limit_s)).close()
+    except OSError as error:
+        if isinstance(error, TimeoutError) and limit_s < PROBE_S:
+            raise _time_was_up(endpoint, limit_s) from None
+        raise Reason.UNREACHABLE.error(
+            f"no coordinator answers at {endpoint}: {error.strerror or error}",
+            next_step="Is it up? `rlctl up` starts a fleet; --endpoint or RLCTL_ENDPOINT names another one.",
+        ) from None
+
+
+def _time_was_up(endpoint: str, limit_s: float) -> RlctlError:
+    return Reason.DEADLINE_EXCEEDED.error(
+        f"no coordinator answered at {endpoint} within {limit_s:g} s", next_step="Give a longer --timeout."
+    )
+
+
+@contextlib.contextmanager
+def bounded(settings: Settings) -> Iterator[Fleet]:
+    """As :func:`connected`, for everything but verbs: --timeout bounds the whole block."""
+    with time_limit(settings.timeout_s, "the command"), connected(settings) as fleet:
+        yield fleet
+
+
+@contextlib.contextmanager
+def interruptible(farewell: Callable[[], None]) -> Iterator[None]:
+    """While a change is under way: the first Ctrl-C says farewell and stops waiting, a second one leaves at once.
+
+    SIGTERM says farewell and leaves too. What was sent goes on at the coordinator.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        os._exit(128 + number)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(signal.SIGINT, leave)
+        farewell()
+        if number == signal.SIGTERM:
+            raise SystemExit(Exit.TERMINATED)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

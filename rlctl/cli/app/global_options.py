@@ -1,0 +1,101 @@
+"""Options that every command takes, before or after its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from rlctl.cli.app.settings import COLORS, ENDPOINT, FORMATS, Settings
+from rlctl.cli.app.types import DURATION
+
+pass_settings = click.make_pass_decorator(Settings, ensure=True)
+
+
+class GlobalOption(click.Option):
+    """An option whose value goes to the Settings; the last place where it is given counts."""
+
+    def __init__(self, declarations: Sequence[str], **attributes: Any) -> None:
+        super().__init__(declarations, expose_value=False, callback=_keep, show_envvar=True, **attributes)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Names the environment variable only where the value came from it."""
+        hint = super().get_error_hint(ctx)
+        given = ctx is None or self.name is None or ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT
+        return hint if given else hint.removesuffix(f" (env var: '{self.envvar}')")
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    assert param.name is not None
+    if ctx.get_parameter_source(param.name) is not ParameterSource.DEFAULT:
+        ctx.ensure_object(Settings).flags[param.name] = value
+
+
+def global_options(*, root: bool = False) -> list[click.Option]:
+    """Fresh options. Those of the root also read the environment."""
+
+    def env(name: str) -> str | None:
+        return name if root else None
+
+    return [
+        GlobalOption(
+            ["--context"],
+            metavar="NAME",
+            envvar=env("RLCTL_CONTEXT"),
+            help="Entry of the context file, XDG_CONFIG_HOME/rlctl/config.yaml.",
+        ),
+        GlobalOption(
+            ["--endpoint"],
+            metavar="ADDRESS",
+            envvar=env("RLCTL_ENDPOINT"),
+            help=f"Coordinator: HOST:PORT or unix:PATH.  [default: {ENDPOINT}]",
+        ),
+        GlobalOption(
+            ["-o", "--output"],
+            type=click.Choice(FORMATS),
+            envvar=env("RLCTL_OUTPUT"),
+            help="How data is printed.  [default: table]",
+        ),
+        GlobalOption(
+            ["--timeout"],
+            type=DURATION,
+            envvar=env("RLCTL_TIMEOUT"),
+            help="Time for the whole command, 30s or 500ms say.  [default: the verb's]",
+        ),
+        GlobalOption(
+            ["--color"],
+            type=click.Choice(COLORS),
+            envvar=env("RLCTL_COLOR"),
+            help="Colours; auto: on a terminal unless NO_COLOR is set.  [default: auto]",
+        ),
+        GlobalOption(["-q", "--quiet"], is_flag=True, help="Errors only on stderr."),
+        GlobalOption(["-v", "--verbose"], is_flag=True, help="Request ids and gRPC's own log on stderr."),
+        GlobalOption(["-y", "--yes"], is_flag=True, help="Ask nothing."),
+        GlobalOption(["--dry-run"], is_flag=True, help="Check everything, change nothing, say what would be done."),
+    ]
+
+
+class Command(click.Command):
+    """A command that also takes the global options, except those whose names it uses itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        taken = {name for param in self.params for name in param.opts}
+        self.params.extend(option for option in global_options() if not taken & set(option.opts))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Its own options in full, the global ones by name."""
+        write_options(self, ctx, formatter)
+
+
+def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Options in full, the global ones by name. Arguments stand in the usage; the command's text tells of them."""
+    own = [param for param in command.get_params(ctx) if not isinstance(param, GlobalOption | click.Argument)]
+    with formatter.section("Options"):
+        formatter.write_dl([record for param in own if (record := param.get_help_record(ctx))])
+    shared = [param for param in command.get_params(ctx) if isinstance(param, GlobalOption)]
+    if shared:
+        with formatter.section("Global options (see rlctl --help)"):
+            formatter.write_text("  ".join("/".join(param.opts) for param in shared))

@@ -1,0 +1,210 @@
+"""What holds for every command: where the coordinator is, how to print, how long to wait.
+
+Each setting is taken from the flag, else from the environment (RLCTL_*), else from the context, else its default. A
+context is a named entry of ``config.yaml``::
+
+    current: lab
+    contexts:
+      lab:
+        endpoint: 10.0.0.5:5080
+        token_file: ~/.config/rlctl/lab.token
+        output: wide
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlctl.cli.app.types import DURATION
+from rlctl.contract.errors import Reason, RlctlError
+
+ENDPOINT = "127.0.0.1:5080"
+FORMATS = ("table", "wide", "json", "jsonl", "yaml", "name")
+MACHINE_FORMATS = ("json", "jsonl", "yaml")
+COLORS = ("auto", "always", "never")
+CONTEXT_KEYS = ("endpoint", "token", "token_file", "output", "timeout", "color")
+
+_TARGETING = ("--slot", "--stage", "--request-id")
+
+
+class Settings:
+    """The settings of one run. Read lazily: a broken context file does not stop ``rlctl version``."""
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self.arguments = list(arguments)
+        self.flags: dict[str, Any] = {}
+        self.request_id = ""
+        self.mutating = False
+
+    # What was set.
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the coordinator."""
+        return str(self._get("endpoint", ENDPOINT))
+
+    @property
+    def output(self) -> str:
+        """One of FORMATS."""
+        return self._choice("output", FORMATS)
+
+    @property
+    def color(self) -> str:
+        """One of COLORS."""
+        return self._choice("color", COLORS)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Time that the command may take, seconds; None: its own default."""
+        value = self._get("timeout", None)
+        try:
+            return None if value is None else DURATION.convert(value, None, None)
+        except click.BadParameter as error:
+            raise self._bad("timeout", error.message) from None
+
+    @property
+    def quiet(self) -> bool:
+        """Errors only on stderr."""
+        return bool(self.flags.get("quiet"))
+
+    @property
+    def verbose(self) -> bool:
+        """Logs on stderr."""
+        return bool(self.flags.get("verbose"))
+
+    @property
+    def yes(self) -> bool:
+        """Ask nothing."""
+        return bool(self.flags.get("yes"))
+
+    @property
+    def dry_run(self) -> bool:
+        """Check everything, change nothing."""
+        return bool(self.flags.get("dry_run"))
+
+    @property
+    def token(self) -> str | None:
+        """The bearer token: RLCTL_TOKEN_FILE, RLCTL_TOKEN, the context's token_file or token."""
+        from rlctl.transport.auth import load_token
+
+        token = load_token()
+        if token is None and self.context.get("token_file"):
+            token = load_token({}, file=os.path.expanduser(str(self.context["token_file"])))
+        return token or str(self.context.get("token", "")) or None
+
+    @functools.cached_property
+    def context(self) -> dict[str, Any]:
+        """The chosen entry of the context file; {} when there is none."""
+        name, source = self.flags.get("context"), config_file()
+        config = _load(source)
+        name = name or config.get("current")
+        if not name:
+            return {}
+        contexts = config["contexts"]
+        if name not in contexts:
+            known = ", ".join(sorted(contexts)) or "none"
+            raise _broken(source, f"there is no context {name!r}; there are: {known}")
+        return {key: value for key, value in contexts[name].items() if value is not None}
+
+    def _get(self, name: str, default: Any) -> Any:
+        if self.flags.get(name) is not None:
+            return self.flags[name]
+        return self.context.get(name, default)
+
+    def _choice(self, name: str, known: tuple[str, ...]) -> str:
+        value = str(self._get(name, known[0]))
+        if value not in known:
+            raise self._bad(name, f"it must be one of {', '.join(known)}")
+        return value
+
+    def _bad(self, name: str, why: str) -> RlctlError:
+        return _broken(config_file(), f"{name} is {self.context.get(name)!r}: {why}")
+
+    # Telling.
+
+    def say(self, text: str) -> None:
+        """Tell the user something that is not data."""
+        if not self.quiet:
+            click.echo(text, err=True)
+
+    def confirm(self, question: str, *, unasked: bool = True) -> None:
+        """Ask, when somebody can answer and nobody said --yes. Raises click.Abort on no; when nobody can answer and it
+        may not be done ``unasked``, FIELD_REQUIRED.
+        """
+        if self.yes:
+            return
+        if sys.stdin.isatty() and sys.stderr.isatty():
+            click.confirm(question, abort=True, err=True)
+        elif not unasked:
+            raise Reason.FIELD_REQUIRED.error(
+                "it would be asked whether to go on, and nobody can answer here", field="--yes", next_step="Add --yes."
+            )
+
+    def command(self, *, request_id: str = "", slots: Sequence[str] = ()) -> str:
+        """This command line again, with this request_id, or for these slots instead of its own targets."""
+        words = ["rlctl", *_without(self.arguments, _TARGETING if slots else ("--request-id",))]
+        for slot in slots:
+            words += ["--slot", slot]
+        if request_id:
+            words += ["--request-id", request_id]
+        return shlex.join(words)
+
+
+def config_file() -> Path:
+    """Where contexts are kept: XDG_CONFIG_HOME/rlctl/config.yaml."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(Path.home(), ".config")
+    return Path(base) / "rlctl" / "config.yaml"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The file's content, checked; names are texts."""
+    if not path.exists():
+        return {"contexts": {}}
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _broken(path, str(error)) from None
+    if not isinstance(config, dict) or set(config) - {"current", "contexts"}:
+        raise _broken(path, "it may hold `current` and `contexts` only")
+    contexts = config.get("contexts") or {}
+    if not isinstance(contexts, dict):
+        raise _broken(path, "contexts must map names to settings")
+    for name, context in contexts.items():
+        unknown = set(context) - set(CONTEXT_KEYS) if isinstance(context, dict) else {"its content"}
+        if unknown:
+            raise _broken(
+                path,
+                f"context {name!r}: {', '.join(sorted(map(str, unknown)))} is not among {', '.join(CONTEXT_KEYS)}",
+            )
+        for key, value in context.items():
+            if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+                raise _broken(path, f"context {name!r}: {key} is {value!r}, which is no text")
+    named = {str(name): context for name, context in contexts.items()}
+    return {"current": str(config.get("current") or ""), "contexts": named}
+
+
+def _broken(path: Path, why: str) -> RlctlError:
+    return Reason.FIELD_INVALID.error(f"{path}: {why}", field="context")
+
+
+def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The arguments without these options and their values."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in options:
+            skip = True
+        elif argument.partition("=")[0] not in options:
+            kept.append(argument)
+    return kept

@@ -1,0 +1,144 @@
+"""Types of command-line values: durations, enums by their short names, NAME=VALUE pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+from google.protobuf.descriptor import EnumDescriptor
+
+from rlctl.contract.enums import number, short_names
+from rlctl.contract.errors import RlctlError
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:  # generic only in the newest releases
+    ParamType = click.ParamType
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+LONGEST_S = 10 * 365 * 86400.0
+"""Timers and deadlines hold some hundred years at most."""
+_NUMBERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
+
+
+class DurationType(ParamType):
+    """A time such as 30s, 500ms, 2m or 1h; a bare number is seconds. Converts to seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds, above zero."""
+        seconds = 0.0
+        if isinstance(value, int | float):
+            seconds = float(value)
+        elif match := _DURATION.fullmatch(str(value).strip()):
+            seconds = float(match[1]) * _UNITS[match[2]]
+        if not 0 < seconds < math.inf:
+            self.fail(f"{value!r} is not a time above zero; write 500ms, 30s, 2m or 1h", param, ctx)
+        if seconds > LONGEST_S:
+            self.fail(f"{value!r} is too long a time: at most {LONGEST_S / 3600:.0f}h", param, ctx)
+        return seconds
+
+
+DURATION = DurationType()
+
+
+class NumbersType(ParamType):
+    """Whole numbers in an order, such as 0,1,4-7. Converts to a tuple of them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        found: list[int] = []
+        for part in str(value).split(","):
+            match = _NUMBERS.fullmatch(part.strip())
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if first > last:
+                self.fail(f"{value!r} is not numbers such as 0,1,4-7", param, ctx)
+            found += range(first, last + 1)
+        return tuple(found)
+
+
+NUMBERS = NumbersType()
+
+
+class DeviceType(ParamType):
+    """A device to compute on: auto, cpu, cuda or cuda:N. Converts to the same word."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The word."""
+        if not _DEVICE.fullmatch(str(value)):
+            self.fail(f"{value!r} is none of auto, cpu, cuda or cuda:N", param, ctx)
+        return str(value)
+
+
+DEVICE = DeviceType()
+
+
+class LevelType(ParamType):
+    """A level of Python's logging by its name, whatever its case. Converts to the name."""
+
+    name = "level"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name."""
+        known = logging.getLevelNamesMapping()
+        level = str(value).upper()
+        if level not in known:
+            self.fail(f"{value!r} is none of {', '.join(sorted(known, key=known.__getitem__))}", param, ctx)
+        return level
+
+
+LEVEL = LevelType()
+
+
+class EnumType(ParamType):
+    """A value of a protobuf enum by its short name ("retract") or its full one. Converts to its number."""
+
+    def __init__(self, enum: EnumDescriptor) -> None:
+        self.enum = enum
+        self.name = enum.name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The names, as in [abort|retract]."""
+        del param, ctx
+        return f"[{'|'.join(short_names(self.enum))}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        if isinstance(value, int):
+            return value
+        found = 0
+        with contextlib.suppress(RlctlError):
+            found = number(self.enum, value, self.name)
+        if not found:
+            self.fail(f"{value!r} is none of {', '.join(short_names(self.enum))}", param, ctx)
+        return found
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names that begin so."""
+        del ctx, param
+        return [CompletionItem(name) for name in short_names(self.enum) if name.startswith(incomplete)]
+
+
+def pairs(options: tuple[str, ...]) -> dict[str, str]:
+    """Settings given as NAME=VALUE. Raises click.BadParameter."""
+    pairs = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{option!r} is not NAME=VALUE", param_hint="--option")
+        pairs[name] = value
+    return pairs

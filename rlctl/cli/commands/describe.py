@@ -1,0 +1,78 @@
+"""``rlctl describe``: everything about one thing."""
+
+from __future__ import annotations
+
+import click
+
+from rlctl.cli.app.connection import bounded
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.commands.get import whole_id
+from rlctl.cli.render import operations, values
+from rlctl.cli.render import stages as roster
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import Table, facts
+from rlctl.contract.errors import Reason
+from rlctl.v1.results_pb2 import Operation, OperationState
+
+
+@click.command("stage", cls=Command)
+@click.argument("slot")
+@pass_settings
+def describe_stage(settings: Settings, slot: str) -> None:
+    """Show everything about a stage: state, ranks, capabilities."""
+    with bounded(settings) as fleet:
+        stages = fleet.status().stages
+    for stage in stages:
+        if stage.registration.slot == slot:
+            show(settings, roster.stage_view(stage))
+            return
+    known = ", ".join(stage.registration.slot for stage in stages) or "none"
+    raise Reason.STAGE_NOT_FOUND.error(f"no stage fills slot {slot!r}; there are: {known}", field="slot")
+
+
+@click.command("model", cls=Command)
+@click.argument("name")
+@pass_settings
+def describe_model(settings: Settings, name: str) -> None:
+    """Show everything about a model: versions, checkpoint, open update, stages."""
+    with bounded(settings) as fleet:
+        found = fleet.status(name)
+    show(settings, roster.model_view(found.models[0], found.stages))
+
+
+@click.command("operation", cls=Command)
+@click.argument("operation_id", metavar="ID")
+@pass_settings
+def describe_operation(settings: Settings, operation_id: str) -> None:
+    """Show everything about an operation: times, version, and the result of every rank."""
+    with bounded(settings) as fleet:
+        operation = fleet.operation(whole_id(fleet, operation_id))
+    show(settings, View(operation, lambda _: _tables(operation), lambda: [operation.operation_id], whole_ids=True))
+
+
+def _tables(operation: Operation) -> list[Table]:
+    return [
+        facts(
+            [
+                ("Operation", operation.operation_id),
+                ("Verb", operation.verb),
+                ("State", values.name_of(OperationState.DESCRIPTOR, operation.state)),
+                ("Error", values.error(operation.error)),
+                ("Next step", operation.error.next_step),
+                ("Model", operation.model),
+                ("Update", operation.update_id),
+                ("Version", values.version(operation.weight_version)),
+                ("Model digest", operation.model_digest),
+                ("Verified", values.evidence(operation.verification)),
+                ("Adapters", values.adapters(operation.adapters)),
+                ("Adapters dropped", ", ".join(operation.dropped_adapters)),
+                ("Paused", values.duration(operation.pause_time) if operation.HasField("pause_time") else ""),
+                ("Accepted", values.moment(operation.create_time)),
+                ("Ended", values.moment(operation.done_time)),
+                ("Targets", ", ".join(operation.targets)),
+                ("Left out", ", ".join(f"{out.slot} ({out.reason})" for out in operation.excluded)),
+            ]
+        ),
+        *operations.view(operation).tables(True),
+    ]

@@ -1,0 +1,73 @@
+"""``rlctl down``: the end of a fleet that ``rlctl up`` started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import asdict
+
+import click
+
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import Table
+from rlctl.contract.errors import Reason
+from rlctl.launch.supervisor import fleet_state
+from rlctl.launch.supervisor.fleet_state import FleetState
+
+STOP_S = 60.0
+LOOK_S = 0.05
+
+
+@click.command(cls=Command)
+@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@pass_settings
+def down(settings: Settings, name: str) -> None:
+    """Take down a fleet that `up` started, detached or in another terminal, and wait until it is gone."""
+    running = fleet_state.read(name)
+    if running is None and (file := fleet_state.state_file(name)).exists():
+        raise click.ClickException(f"what {file} says of fleet {name!r} cannot be read; nothing was done")
+    if running is None:
+        there = ", ".join(fleet_state.names())
+        raise click.BadParameter(
+            f"no fleet {name!r} is up on this machine; " + (f"it may be one of: {there}" if there else "none is"),
+            param_hint="--name",
+        )
+    if not running.alive and (left := running.survivors):
+        raise click.ClickException(
+            f"no fleet {name!r} is up on this machine: its supervisor {running.pid} has died; still ending: "
+            + ", ".join(f"{process} (pid {pid})" for process, pid in left.items())
+        )
+    if not running.alive:
+        fleet_state.remove(name)
+        raise click.ClickException(
+            f"no fleet {name!r} is up on this machine: its supervisor {running.pid} ended without cleaning up; "
+            "its processes ended with it"
+        )
+    if settings.dry_run:
+        show(settings, _view(running))
+        settings.say("Nothing was done.")
+        return
+    settings.confirm(f"Take down fleet {name!r} ({len(running.processes)} processes at {running.endpoint})?")
+    if running.alive:
+        try:
+            os.kill(running.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ends by itself
+        except PermissionError:
+            raise click.ClickException(f"supervisor {running.pid} is another user's; nothing was done") from None
+    limit_s = settings.timeout_s or STOP_S
+    deadline = time.monotonic() + limit_s
+    while running.alive:
+        if time.monotonic() > deadline:
+            raise Reason.DEADLINE_EXCEEDED.error(f"supervisor {running.pid} did not end in {limit_s:g} s")
+        time.sleep(LOOK_S)
+    show(settings, _view(running))
+    settings.say(f"Fleet {name} is down.")
+
+
+def _view(stopped: FleetState) -> View:
+    rows = [[name, str(pid)] for name, pid in {**stopped.processes, "supervisor": stopped.pid}.items()]
+    return View(asdict(stopped), lambda _: [Table(("PROCESS", "PID"), rows)], lambda: list(stopped.processes))

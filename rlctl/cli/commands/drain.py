@@ -1,0 +1,49 @@
+"""``rlctl drain``: take stages out of routing, and wait until they are idle."""
+
+from __future__ import annotations
+
+import click
+
+from rlctl.cli.app.connection import connected, interruptible
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.render import stages
+from rlctl.cli.render.printer import show
+
+DRAIN_S = 300.0
+
+
+@click.command(cls=Command)
+@click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
+@click.option("--for", "reason", default="", metavar="REASON", help="Reason; shown until the stages are enabled again.")
+@pass_settings
+def drain(settings: Settings, slots: tuple[str, ...], reason: str) -> None:
+    """Disable stages, and wait until they are idle.
+
+    Running requests end by themselves; none is aborted. A stage is busy while an update of its model is open. The
+    command fails with exit code 6 after --timeout, by default 5 minutes; the stages stay disabled. `rlctl enable` lets
+    them serve again.
+    """
+    settings.mutating = not settings.dry_run
+    reported: dict[str, str] = {}
+
+    def report(busy: dict[str, str]) -> None:
+        for slot, why in busy.items():
+            if reported.get(slot) != why:
+                settings.say(f"{slot}: {why}")
+        reported.update(busy)
+
+    def farewell() -> None:
+        click.echo(f"\nStopped waiting; {', '.join(slots)} stay disabled. `rlctl enable` ends that.", err=True)
+
+    with connected(settings) as fleet:
+        if settings.dry_run:
+            after = fleet.set_enabled(slots, False, validate_only=True)
+        else:
+            with interruptible(farewell):
+                after = fleet.drain(slots, reason=reason, timeout_s=settings.timeout_s or DRAIN_S, on_busy=report)
+    show(settings, stages.stages_view([stage for stage in after.stages if stage.registration.slot in slots]))
+    if settings.dry_run:
+        settings.say(f"Nothing was done; {', '.join(slots)} would be drained.")
+    else:
+        settings.say(f"Nothing runs on {', '.join(slots)}. `rlctl enable` lets them serve again.")

@@ -1,0 +1,37 @@
+"""``rlctl enable`` and ``rlctl disable``: the operator's flag on stages."""
+
+from __future__ import annotations
+
+import click
+
+from rlctl.cli.app.connection import bounded
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.render import stages
+from rlctl.cli.render.printer import show
+
+
+@click.command(cls=Command)
+@click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
+@pass_settings
+def enable(settings: Settings, slots: tuple[str, ...]) -> None:
+    """Let stages be routed to."""
+    _set(settings, slots, True)
+
+
+@click.command(cls=Command)
+@click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
+@pass_settings
+def disable(settings: Settings, slots: tuple[str, ...]) -> None:
+    """Route nothing to stages. They remain targets of every verb, weight updates included."""
+    _set(settings, slots, False)
+
+
+def _set(settings: Settings, slots: tuple[str, ...], enabled: bool) -> None:
+    settings.mutating = not settings.dry_run
+    with bounded(settings) as fleet:
+        after = fleet.set_enabled(slots, enabled, validate_only=settings.dry_run)
+    named = [stage for stage in after.stages if stage.registration.slot in slots]
+    show(settings, stages.stages_view(named))
+    if settings.dry_run:
+        settings.say(f"Nothing was done; {', '.join(slots)} would be {'enabled' if enabled else 'disabled'}.")

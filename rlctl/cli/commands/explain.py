@@ -1,0 +1,176 @@
+"""``rlctl explain``: the contract's own words about a message, field, enum, value, service, RPC or reason."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, MethodDescriptor, ServiceDescriptor
+
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import Table, prose
+from rlctl.contract.comments import PACKAGE, comment, comments, type_name
+from rlctl.contract.enums import short_name
+from rlctl.contract.errors import Reason
+
+
+@click.command(cls=Command)
+@click.argument("name")
+@pass_settings
+def explain(settings: Settings, name: str) -> None:
+    """Explain a message, field, enum, value, service or RPC in the words of the contract, or the reason of an error.
+
+    \b
+    For example:
+      rlctl explain PauseGenerationRequest.mode
+      rlctl explain UpdateWeightsFromDiskRequest.options.pause
+      rlctl explain StageState
+      rlctl explain PauseGeneration
+      rlctl explain STALE
+      rlctl explain NO_ROUTABLE_STAGE
+    """
+    if name.upper() in Reason.__members__:
+        show(settings, _reason(Reason[name.upper()]))
+        return
+    full = _resolve(name)
+    about = {"name": full.removeprefix(f"{PACKAGE}."), **_kind(full), "comment": comment(full)}
+    members = list(_members(full))
+    data = {**about, **({"members": members} if members else {})}
+    show(settings, View(data, lambda _: list(_tables(about, members)), lambda: [str(about["name"])]))
+
+
+def _reason(reason: Reason) -> View:
+    about = {
+        "name": reason.name,
+        "type": f"reason  {reason.exception.status}  (rlctl.{reason.exception.__name__})",
+        "comment": "\n".join(filter(None, [reason.meaning, reason.next_step])),
+    }
+    return View(about, lambda _: list(_tables(about, [])), lambda: [reason.name])
+
+
+def _tables(about: dict[str, str], members: list[dict[str, str]]) -> Iterator[Table]:
+    title = f"{about['name']}  {about['type']}".rstrip()
+    yield prose(about["comment"].splitlines(), title=title)
+    if members:
+        rows = [[each["name"], each["type"], " ".join(each["comment"].split())] for each in members]
+        numbered = all(each["type"].isdigit() for each in members)
+        yield Table(("NAME", "NUMBER" if numbered else "TYPE", "MEANING"), rows, frozenset({"TYPE"}))
+
+
+def _resolve(name: str) -> str:
+    """Full name of what is meant: the package may be left out, and an RPC's service. Raises FIELD_INVALID."""
+    wanted = name.removeprefix(f"{PACKAGE}.")
+    known = {full.removeprefix(f"{PACKAGE}.").lower(): full for full in comments()}
+    for candidate in (wanted, *(f"{service}.{wanted}" for service in ("CoordinatorService", "RolloutService"))):
+        if candidate.lower() in known:
+            return known[candidate.lower()]
+    values = [full for full in comments() if wanted and _value(full) == wanted.lower()]
+    if len(values) == 1:
+        return values[0]
+    through = _through_messages(wanted)
+    if through:
+        return through
+    near = values or [known[each] for each in difflib.get_close_matches(wanted.lower(), known, n=3)]
+    hint = ", ".join(each.removeprefix(f"{PACKAGE}.") for each in near)
+    why = f"several values of the contract are called {name!r}" if values else f"the contract has no {name!r}"
+    raise Reason.FIELD_INVALID.error(why, field="name", next_step=f"Did you mean: {hint}?" if hint else "")
+
+
+def _value(full: str) -> str:
+    """The short name of an enum value, as tables show it in capitals; "" for anything else."""
+    scope, _, last = full.rpartition(".")
+    enum = _find_enum(scope)
+    return short_name(enum, enum.values_by_name[last].number) if enum is not None else ""
+
+
+def _through_messages(path: str) -> str:
+    """Full name of a path that goes through message fields: Request.options.pause. "" when it leads nowhere."""
+    first, *rest = path.split(".")
+    message: Descriptor | None = _find_message(f"{PACKAGE}.{first}")
+    full = ""
+    for part in rest:
+        field = message.fields_by_name.get(part) if message is not None else None
+        if field is None:
+            return ""
+        assert message is not None
+        full, message = f"{message.full_name}.{part}", field.message_type
+    return full
+
+
+def _kind(full: str) -> dict[str, str]:
+    """What it is: the type of a field, the number of a value, request and answer of an RPC."""
+    scope, _, last = full.rpartition(".")
+    message = _find_message(scope)
+    if message is not None and last in message.fields_by_name:
+        return {"type": type_name(message.fields_by_name[last])}
+    enum = _find_enum(scope)
+    if enum is not None:
+        return {"type": f"= {enum.values_by_name[last].number}"}
+    if _find_message(full) is not None:
+        return {"type": "message"}
+    if _find_enum(full) is not None:
+        return {"type": "enum"}
+    service = _find_service(scope)
+    if service is not None:
+        return {"type": _signature(service.methods_by_name[last])}
+    return {"type": "service"}
+
+
+def _signature(method: MethodDescriptor) -> str:
+    asked, answered = ("stream " if streams else "" for streams in (method.client_streaming, method.server_streaming))
+    return f"({asked}{method.input_type.name}) returns ({answered}{method.output_type.name})"
+
+
+def _members(full: str) -> Iterator[dict[str, str]]:
+    """RPCs of a service, fields of a message or values of an enum, also of those that a field has for its type."""
+    scope, _, last = full.rpartition(".")
+    outer = _find_message(scope)
+    field = outer.fields_by_name.get(last) if outer is not None else None
+    message = field.message_type if field is not None else _find_message(full)
+    enum = field.enum_type if field is not None else _find_enum(full)
+    service = _find_service(full)
+    if service is not None:
+        for method in service.methods:
+            first = comment(method.full_name).partition("\n\n")[0]
+            yield {"name": method.name, "type": _signature(method), "comment": first}
+    elif enum is not None and enum.file.package == PACKAGE:
+        for value in enum.values:
+            yield {
+                "name": value.name,
+                "type": str(value.number),
+                "comment": comment(f"{enum.full_name}.{value.name}"),
+            }
+    elif message is not None and message.file.package == PACKAGE:
+        for each in message.fields:
+            yield {"name": each.name, "type": type_name(each), "comment": comment(f"{message.full_name}.{each.name}")}
+
+
+def _find_message(name: str) -> Descriptor | None:
+    found: Descriptor | None = _find(descriptor_pool.Default().FindMessageTypeByName, name)
+    return found
+
+
+def _find_enum(name: str) -> EnumDescriptor | None:
+    found: EnumDescriptor | None = _find(descriptor_pool.Default().FindEnumTypeByName, name)
+    return found
+
+
+def _find_service(name: str) -> ServiceDescriptor | None:
+    found: ServiceDescriptor | None = _find(descriptor_pool.Default().FindServiceByName, name)
+    return found
+
+
+def _find(find: Any, name: str) -> Any:
+    """What the pool has under a name; importing the stubs fills it."""
+    from rlctl.v1 import control_pb2, coordinator_pb2, journal_pb2, rollout_pb2, stage_pb2, worker_pb2
+
+    assert all((control_pb2, coordinator_pb2, journal_pb2, rollout_pb2, stage_pb2, worker_pb2))
+    try:
+        return find(name)
+    except KeyError:
+        return None

@@ -1,0 +1,184 @@
+"""``rlctl gateway``: HTTP dialects in front of a fleet, in the foreground."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+
+from rlctl.cli.app.types import DURATION, LEVEL
+from rlctl.cli.commands.serve import serve
+
+
+@click.command()
+@click.option("--coordinator", required=True, metavar="ADDRESS", help="The fleet's coordinator.")
+@click.option("--dialect", default="sglang", show_default=True, help="What it speaks: sglang, slime, omni, vllm.")
+@click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any.")
+@click.option("--model", default="", help="Model of requests that name none.  [default: the fleet's only one]")
+@click.option(
+    "--policy",
+    default="consistent_hashing",
+    show_default=True,
+    type=click.Choice(["consistent_hashing", "least_connections", "round_robin"]),
+    help="Which of the stages that may serve a request does.",
+)
+@click.option(
+    "--admission", default="latest", show_default=True, help="Versions to generate at: latest, any, max_staleness=K."
+)
+@click.option(
+    "--resume",
+    default="return",
+    show_default=True,
+    type=click.Choice(["return", "continue"]),
+    help="Samples that a pause or an abort cuts: given to the caller, or gone on with.",
+)
+@click.option(
+    "--tokenizer",
+    default="",
+    metavar="DIRECTORY",
+    help="For chats; needed where versions come over groups.  [default: the latest version's checkpoint]",
+)
+@click.option(
+    "--request-timeout", default="10m", show_default=True, type=DURATION, help="Most time of one request, waiting too."
+)
+@click.option("--max-inflight", default=8192, show_default=True, type=click.IntRange(1), help="Most samples at a time.")
+@click.option(
+    "--middleware-path", "middleware_paths", multiple=True, metavar="MODULE:CLASS", help="Middleware.  [repeatable]"
+)
+@click.option(
+    "--slime-router-middleware-paths",
+    "slime_paths",
+    multiple=True,
+    metavar="MODULE.CLASS",
+    help="The same under slime's name; several with spaces between them.  [repeatable]",
+)
+@click.option(
+    "--router-backend",
+    default="",
+    type=click.Choice(["", "sglang-router"]),
+    metavar="sglang-router",
+    help="Run this Rust gateway in front, its workers the stages that serve.",
+)
+@click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")
+@click.option("--router-pairs", is_flag=True, help="The model has prefill and decode engines: it picks one of each.")
+@click.option("--router-policy", default="cache_aware", show_default=True, help="Its policy.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
+@click.option(
+    "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
+)
+@click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
+@click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
+@click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
+@click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
+@click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
+def gateway(
+    coordinator: str,
+    dialect: str,
+    listen: str,
+    model: str,
+    policy: str,
+    admission: str,
+    resume: Any,
+    tokenizer: str,
+    request_timeout: float,
+    max_inflight: int,
+    middleware_paths: tuple[str, ...],
+    slime_paths: tuple[str, ...],
+    router_backend: str,
+    router_listen: str,
+    router_pairs: bool,
+    router_policy: str,
+    workers: int,
+    admin_api_key_file: str,
+    drain: float,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run HTTP dialects in front of a fleet."""
+    from rlctl.runtime.server_process import announce
+
+    paths = (*middleware_paths, *(path for given in slime_paths for path in given.split()))
+    settings = {
+        "model": model,
+        "policy": policy,
+        "admission": admission,
+        "resume": resume,
+        "tokenizer": tokenizer,
+        "timeout_s": request_timeout,
+        "max_inflight": max_inflight,
+    }
+
+    if router_backend and workers > 1:
+        raise click.UsageError("--router-backend is for one worker")
+
+    def told(address: str, **facts: str) -> None:
+        announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid(), **facts)
+
+    def run(listen: str, told: Callable[..., None], *, end_with_parent: bool) -> NoReturn:
+        from rlctl.gateway.backend.service import Settings
+        from rlctl.gateway.router.process import SglangRouter
+        from rlctl.gateway.server import GatewayConfig, GatewayServer
+        from rlctl.runtime.addresses import refuse_insecure, split
+        from rlctl.transport.auth import load_token
+
+        key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
+        token, router = load_token(file=token_file), None
+        if router_backend:
+            refuse_insecure(router_listen, token=token, insecure=insecure)
+            host, port = split(router_listen, "router_listen")
+            router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs, token=token)
+
+        config = GatewayConfig(
+            coordinator=coordinator,
+            dialect=dialect,
+            listen=listen,
+            token=token,
+            insecure=insecure,
+            middleware_paths=paths,
+            generation=Settings(**settings, admin_api_key=key or ""),
+            share_port=workers > 1,
+            drain_s=drain,
+            warm=True,
+            router=router,
+        )
+
+        async def start() -> Callable[[], Any]:
+            server = GatewayServer(config)
+            try:
+                await server.start()
+            except BaseException:
+                await server.stop()
+                raise
+            told(server.address, **({"router": router.url} if router else {}))
+            return server.stop
+
+        serve(start, log_level, end_with_parent)
+
+    if workers == 1:
+        run(listen, told, end_with_parent=end_with_parent)
+    _fork(workers, listen, run, told, end_with_parent=end_with_parent)
+
+
+def _fork(
+    workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], *, end_with_parent: bool
+) -> NoReturn:
+    """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
+    from rlctl.contract.errors import unbound
+    from rlctl.gateway.prefork import Workers, hold
+    from rlctl.runtime import server_process
+    from rlctl.runtime.addresses import join, split
+
+    host, port = split(listen, "listen")
+    try:
+        held, bound = hold(host, port)
+    except OSError as error:
+        raise unbound(listen, error) from None
+    address = join(host, bound)
+    parent = Workers(workers, lambda ready: run(address, lambda *_: ready(), end_with_parent=True))
+    code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
+    held.close()
+    server_process.end(code)

@@ -1,0 +1,145 @@
+"""``rlctl get``: stages, models, operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlctl.cli.app.connection import bounded
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.app.types import ParamType
+from rlctl.cli.render import operations as results
+from rlctl.cli.render import stages, values
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import Table
+from rlctl.contract.errors import Reason
+from rlctl.contract.outcomes import acknowledged
+from rlctl.contract.verbs import VERBS
+from rlctl.v1.results_pb2 import Operation, OperationState
+
+if TYPE_CHECKING:
+    from rlctl.sdk.blocking import Fleet
+
+OPERATION_VERBS = (
+    *(verb.name for verb in VERBS.values() if verb.fleet and (verb.mutating or verb.reads_if)),
+    "WeightUpdate",
+)
+"""Verbs that are on record; WeightUpdate is a trainer's."""
+
+STATES = ("running", "ok", "partial", "failed", "unknown", "cancelled")
+
+_ID_LENGTH, _END_LENGTH = 36, 4
+
+_model = click.option("--model", default="", metavar="NAME", help="Only this model.")
+
+
+@click.command("stages", cls=Command)
+@_model
+@pass_settings
+def get_stages(settings: Settings, model: str) -> None:
+    """List the stages."""
+    with bounded(settings) as fleet:
+        show(settings, stages.stages_view(fleet.status(model).stages))
+
+
+@click.command("models", cls=Command)
+@_model
+@pass_settings
+def get_models(settings: Settings, model: str) -> None:
+    """List the models."""
+    with bounded(settings) as fleet:
+        show(settings, stages.models_view(fleet.status(model)))
+
+
+class VerbType(ParamType):
+    """A verb that operations can be of, however it is capitalised."""
+
+    name = "verb"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Its name."""
+        known = {verb.lower(): verb for verb in OPERATION_VERBS}
+        if str(value).lower() not in known:
+            self.fail(f"{value!r} is no verb; there are: {', '.join(OPERATION_VERBS)}", param, ctx)
+        return known[str(value).lower()]
+
+
+def _list_operations(settings: Settings, verb: str | None, state: str | None, limit: int) -> None:
+    with bounded(settings) as fleet:
+        show(settings, _operations_view(fleet.operations(verb=verb or "", state=state or "", page_size=limit)))
+
+
+def _operations(name: str) -> click.Command:
+    """The command that lists operations, under one of its names."""
+    return Command(
+        name,
+        params=[
+            click.Option(["--verb"], type=VerbType(), metavar="NAME", help="Only this verb, PauseGeneration say."),
+            click.Option(["--state"], type=click.Choice(STATES), help="Only those in this state."),
+            click.Option(["--limit"], type=click.IntRange(1, 1000), default=50, show_default=True, help="At most."),
+        ],
+        callback=pass_settings(_list_operations),
+        help="List operations, newest first.",
+    )
+
+
+get_operations = _operations("operations")
+operations = _operations("operations")
+
+
+@click.command("operation", cls=Command)
+@click.argument("operation_id", metavar="ID")
+@pass_settings
+def get_operation(settings: Settings, operation_id: str) -> None:
+    """Show one operation as its verb printed it. Its id is the request_id of the call that made it.
+
+    The end of an id is enough where no other one ends so.
+    """
+    with bounded(settings) as fleet:
+        operation = fleet.operation(whole_id(fleet, operation_id))
+    show(settings, results.view(operation))
+    settings.say(results.summary(operation))
+
+
+def whole_id(fleet: Fleet, written: str) -> str:
+    """The operation's id: a list on a terminal shows the end only. Raises FIELD_INVALID when several end so.
+
+    What is no operation's end is returned as it is: the coordinator says what is wrong with it.
+    """
+    end = written.removeprefix("…")
+    if len(end) == _ID_LENGTH or len(end) < _END_LENGTH:
+        return written
+    ids = [each.operation_id for each in fleet.operations(page_size=1000) if each.operation_id.endswith(end)]
+    if len(ids) > 1:
+        raise Reason.FIELD_INVALID.error(
+            f"{len(ids)} operations end in {end!r}: {', '.join(ids)}", field="operation_id"
+        )
+    return ids[0] if ids else written
+
+
+def _operations_view(listed: Sequence[Operation]) -> View:
+    headers = ("OPERATION", "VERB", "STATE", "CONFIRMED", "MODEL", "CREATED", "TOOK", "ERROR")
+    return View(
+        list(listed),
+        lambda wide: [Table(headers, [_row(operation, wide) for operation in listed], frozenset({"ERROR"}))],
+        lambda: [operation.operation_id for operation in listed],
+    )
+
+
+def _row(operation: Operation, wide: bool) -> list[str]:
+    update = results.is_update(operation)
+    confirmed = sum(acknowledged(result, update=update) for result in operation.stage_results)
+    took = operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()
+    return [
+        operation.operation_id,
+        operation.verb,
+        values.name_of(OperationState.DESCRIPTOR, operation.state),
+        f"{confirmed}/{len(operation.targets)}",
+        operation.model,
+        values.moment(operation.create_time),
+        values.elapsed(took / 1e9) if operation.HasField("done_time") else "",
+        values.error(operation.error) if wide else operation.error.reason,
+    ]

@@ -1,0 +1,84 @@
+"""``rlctl logs``: the logs of a fleet that ``rlctl up`` started on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import MACHINE_FORMATS, Settings
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import prose
+from rlctl.launch.supervisor import fleet_state
+
+LOOK_S = 0.2
+BLOCK = 1 << 16
+
+
+@click.command(cls=Command)
+@click.argument("process", metavar="SLOT[.RANK]")
+@click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(1), help="Last lines to show.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log until Ctrl-C.")
+@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@pass_settings
+def logs(settings: Settings, process: str, lines: int, follow: bool, name: str) -> None:
+    """Show the log of an engine: of its rank 0, or of another rank (`actor-0.1`).
+
+    `coordinator`, `supervisor` and `gateway-MODEL` name the other processes of a fleet. A fleet that is down keeps its
+    logs. `rlctl describe stage` shows the last lines of a failed engine, also of one on another machine.
+    """
+    log = _find(name, process)
+    tail, end = _last(log, lines)
+    if settings.output in MACHINE_FORMATS:
+        about = {"process": process, "log": str(log), "lines": tail}
+        show(settings, View(about, lambda _: [prose(tail)], lambda: [str(log)]))
+    else:
+        for line in tail:
+            click.echo(line)
+    if follow:
+        _follow(log, end)
+
+
+def _find(name: str, process: str) -> Path:
+    """The log of a process. Raises a usage error that lists the existing logs."""
+    directory = fleet_state.state_directory(name) / "logs"
+    there = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
+    if process not in there:
+        known = ", ".join(sorted(there)) or "none"
+        raise click.BadParameter(
+            f"fleet {name!r} has no log of {process!r} on this machine; there are: {known}", param_hint="SLOT"
+        )
+    return there[process]
+
+
+def _last(log: Path, lines: int) -> tuple[list[str], int]:
+    """The last lines, and the offset of their end. An unfinished line is not read."""
+    with log.open("rb") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        data = b""
+        while start > 0 and data.count(b"\n") <= lines:
+            start = max(0, start - BLOCK)
+            file.seek(start)
+            data = file.read(end - start)
+    whole = data[: data.rfind(b"\n") + 1]
+    read = whole.decode(errors="replace").splitlines()
+    return read[-lines:], end - len(data) + len(whole)
+
+
+def _follow(log: Path, position: int) -> None:
+    """Print lines as they are logged. A rotated log is read from its start."""
+    while True:
+        with log.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < position:
+                position = 0
+            file.seek(position)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole:
+            click.echo(whole.decode(errors="replace"), nl=False)
+            position += len(whole)
+        else:
+            time.sleep(LOOK_S)

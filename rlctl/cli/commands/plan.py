@@ -1,0 +1,29 @@
+"""``rlctl plan``: what a topology file starts, and what it changes in a fleet that is up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlctl.cli.app.global_options import pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.commands.topology_flags import TopologyCommand, flags, options
+
+
+@click.command(cls=TopologyCommand)
+@options
+@pass_settings
+def plan(settings: Settings, /, file: Path | None, **given: Any) -> None:
+    """Show what `up` with the same arguments would do: engines, ranks, GPUs, offsets; -o wide: command lines.
+
+    When a fleet of that name is up on this machine, each engine is to be added, removed, restarted (and why), or is
+    unchanged.
+    """
+    from rlctl.cli.commands.plan_report import plan_view, prepare, warn
+    from rlctl.cli.render.printer import show
+
+    prepared = prepare(file, flags(given))
+    warn(settings, prepared.problems)
+    show(settings, plan_view(prepared))

@@ -1,0 +1,306 @@
+"""``rlctl coordinator``, ``rlctl stage``, ``rlctl worker``: one server in the foreground, as launchers start them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from rlctl.cli.app.types import DEVICE, DURATION, LEVEL, pairs
+from rlctl.launch.supervisor.fleet_state import state_directory
+
+DEVICE_OPTION = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=DEVICE,
+    metavar="auto|cpu|cuda|cuda:N",
+    help="Device to compute on; auto: GPUs, if any.",
+)
+
+
+def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any."),
+        click.option(
+            "--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
+        ),
+        click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+        click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
+        click.option("--end-with-parent", is_flag=True, help="End when standard input ends."),
+    )
+    return _with(command, options)
+
+
+def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option("--engine", default="torch", show_default=True, help="Engine plug-in."),
+        click.option("--model-path", required=True, help="Directory of the checkpoint."),
+        click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks."),
+        DEVICE_OPTION,
+        click.option("--dtype", default="auto", show_default=True, help="Dtype to hold the weights in."),
+        click.option(
+            "--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in.  [repeatable]"
+        ),
+        click.option("--node", default=socket.gethostname, help="Name of this host, as others know it."),
+    )
+    return _with(command, options)
+
+
+def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """The command with the options, which help then lists in their order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option(
+    "--journal", default="", help="File of the journal.  [default: journal.db in the state directory of the fleet]"
+)
+@click.option("--new", is_flag=True, help="Start over: put the journal of the earlier fleet aside as NAME.previous.db.")
+@click.option(
+    "--heal-by-hand",
+    multiple=True,
+    metavar="MODEL",
+    help="Bring stages of this model to the published version only when asked (`rlctl heal`).  [repeatable]",
+)
+@click.option(
+    "--admit-only",
+    metavar="SLOT,...",
+    help="Admitted slots; other slots are refused until `rlctl admit` admits them.  [default: every slot]",
+)
+@click.option(
+    "--owner-grace",
+    type=DURATION,
+    metavar="DURATION",
+    help="How long the owner of an update may be silent after a failed write.  [default: 5s]",
+)
+@click.option(
+    "--heal-grace",
+    type=DURATION,
+    metavar="DURATION",
+    help="How long a DIRTY stage is left to the next update before it is healed.  [default: 60s]",
+)
+@_server_options
+def coordinator(
+    journal: str,
+    new: bool,
+    heal_by_hand: tuple[str, ...],
+    admit_only: str | None,
+    owner_grace: float | None,
+    heal_grace: float | None,
+    listen: str,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run a coordinator."""
+    from rlctl.coordinator.journal.start_over import start_over
+    from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+    from rlctl.coordinator.updates.manager import Graces
+    from rlctl.runtime.server_process import announce
+    from rlctl.transport.auth import load_token
+
+    usual = Graces()
+    graces = Graces(owner_grace or usual.owner_s, heal_grace or usual.heal_s)
+    path = Path(journal) if journal else state_directory() / "journal.db"
+    topology = None if admit_only is None else tuple(filter(None, admit_only.split(",")))
+    config = CoordinatorConfig(
+        path,
+        listen,
+        load_token(file=token_file),
+        insecure,
+        heal_by_hand=heal_by_hand,
+        topology=topology,
+        graces=graces,
+    )
+
+    async def start() -> Callable[[], Any]:
+        if new:
+            await asyncio.to_thread(start_over, path)
+        server = CoordinatorServer(config)
+        await server.start()
+        announce("coordinator", address=server.address, pid=os.getpid())
+        ends.append(server.coordinator.end_of_reign())
+        return server.stop
+
+    ends: list[Awaitable[object]] = []
+    serve(start, log_level, end_with_parent, ends)
+
+
+@click.command()
+@click.option("--slot", required=True, help="Stable name of the stage in the fleet.")
+@click.option("--model", default="actor", show_default=True, help="Model that it serves.")
+@click.option("--coordinator", default="", help="Address of the coordinator; without it one must attach by itself.")
+@click.option(
+    "--follower",
+    "followers",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Address of a follower's worker, in the order of their ranks.  [repeatable]",
+)
+@click.option("--rollout-listen", default="127.0.0.1:0", show_default=True, help="Address for generation.")
+@click.option("--advertise", default="", help="Host under which others reach this one.")
+@click.option("--weight-version", default="", help="Label of the model's first version.")
+@click.option("--frozen", is_flag=True, help="The model never receives weights.")
+@click.option(
+    "--worker-type",
+    default="regular",
+    show_default=True,
+    type=click.Choice(["regular", "prefill", "decode", "encoder"]),
+    help="What the engine is for.",
+)
+@_engine_options
+@_server_options
+def stage(
+    slot: str,
+    model: str,
+    coordinator: str,
+    followers: tuple[str, ...],
+    rollout_listen: str,
+    advertise: str,
+    weight_version: str,
+    frozen: bool,
+    worker_type: str,
+    engine: str,
+    model_path: str,
+    tp_size: int,
+    device: str,
+    dtype: str,
+    options: tuple[str, ...],
+    node: str,
+    listen: str,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run a stage server: rank 0 of one engine."""
+    from rlctl.engine import EngineConfig, brings_ranks
+    from rlctl.launch.local import gpus
+    from rlctl.runtime.server_process import announce
+    from rlctl.stage.server import StageConfig, StageServer
+    from rlctl.transport.auth import load_token
+
+    device = gpus.of_process(device, engine, 0)
+    nodes = 1 + len(followers) if brings_ranks(engine) else 1
+    config = StageConfig(
+        slot=slot,
+        model=model,
+        engine=engine,
+        engine_config=EngineConfig(model_path, 0, tp_size, node, device, dtype, pairs(options), nodes),
+        followers=followers,
+        listen=listen,
+        rollout_listen=rollout_listen,
+        advertise=advertise,
+        coordinator=coordinator,
+        weight_version=weight_version,
+        frozen=frozen,
+        worker_type=worker_type,
+        token=load_token(file=token_file),
+        insecure=insecure,
+    )
+
+    async def start() -> Callable[[], Any]:
+        server = StageServer(config)
+        await server.start()
+        announce("stage", address=server.address, rollout_address=server.rollout_address, pid=os.getpid())
+        return server.stop
+
+    serve(start, log_level, end_with_parent)
+
+
+@click.command()
+@click.option("--rank", required=True, type=click.IntRange(1), help="Rank, 1 or more; of sglang: number of the node.")
+@_engine_options
+@_server_options
+def worker(
+    rank: int,
+    engine: str,
+    model_path: str,
+    tp_size: int,
+    device: str,
+    dtype: str,
+    options: tuple[str, ...],
+    node: str,
+    listen: str,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run a follower rank; its engine starts when rank 0 attaches, and it ends when rank 0 is gone."""
+    from rlctl.engine import EngineConfig
+    from rlctl.launch.local import gpus
+    from rlctl.runtime.server_process import announce
+    from rlctl.transport.auth import load_token
+    from rlctl.worker.server import WorkerConfig, WorkerServer
+
+    device = gpus.of_process(device, engine, rank)
+    config = WorkerConfig(
+        engine=engine,
+        engine_config=EngineConfig(model_path, rank, tp_size, node, device, dtype, pairs(options)),
+        listen=listen,
+        token=load_token(file=token_file),
+        insecure=insecure,
+    )
+
+    async def start() -> Callable[[], Any]:
+        server = WorkerServer(config)
+        address = await server.start()
+        announce("worker", address=address, pid=os.getpid())
+        ends.append(server.abandoned.wait())
+        return server.stop
+
+    ends: list[Awaitable[object]] = []
+    serve(start, log_level, end_with_parent, ends)
+
+
+def serve(
+    start: Callable[[], Any],
+    log_level: str,
+    end_with_parent: bool,
+    ends: Sequence[Awaitable[object]] = (),
+) -> NoReturn:
+    """Start, wait for SIGTERM or for one of the ``ends`` that ``start`` adds, stop, and end the process; with the exit
+    status of what an end raises.
+    """
+    from rlctl.cli.app.exit_codes import of_reason
+    from rlctl.contract.errors import RlctlError
+    from rlctl.runtime import event_loops, server_process
+
+    server_process.configure_logging(log_level)
+    server_process.collect_seldom()
+
+    async def main() -> None:
+        stop = server_process.stop_event()
+        if end_with_parent:
+            server_process.end_with_parent()
+        starting = asyncio.ensure_future(start())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        end = starting.result()
+        waits = [stopping, *map(asyncio.ensure_future, ends)]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await end()
+        for ended in done:
+            await ended
+
+    code = 0
+    try:
+        event_loops.run(main())
+    except RlctlError as error:
+        # One line, as launchers quote the last one of a log.
+        click.echo(str(error), err=True)
+        code = of_reason(error.reason)
+    server_process.end(code)

@@ -1,0 +1,103 @@
+"""``rlctl sidecar vllm``: SGLang's HTTP interface in front of a vLLM, in the foreground."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import click
+
+from rlctl.cli.app.types import DURATION, LEVEL, pairs
+from rlctl.cli.commands.serve import DEVICE_OPTION, serve
+
+
+@click.command("vllm")
+@click.option("--upstream", default="", metavar="URL", help="A vLLM that runs: http://HOST:PORT or unix:PATH.")
+@click.option("--launch", default="", metavar="MODEL", help="Directory of a checkpoint to launch a vLLM with.")
+@click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any.")
+@click.option(
+    "--router", "routers", multiple=True, metavar="URL", help="slime-style router to register with.  [repeatable]"
+)
+@click.option("--advertise", default="", metavar="HOST", help="Host under which routers reach this one.")
+@click.option("--coordinator", default="", metavar="ADDRESS", help="It drives the vLLM: admin verbs are refused here.")
+@click.option(
+    "--route",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "tokens", "completions"]),
+    help="vLLM's /inference/v1/generate or /v1/completions.",
+)
+@click.option("--api-key-file", default="", help="File with the running vLLM's key for requests.")
+@click.option(
+    "--vllm-arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of the launched vLLM.  [repeatable]"
+)
+@click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Its tensor-parallel ranks.")
+@DEVICE_OPTION
+@click.option("--python", default="", help="Interpreter that vLLM is installed for.  [default: RLCTL_VLLM_VENV's]")
+@click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Until it must be ready.")
+@click.option("--token-file", default="", help="Token that admin verbs ask for. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
+@click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
+@click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
+@click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
+def sidecar_vllm(
+    upstream: str,
+    launch: str,
+    listen: str,
+    routers: tuple[str, ...],
+    advertise: str,
+    coordinator: str,
+    route: str,
+    api_key_file: str,
+    arguments: tuple[str, ...],
+    tp_size: int,
+    device: str,
+    python: str,
+    start_timeout: float,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run SGLang's HTTP interface in front of a vLLM."""
+    from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
+
+    from rlctl.launch.local import gpus
+    from rlctl.runtime.addresses import refuse_insecure, split
+    from rlctl.runtime.server_process import announce
+    from rlctl.transport.auth import load_token
+
+    token = load_token(file=token_file)
+    refuse_insecure(listen, token=token, insecure=insecure)
+    host, port = split(listen, "listen")
+    config = SidecarConfig(
+        upstream=upstream,
+        launch=launch,
+        host=host,
+        port=port,
+        arguments=pairs(arguments),
+        tp_size=tp_size,
+        device=gpus.of_process(device, "vllm", 0),
+        python=python,
+        start_s=start_timeout,
+        api_key_file=api_key_file,
+        coordinator=coordinator,
+        routers=routers,
+        advertise=advertise,
+        token=token,
+        route=route,
+    )
+    ends: list[Awaitable[object]] = []
+
+    async def start() -> Callable[[], Any]:
+        server = SidecarServer(config)
+        try:
+            await server.start()
+        except BaseException:
+            await server.stop()
+            raise
+        announce("sidecar", address=server.url, pid=os.getpid())
+        ends.append(server.failed)
+        return server.stop
+
+    serve(start, log_level, end_with_parent, ends)

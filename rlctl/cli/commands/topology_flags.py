@@ -1,0 +1,147 @@
+"""The file and the flags that ``up``, ``plan`` and ``validate`` share: rlctl's, and slime's as slime takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlctl.cli.app.global_options import Command
+from rlctl.cli.app.types import NUMBERS, pairs
+from rlctl.topology.flags import ADDRESSES, Flags
+from rlctl.topology.schema import DEVICES, LAUNCHERS, MOST, POLICIES
+
+_SGLANG = "rlctl.sglang"
+_ADDRESSES = "rlctl.runtime.addresses"
+
+
+class TopologyCommand(Command):
+    """A command that takes ``--sglang-ANYTHING [VALUE...]`` and flags with several values, as slime does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take out what click cannot: flags whose names are SGLang's, and lists of words."""
+        kept: list[str] = []
+        sglang: dict[str, str] = {}
+        addresses: list[str] = []
+        files: list[str] = []
+        rest = list(args)
+        while rest:
+            word = rest.pop(0)
+            name, equals, value = word.partition("=")
+            if name == "--sglang-config":
+                files.append(value if equals else _value_of(name, rest))
+            elif name == ADDRESSES:
+                words = [value] if equals else _words(rest)
+                if not words:
+                    raise click.UsageError(f"{name} needs HOST:PORT")
+                addresses += words
+            elif name.startswith("--sglang-"):
+                words = [value] if equals else _words(rest)
+                if not equals and words and words[-1].endswith((".yaml", ".yml")):
+                    files.append(words.pop())  # the file, after a switch
+                sglang[name.removeprefix("--sglang-").replace("-", "_")] = _joined(words)
+            else:
+                kept.append(word)
+        ctx.meta[_SGLANG] = sglang
+        ctx.meta[_ADDRESSES] = addresses
+        return super().parse_args(ctx, [*kept, *files])
+
+
+def _words(rest: list[str]) -> list[str]:
+    """The words up to the next flag, taken off; a negative number is none."""
+    words = []
+    while rest and not (rest[0].startswith("-") and not rest[0][1:2].isdigit()):
+        words.append(rest.pop(0))
+    return words
+
+
+def _value_of(flag: str, rest: list[str]) -> str:
+    if not rest:
+        raise click.UsageError(f"{flag} needs a file")
+    return rest.pop(0)
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Nothing is a switch that is on; several are a list."""
+    return "true" if not words else words[0] if len(words) == 1 else json.dumps(words)
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The file and the flags, which the command gets as ``file`` and the names of :func:`flags`."""
+    declared = (
+        click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[FILE]"),
+        click.option("--hf-checkpoint", metavar="DIR", help="Checkpoint of models that name none."),
+        click.option(
+            "--rollout-num-gpus", "num_gpus", type=click.IntRange(1, MOST), help="GPUs of all groups (ranks, on a CPU)."
+        ),
+        click.option(
+            "--rollout-num-gpus-per-engine", "num_gpus_per_engine", type=click.IntRange(1, MOST),
+            help="GPUs of each engine, where the file does not say.  [default: 1]",
+        ),
+        click.option("--num-gpus-per-node", type=click.IntRange(1, MOST), help="GPUs of a node.  [default: 8]"),
+        click.option("--rollout-external", "external", is_flag=True, help="Attach to engines that run already."),
+        click.option(
+            ADDRESSES, "external_addresses", multiple=True, metavar="HOST:PORT...",
+            help="Their addresses.  [repeatable]",
+        ),
+        click.option(
+            "--prefill-num-servers", type=click.IntRange(1, MOST),
+            help="Without a file: this many prefill engines; the rest decode.",
+        ),
+        click.option("--router-policy", type=click.Choice(POLICIES), help="How gateways pick an engine."),
+        click.option(
+            "--gateways", metavar="HOST", help="Give every model that names none an HTTP gateway on this host.",
+        ),
+        click.option(
+            "--sglang-*", "sglang_", metavar="[VALUE]", expose_value=False, multiple=True,
+            help="Argument of SGLang by its name, for every SGLang engine, below the file's.  [repeatable]",
+        ),
+        click.option(
+            "--sglang-config", "config_", expose_value=False, metavar="FILE", help="The file, under slime's name."
+        ),
+        click.option("--engine", help="Engine plug-in, where the file does not say.  [default: torch]"),
+        click.option("--model", help="Without a file: the model that the engines serve.  [default: actor]"),
+        click.option(
+            "--device", type=click.Choice(DEVICES),
+            help="What the ranks compute on, where the file does not say; auto: GPUs, if any.  [default: auto]",
+        ),
+        click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
+        click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
+        click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes.  [default: local]"),
+        click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or that here]"),
+        click.option(
+            "--placement-group", metavar="NAME", help="Name or id of a placement group there, which engines go into.",
+        ),
+        click.option(
+            "--bundles", type=NUMBERS, default=(), metavar="0,1,4-7",
+            help="Its bundles that may be used, in this order.  [default: all, by node]",
+        ),
+        click.option(
+            "--bundle-share", type=click.FloatRange(0.01, 1), help="How much of its bundle a rank takes.  [default: 1]",
+        ),
+        click.option(
+            "--option", "options", multiple=True, metavar="NAME=VALUE",
+            help="Setting of every engine, below the file's.  [repeatable]",
+        ),
+        click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+    )  # fmt: skip
+    for option in reversed(declared):
+        command = option(command)
+    return command
+
+
+def flags(given: dict[str, Any]) -> Flags:
+    """The flags from the parameters of the command that runs."""
+    ctx = click.get_current_context()
+    sglang: dict[str, str] = ctx.meta[_SGLANG]
+    return Flags(
+        **{
+            **given,
+            "options": pairs(given["options"]),
+            "sglang": sglang,
+            "external_addresses": (*ctx.meta[_ADDRESSES], *given["external_addresses"]),
+        }
+    )

@@ -1,0 +1,261 @@
+"""``rlctl up``: a fleet of local processes, in the foreground or under a supervisor of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlctl.cli.app.global_options import pass_settings
+from rlctl.cli.app.settings import ENDPOINT, Settings
+from rlctl.cli.commands.topology_flags import TopologyCommand, flags, options
+from rlctl.cli.render.errors import machine_readable
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import Table, facts
+from rlctl.contract.errors import Reason
+from rlctl.launch.supervisor import fleet_state
+from rlctl.launch.supervisor.fleet_state import FleetState, state_directory
+from rlctl.runtime import private_files
+from rlctl.runtime.addresses import refuse_insecure, refuse_used
+
+if TYPE_CHECKING:
+    from rlctl.cli.commands.plan_report import Prepared
+    from rlctl.launch.deployment import Deployment
+
+LOOK_S = 0.1
+STOP_S = 30.0
+SURVIVE_S = 70.0
+"""Time for the processes of a dead supervisor to end: longer than :data:`~rlctl.runtime.server_process.ENDS_S`."""
+_READY = "Ready."
+
+
+@click.command(cls=TopologyCommand)
+@options
+@click.option("-d", "--detach", is_flag=True, help="Leave a supervisor running and return when the fleet is ready.")
+@click.option(
+    "--new",
+    is_flag=True,
+    help="Start over: put the journal of the earlier fleet of this name aside, with its versions.",
+)
+@click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
+@click.option("--lock", type=int, hidden=True, help="For the supervisor: descriptor of the fleet's lock.")
+@click.option("--end-with-parent", is_flag=True, hidden=True, help="End when standard input ends.")
+@pass_settings
+def up(
+    settings: Settings,
+    /,
+    file: Path | None,
+    detach: bool,
+    new: bool,
+    deployment: Path | None,
+    lock: int | None,
+    end_with_parent: bool,
+    **given: Any,
+) -> None:
+    """Start a fleet on this machine from a topology file, or from flags: a coordinator, and every engine's processes.
+
+    In the foreground Ctrl-C takes it down; from another terminal `rlctl down` does. When the fleet is up already, a
+    file is applied to it: engines are added, replaced one after another, or drained and removed; the others are not
+    touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME. A fleet that was up before continues from
+    its journal: engines serve the last published version, or nothing until a heal or an update brings that version.
+    With --new the fleet starts over: it keeps the journal as journal.previous.db, and epoch and
+    sequence numbers continue.
+    """
+    from rlctl.cli.commands.plan_report import plan_view, prepare, token, warn
+    from rlctl.launch.deployment import Deployment
+    from rlctl.launch.supervisor.supervisor import supervise, taken
+    from rlctl.transport.auth import token_variables
+
+    if end_with_parent:
+        from rlctl.runtime.server_process import end_with_parent as end
+
+        end()
+    if deployment is not None:
+        wanted = Deployment.of(json.loads(deployment.read_text()))
+        supervise(settings, wanted, lambda ready: _announce(settings, ready), lock=lock, new=new)
+    prepared = prepare(file, flags(given))
+    warn(settings, prepared.problems)
+    wanted = prepared.deployment
+    refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure)
+    if prepared.running is not None and file is None:
+        raise taken(wanted.name)
+    if prepared.running is not None and new:
+        raise Reason.OPERATION_CONFLICT.error(
+            f"fleet {wanted.name!r} is up, so it cannot be started over",
+            field="--new",
+            next_step=f"`rlctl down --name {wanted.name}` first.",
+        )
+    if settings.dry_run:
+        show(settings, plan_view(prepared))
+        settings.say("Nothing was done.")
+        return
+    prepared.refuse()
+    # Of the file or the context; what is started here takes it from there.
+    os.environ.update(token_variables(token(settings, prepared.plan)))
+    if prepared.running is not None:
+        _change(settings, prepared, prepared.running)
+        return
+    _await_survivors(settings, wanted.name)
+    refuse_used(wanted.listen)
+    if detach:
+        _detach(settings, wanted, new=new)
+    else:
+        supervise(settings, wanted, lambda ready: _announce(settings, ready), new=new)
+
+
+def _await_survivors(settings: Settings, name: str) -> None:
+    """Wait until the processes of a dead supervisor have ended and released journal, ports and GPUs. Raises
+    OPERATION_CONFLICT for processes that do not end.
+    """
+    former = fleet_state.read(name)
+    if former is None or former.alive or not (left := former.survivors):
+        return
+    settings.say(f"supervisor {former.pid} has died; waiting for {', '.join(left)} to end")
+    limit_s = min(SURVIVE_S, settings.timeout_s or SURVIVE_S)
+    deadline = time.monotonic() + limit_s
+    while left := former.survivors:
+        if time.monotonic() > deadline:
+            pids = " ".join(map(str, left.values()))
+            raise Reason.OPERATION_CONFLICT.error(
+                f"processes of fleet {name!r} still run {limit_s:g} s after its supervisor died: "
+                + ", ".join(f"{process} (pid {pid})" for process, pid in left.items()),
+                next_step=f"`kill {pids}`, then the same command again.",
+            )
+        time.sleep(LOOK_S)
+
+
+def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
+    """Have the supervisor of the fleet that is up do it."""
+    from rlctl.cli.app.connection import interruptible
+    from rlctl.cli.render import values
+    from rlctl.launch.supervisor.control_socket import apply
+    from rlctl.topology.diff import REMOVE, UNCHANGED, difference
+
+    changes = [change for change in difference(prepared.plan.specs, prepared.present) if change.action != UNCHANGED]
+    for change in changes:
+        why = f" ({', '.join(change.fields)})" if change.fields else ""
+        settings.say(f"{change.slot}: {change.action}{why}")
+    gone = [change.slot for change in changes if change.action == REMOVE]
+    if gone:
+        settings.confirm(f"Drain and remove {', '.join(gone)}?")
+
+    def farewell() -> None:
+        there = f"How it stands: rlctl status, and {running.directory}/logs"
+        click.echo(f"\nStopped waiting; the supervisor goes on.\n  {there}", err=True)
+
+    with interruptible(farewell):
+        ready = apply(running, prepared.deployment, settings.say, timeout_s=settings.timeout_s)
+    show(settings, _state_view(ready))
+    settings.say(f"{_READY} {values.count(len(changes), 'engine')} changed.")
+
+
+def _announce(settings: Settings, ready: FleetState) -> None:
+    show(settings, _state_view(ready))
+    settings.say(f"{_READY} Ctrl-C takes it down, and so does `rlctl down --name {ready.name}`.")
+
+
+def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
+    """Start a supervisor in a session of its own, tell what it tells until the fleet is ready."""
+    from rlctl.launch.supervisor.supervisor import claimed
+
+    directory = state_directory(wanted.name)
+    log = directory / "logs" / "supervisor.log"
+    deployment = directory / "deployment.json"
+    # Held before anything of another one could be overwritten; the supervisor inherits it.
+    with claimed(wanted.name) as lock:
+        private_files.make_directory(log.parent, own=True)
+        private_files.write_text(deployment, json.dumps(wanted.data, indent=2))
+        with open(log, "w", opener=private_files.opener) as output:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "rlctl", *_as_given(settings), "up", "--deployment", str(deployment),
+                 "--lock", str(lock), *(["--new"] if new else [])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )  # fmt: skip
+    said: list[str] = []
+    with log.open() as lines:
+
+        def tell() -> None:
+            for line in lines:
+                if not line.startswith(_READY):
+                    said.append(line.rstrip("\n"))
+                    settings.say(said[-1])
+
+        try:
+            while True:
+                ended = supervisor.poll() is not None
+                tell()
+                if ended:
+                    if settings.quiet:
+                        click.echo("\n".join(_failure(said)), err=True)
+                    raise SystemExit(supervisor.returncode if supervisor.returncode > 0 else 1)
+                ready = fleet_state.read(wanted.name)
+                if ready is not None and ready.pid == supervisor.pid and ready.phase == fleet_state.READY:
+                    break
+                time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            supervisor.terminate()
+            deadline = time.monotonic() + STOP_S
+            while supervisor.poll() is None and time.monotonic() < deadline:
+                tell()
+                time.sleep(LOOK_S)
+            tell()
+            raise
+    show(settings, _state_view(ready))
+    settings.say(f"{_READY} `rlctl down --name {ready.name}` takes it down.")
+
+
+def _as_given(settings: Settings) -> list[str]:
+    """Global options for the supervisor, as whoever starts it has them."""
+    given = {
+        "--context": settings.flags.get("context"),
+        "--output": settings.output if machine_readable(settings) else None,  # of an error
+        "--timeout": f"{settings.timeout_s:.9f}s" if settings.timeout_s else None,
+    }
+    return [word for name, value in given.items() if value for word in (name, value)]
+
+
+def _failure(said: Sequence[str]) -> Sequence[str]:
+    """What a supervisor that has ended said of the reason."""
+    first = next((at for at, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
+    return said[first:]
+
+
+def _state_view(ready: FleetState) -> View:
+    about = facts(
+        [
+            ("Fleet", ready.name),
+            ("Endpoint", ready.endpoint),
+            ("Supervisor", str(ready.pid)),
+            ("State", ready.directory),
+            *((f"Gateway of {model}", address) for model, address in ready.gateways.items()),
+            *((f"Router of {model}", address) for model, address in ready.routers.items()),
+            ("Use it", "" if ready.endpoint == ENDPOINT else f"export RLCTL_ENDPOINT={shlex.quote(ready.endpoint)}"),
+        ]
+    )
+    processes = Table(
+        ("PROCESS", "PID", "STATE", "LOG"),
+        [
+            # Below the directory that "State" names: whole paths would be broken in the middle.
+            [name, str(pid), _phase(ready, name), f"logs/{name}.log"]
+            for name, pid in ready.processes.items()
+        ],
+    )
+    return View(asdict(ready), lambda _: [about, processes], lambda: [ready.endpoint])
+
+
+def _phase(ready: FleetState, process: str) -> str:
+    """Where the engine of a process is in its life, a follower's too; "" for what is none."""
+    return ready.engines.get(process) or ready.engines.get(process.rpartition(".")[0], "")

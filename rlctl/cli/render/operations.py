@@ -1,0 +1,220 @@
+"""An operation as tables: a line for each stage, or for each rank with ``-o wide``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlctl.cli.render import columns as data
+from rlctl.cli.render import values
+from rlctl.cli.render.printer import View
+from rlctl.cli.render.tables import Table
+from rlctl.contract.errors import InvalidRequest, NotFound, PreconditionFailed, Reason, Unsupported
+from rlctl.contract.outcomes import acknowledged
+from rlctl.contract.verbs import VERBS
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_STALE,
+    VERIFICATION_LEVEL_NONE,
+    Evidence,
+    Outcome,
+    StageState,
+    VerificationLevel,
+)
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_RUNNING,
+    ExcludedStage,
+    Operation,
+    OperationState,
+    RankResult,
+    StageResult,
+)
+
+_STAGE = ("SLOT", "OUTCOME", "STATE", "VERSION", "SEQ")
+_PROOF = ("EVIDENCE", "VERIFIED", "RANKS", "STEP", "ELAPSED")
+_RANK = ("SLOT", "RANK", "OUTCOME", "NODE", "DEVICE", "EVIDENCE", "STEP", "ELAPSED")
+_ANSWER = ("SLOT", "RANK", "OUTCOME", "VERSION", "SEQ")
+_OPTIONAL = frozenset({"ERROR", "WARNING", "VERIFIED"})
+
+
+def view(operation: Operation) -> View:
+    """An operation, as the verbs and ``get operation`` print it."""
+    return View(operation, lambda wide: _tables(operation, wide), lambda: [operation.operation_id])
+
+
+def summary(operation: Operation) -> str:
+    """One line for stderr."""
+    state = values.name_of(OperationState.DESCRIPTOR, operation.state)
+    if operation.validate_only:
+        targets = values.count(len(operation.targets), "stage")
+        return f"{operation.verb}: nothing was done; it would be sent to {targets}."
+    update = is_update(operation)
+    confirmed = [result for result in operation.stage_results if acknowledged(result, update=update)]
+    parts = [f"{operation.verb} {state}: {len(confirmed)} of {values.count(len(operation.targets), 'stage')} confirmed"]
+    if update and operation.weight_version.label:
+        parts.append(f"version {values.version(operation.weight_version)}")
+    # What a stage that cannot be verified has taken in is served all the same: it must not pass unseen.
+    bare = [result.slot for result in confirmed if result.verified == VERIFICATION_LEVEL_NONE]
+    if update and bare:
+        parts.append(f"not verified: {', '.join(bare)}")
+    if update and operation.excluded:
+        parts.append(f"left out: {', '.join(f'{out.slot} ({out.reason})' for out in operation.excluded)}")
+    if update and operation.HasField("pause_time"):
+        still = any(result.state == STAGE_STATE_PAUSED for result in confirmed)
+        parts.append(f"paused {values.duration(operation.pause_time)}{', and still is' if still else ''}")
+    if operation.adapters:
+        parts.append(f"adapters {values.adapters(operation.adapters)}")
+    if operation.dropped_adapters:
+        parts.append(f"adapters dropped: {', '.join(operation.dropped_adapters)}")
+    if operation.replayed:
+        parts.append("record of an earlier call")
+    if operation.state == OPERATION_STATE_RUNNING:
+        parts.append(f"follow it with `rlctl get operation {operation.operation_id}`")
+    return "; ".join(parts) + f". (operation {operation.operation_id})"
+
+
+def is_update(operation: Operation) -> bool:
+    """Whether the operation is a weight update, where a target that SKIPPED has not confirmed."""
+    return bool(operation.update_id) and operation.update_id == operation.operation_id
+
+
+def unconfirmed(operation: Operation) -> list[str]:
+    """Slots that did not confirm."""
+    update = is_update(operation)
+    return [result.slot for result in operation.stage_results if not acknowledged(result, update=update)]
+
+
+def retriable(operation: Operation) -> list[str]:
+    """Slots that did not confirm, but may when asked again as things are."""
+    update = is_update(operation)
+    return [
+        result.slot
+        for result in operation.stage_results
+        if not acknowledged(result, update=update) and not (result.outcome == OUTCOME_REJECTED and _lasting(result))
+    ]
+
+
+def _lasting(result: StageResult) -> bool:
+    """Whether what a stage refuses with would be the same the next time."""
+    reason = Reason.__members__.get(result.error.reason, Reason.INTERNAL)
+    return issubclass(reason.exception, (InvalidRequest, NotFound, PreconditionFailed, Unsupported))
+
+
+def stale(operation: Operation) -> list[str]:
+    """Slots whose weights are at no admitted version now."""
+    return [result.slot for result in operation.stage_results if result.state == STAGE_STATE_STALE]
+
+
+def _tables(operation: Operation, wide: bool) -> list[Table]:
+    if operation.validate_only:
+        rows = [(slot, "TARGET", "", "") for slot in operation.targets]
+        rows += [(out.slot, "EXCLUDED", _state(out.state), out.reason) for out in operation.excluded]
+        return [Table(("SLOT", "OUTCOME", "STATE", "ERROR"), sorted(rows), frozenset({"STATE", "ERROR"}))]
+    name = _data_of(operation)
+    if wide or name in data.PER_RANK:
+        return [_ranks(operation, name, wide=wide)]
+    return [_stages(operation, name)]
+
+
+def _stages(operation: Operation, name: str) -> Table:
+    reads = operation.verb in VERBS and not VERBS[operation.verb].mutating
+    proof = () if reads else _PROOF
+    columns = data.columns(name)
+    headers = (*_STAGE, *proof, *(column.header for column in columns), "WARNING", "ERROR")
+    rows = [
+        [
+            *_stage(result),
+            *(() if reads else _proof(result)),
+            *data.cells(name, result.rank_results),
+            values.error(result.warning),
+            values.error(result.error),
+        ]
+        for result in operation.stage_results
+    ]
+    rows += [_excluded(out, len(headers), by_rank=False) for out in operation.excluded]
+    return Table(headers, rows, _OPTIONAL | {column.header for column in columns if column.optional})
+
+
+def _ranks(operation: Operation, name: str, *, wide: bool) -> Table:
+    columns = data.columns(name)
+    about = _RANK if wide else _ANSWER
+    headers = (*about, *(column.header for column in columns), "ERROR")
+    rows = []
+    for result in operation.stage_results:
+        for rank in result.rank_results:
+            facts = _rank(result, rank) if wide else _answer(result, rank)
+            rows.append([*facts, *data.cells(name, [rank]), values.error(rank.error)])
+        if not result.rank_results:
+            blank = [""] * (len(headers) - 4)
+            rows.append([result.slot, "", _outcome(result), *blank, values.error(result.error)])
+    rows += [_excluded(out, len(headers), by_rank=True) for out in operation.excluded]
+    return Table(headers, rows, _OPTIONAL | {column.header for column in columns if column.optional})
+
+
+def _stage(result: StageResult) -> Iterator[str]:
+    yield result.slot
+    yield _outcome(result)
+    yield _state(result.state)
+    yield result.weight_version.label
+    yield values.sequence(result.weight_version)
+
+
+def _proof(result: StageResult) -> Iterator[str]:
+    ranks = result.rank_results
+    yield values.name_of(Evidence.DESCRIPTOR, result.evidence)
+    yield values.evidence(result.verification) or values.name_of(VerificationLevel.DESCRIPTOR, result.verified)
+    yield f"{sum(rank.outcome == OUTCOME_APPLIED for rank in ranks)}/{len(ranks)}" if ranks else ""
+    yield _steps(ranks)
+    yield values.duration(result.elapsed)
+
+
+def _rank(result: StageResult, rank: RankResult) -> Iterator[str]:
+    yield result.slot
+    yield str(rank.coordinates.rank)
+    yield values.name_of(Outcome.DESCRIPTOR, rank.outcome)
+    yield rank.coordinates.node
+    yield rank.coordinates.device
+    yield values.name_of(Evidence.DESCRIPTOR, rank.evidence)
+    yield str(rank.step) if rank.step else ""
+    yield values.duration(rank.elapsed)
+
+
+def _answer(result: StageResult, rank: RankResult) -> Iterator[str]:
+    yield result.slot
+    yield str(rank.coordinates.rank)
+    yield values.name_of(Outcome.DESCRIPTOR, rank.outcome)
+    yield result.weight_version.label
+    yield values.sequence(result.weight_version)
+
+
+def _steps(ranks: Sequence[RankResult]) -> str:
+    """The step that all ranks agree on, or each that there was."""
+    return values.joined(sorted({rank.step for rank in ranks if rank.step}))
+
+
+def _excluded(out: ExcludedStage, width: int, *, by_rank: bool) -> list[str]:
+    why = f"{_state(out.state)}: {out.reason}"
+    return (
+        [out.slot, "", "EXCLUDED", *[""] * (width - 4), why]
+        if by_rank
+        else ([out.slot, "EXCLUDED", *[""] * (width - 3), why])
+    )
+
+
+def _outcome(result: StageResult) -> str:
+    return values.name_of(Outcome.DESCRIPTOR, result.outcome)
+
+
+def _state(state: StageState.ValueType) -> str:
+    return values.name_of(StageState.DESCRIPTOR, state)
+
+
+def _data_of(operation: Operation) -> str:
+    """Field of RankResult that carries the verb's data: what the ranks sent, else what the table says."""
+    for result in operation.stage_results:
+        for rank in result.rank_results:
+            answered = rank.WhichOneof("data")
+            if answered is not None:
+                return str(answered)
+    return VERBS[operation.verb].data if operation.verb in VERBS else ""

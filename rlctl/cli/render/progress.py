@@ -1,0 +1,69 @@
+"""A line on the terminal while a command waits for an operation."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.render import values
+from rlctl.contract.errors import RlctlError
+from rlctl.v1.common_pb2 import StageState
+
+if TYPE_CHECKING:
+    from rlctl.sdk.blocking import Fleet
+
+SILENT_S = 1.0
+"""Most operations have ended by then, and show no line."""
+EVERY_S = 0.5
+
+
+@contextlib.contextmanager
+def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[None]:
+    """Show how long an operation has taken, how many stages have answered and what state the stages are in.
+
+    The line goes to stderr and disappears at the end. Nothing is shown with --quiet, and where stderr is no terminal.
+    """
+    if settings.quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.status import Status
+
+    ended = threading.Event()
+    started = time.monotonic()
+    status = Status("", console=Console(stderr=True, highlight=False, no_color=settings.color == "never"))
+
+    def show() -> None:
+        if ended.wait(SILENT_S):
+            return
+        with status:
+            while True:
+                with contextlib.suppress(RlctlError):  # not accepted yet, or the coordinator is away: shown at the end
+                    status.update(line(fleet, operation_id, time.monotonic() - started))
+                if ended.wait(EVERY_S):
+                    return
+
+    thread = threading.Thread(target=show, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
+    """``WeightUpdate: 12 s, 1 of 3 stages answered; READY 1, UPDATING 2``. Raises what reading the fleet raises."""
+    operation = fleet.operation(operation_id)
+    targets = set(operation.targets)
+    stages = [stage for stage in fleet.status().stages if stage.registration.slot in targets]
+    states = collections.Counter(values.name_of(StageState.DESCRIPTOR, stage.state) for stage in stages)
+    shown = ", ".join(f"{state} {count}" for state, count in sorted(states.items()))
+    answered = len(operation.stage_results)
+    return f"{operation.verb}: {waited_s:.0f} s, {answered} of {len(targets)} stages answered; {shown}"

@@ -1,0 +1,276 @@
+"""Stages and models as tables: what ``status``, ``get`` and ``describe`` print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rlctl.cli.render import values
+from rlctl.cli.render.printer import View
+from rlctl.cli.render.tables import Table, facts, prose
+from rlctl.contract.enums import short_name
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_UNREACHABLE,
+    WORKER_TYPE_REGULAR,
+    PauseMode,
+    StageState,
+    WorkerType,
+)
+from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Stage
+
+_STAGES = ("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
+_STAGES_WIDE = (
+    *("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD"),
+    *("ENABLED", "INCARNATION", "ENGINE", "ADDRESS", "ROLLOUT ADDRESS", "DIGEST", "WHY NOT"),
+)
+_MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
+_MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
+
+
+def stages_view(stages: Sequence[Stage]) -> View:
+    """Stages, a line each."""
+    return View(list(stages), lambda wide: [stages_table(stages, wide)], lambda: [_slot(stage) for stage in stages])
+
+
+def models_view(fleet: Fleet) -> View:
+    """Models, a line each."""
+    return View(
+        list(fleet.models), lambda wide: [models_table(fleet, wide)], lambda: [model.name for model in fleet.models]
+    )
+
+
+def fleet_view(fleet: Fleet, endpoint: str) -> View:
+    """The whole fleet."""
+
+    def tables(wide: bool) -> list[Table]:
+        about = f"Fleet at {endpoint}, epoch {fleet.header.fleet_epoch}"
+        models = models_table(fleet, wide)
+        if not fleet.stages:
+            return [facts([("Stages", "none is registered")], title=about)]
+        return [Table(models.headers, models.rows, models.optional, about), stages_table(fleet.stages, wide)]
+
+    return View(fleet, tables, lambda: [_slot(stage) for stage in fleet.stages])
+
+
+def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
+    """A line for each stage."""
+    rows = []
+    for stage in stages:
+        version = stage.report.weight_version
+        ranks = stage.report.ranks
+        row = [
+            _slot(stage),
+            stage.registration.model,
+            _type(stage),
+            _state(stage),
+            values.yes(stage.routable),
+            version.label,
+            values.sequence(version),
+            f"{sum(rank.alive for rank in ranks) if _known(stage) else '?'}/{len(ranks)}" if ranks else "",
+            values.duration(stage.last_heard) if stage.HasField("last_heard") else "",
+        ]
+        if wide:
+            row += [
+                values.yes(stage.enabled),
+                str(stage.incarnation),
+                stage.registration.engine,
+                stage.registration.address,
+                stage.registration.rollout_address,
+                stage.report.model_digest,
+            ]
+        rows.append([*row, why_not(stage)])
+    return Table(_STAGES_WIDE if wide else _STAGES, rows, frozenset({"TYPE", "WHY NOT"}), title)
+
+
+def models_table(fleet: Fleet, wide: bool) -> Table:
+    """A line for each model."""
+    rows = []
+    for model in fleet.models:
+        stages = [stage for stage in fleet.stages if stage.registration.model == model.name]
+        row = [
+            model.name,
+            model.latest.label,
+            values.sequence(model.latest),
+            model.model_digest,
+            values.yes(model.updatable),
+            str(len(stages)),
+            str(sum(stage.routable for stage in stages)),
+            model.update_id,
+        ]
+        if wide:
+            admitted = values.joined(values.version(version) for version in model.admitted)
+            row += [model.update_owner, admitted, str(model.trainer_incarnation), model.checkpoint]
+        rows.append(row)
+    return Table(_MODELS_WIDE if wide else _MODELS, rows, frozenset({"UPDATE", "OWNER"}))
+
+
+def why_not(stage: Stage) -> str:
+    """Why generation may not go there, when its state does not say it."""
+    if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
+        # What the operator has said must be seen whatever the state: it holds when the state is over.
+        paused = f"paused {_pause(stage)}" if stage.HasField("pause") else ""
+        said = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused]))
+        why = said or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
+        return "; ".join(filter(None, [why, _healed(stage)]))
+    return stage.not_routable.removeprefix(f"{_state(stage)}: ")
+
+
+def _healed(stage: Stage) -> str:
+    """When it is healed by itself."""
+    if not stage.HasField("heal_time"):
+        return ""
+    left_s = max(0.0, stage.heal_time.ToNanoseconds() / 1e9 - time.time())
+    return f"healed in {values.elapsed(left_s)} unless an update comes first"
+
+
+def _disabled(stage: Stage) -> str:
+    """Whether the operator has disabled it, with the reason."""
+    if stage.enabled:
+        return ""
+    return f"disabled: {stage.disabled_reason}" if stage.disabled_reason else "disabled"
+
+
+def stage_view(stage: Stage) -> View:
+    """Everything about one stage."""
+    return View(stage, lambda _: _stage_tables(stage), lambda: [_slot(stage)], whole_ids=True)
+
+
+def model_view(model: Model, stages: Sequence[Stage]) -> View:
+    """Everything about one model."""
+
+    def tables(wide: bool) -> list[Table]:
+        about = facts(
+            [
+                ("Model", model.name),
+                ("Version", values.version(model.latest)),
+                ("Admitted", values.joined(values.version(version) for version in model.admitted)),
+                ("Digest", model.model_digest),
+                ("Verified", values.evidence(model.verification)),
+                ("Checkpoint", model.checkpoint),
+                ("Adapters", values.adapters(model.adapters)),
+                ("Updatable", values.yes(model.updatable)),
+                ("Open update", model.update_id),
+                ("Held by", model.update_owner),
+                (
+                    "Update lease",
+                    f"{values.duration(model.update_lease)} left" if model.HasField("update_lease") else "",
+                ),
+                ("Trainer incarnation", str(model.trainer_incarnation)),
+            ]
+        )
+        return [about, stages_table(stages, wide)] if stages else [about]
+
+    return View(model, tables, lambda: [model.name], whole_ids=True)
+
+
+def _type(stage: Stage) -> str:
+    """Its worker type, where that is one of a pair's."""
+    kind = stage.registration.worker_type
+    return "" if kind in (0, WORKER_TYPE_REGULAR) else short_name(WorkerType.DESCRIPTOR, kind)
+
+
+def _stage_tables(stage: Stage) -> list[Table]:
+    registration, report, layout = stage.registration, stage.report, stage.registration.layout
+    about = facts(
+        [
+            ("Slot", registration.slot),
+            ("Model", registration.model),
+            ("Logical stage", registration.stage),
+            ("State", _state(stage)),
+            ("Routable", values.yes(stage.routable)),
+            ("Why not", why_not(stage)),
+            ("Enabled", values.yes(stage.enabled)),
+            ("Disabled because", stage.disabled_reason),
+            ("Disabled since", values.moment(stage.disable_time)),
+            ("Quarantine", values.error(stage.quarantine)),
+            ("Version", values.version(report.weight_version)),
+            ("Digest", report.model_digest),
+            ("Checkpoint", report.checkpoint),
+            ("Adapters", values.adapters(report.adapters)),
+            ("Open update", report.update_id),
+            ("Staging", stage.staging_update_id),
+            ("Healed at", values.moment(stage.heal_time)),
+            ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
+            ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
+            ("Paused by name", _pause(stage) if stage.HasField("pause") else ""),
+            ("Released", values.field(report, report.DESCRIPTOR.fields_by_name["released"])),
+            ("Serving lease", _lease(stage)),
+            ("Engine failed", values.moment(stage.engine_failure.since)),
+            ("Failures in a row", str(stage.engine_failure.failures or "")),
+            ("Starts again", _starts_again(stage)),
+            ("Incarnation", str(stage.incarnation)),
+            ("Boot id", registration.boot_id),
+            ("Address", registration.address),
+            ("Rollout address", registration.rollout_address),
+            ("Engine", registration.engine),
+            ("Worker type", short_name(WorkerType.DESCRIPTOR, registration.worker_type)),
+            ("Layout", f"TP {layout.tp_size}, PP {layout.pp_size}, DP {layout.dp_size}, EP {layout.ep_size}"),
+            ("Last heard", f"{values.duration(stage.last_heard)} ago" if stage.HasField("last_heard") else ""),
+        ]
+    )
+    log = prose(stage.engine_failure.log, title="Last lines of the engine's log")
+    return [about, *([log] if log.rows else []), _ranks(stage), _capabilities(registration.capabilities)]
+
+
+def _lease(stage: Stage) -> str:
+    if stage.report.lease_held and not _known(stage):
+        return "not known: it has not run out yet"
+    return values.yes(stage.report.lease_held)
+
+
+def _starts_again(stage: Stage) -> str:
+    failure = stage.engine_failure
+    if not failure.reason:
+        return ""
+    return values.moment(failure.retry_time) or "starting now, or not restarted"
+
+
+def _ranks(stage: Stage) -> Table:
+    rows = [
+        [
+            str(rank.coordinates.rank),
+            str(rank.coordinates.tp),
+            rank.coordinates.node,
+            rank.coordinates.device,
+            str(rank.pid or ""),
+            values.yes(rank.alive) if _known(stage) else "?",
+            rank.reason,
+        ]
+        for rank in stage.report.ranks
+    ]
+    return Table(("RANK", "TP", "NODE", "DEVICE", "PID", "ALIVE", "WHY NOT"), rows, frozenset({"WHY NOT"}), "Ranks")
+
+
+def _capabilities(capabilities: Capabilities) -> Table:
+    shown = [
+        (field.name.replace("_", " ").capitalize(), values.field(capabilities, field).replace(",", ", "))
+        for field in capabilities.DESCRIPTOR.fields
+        if field.name != "unsupported"
+    ]
+    refused = [(f"No {name}", why) for name, why in sorted(capabilities.unsupported.items())]
+    return facts([*shown, *refused], title="Capabilities")
+
+
+def _slot(stage: Stage) -> str:
+    return stage.registration.slot
+
+
+def _known(stage: Stage) -> bool:
+    """Whether its ranks are as it has reported them: of one that cannot be reached nobody knows."""
+    return stage.state != STAGE_STATE_UNREACHABLE
+
+
+def _pause(stage: Stage) -> str:
+    """Start, caller, end and reason of the pause by name."""
+    pause = stage.pause
+    return (
+        f"since {values.moment(pause.since)}"
+        + f" by {pause.by}" * bool(pause.by)
+        + f" until {values.moment(pause.until)}" * pause.HasField("until")
+        + f": {pause.reason}" * bool(pause.reason)
+    )
+
+
+def _state(stage: Stage) -> str:
+    return values.name_of(StageState.DESCRIPTOR, stage.state)

@@ -1,0 +1,150 @@
+"""What a request may say: the same for every engine, so that it means the same wherever it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.struct_pb2 import Struct, Value
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+
+DEFAULT_NEW_TOKENS = 128
+MOST_SAMPLES = 4096
+MOST_LEVELS = 24
+"""Objects and lists within each other in ``engine_fields``. Each takes up to three of the hundred messages within each
+other that protobuf reads, and one that it does not read breaks the stream that many requests share.
+"""
+MOST_META_LEVELS = MOST_LEVELS + 4
+"""The same in ``engine_meta``, which may repeat what was asked for."""
+MOST_ROOM = (1 << 63) - 1
+"""Largest bootstrap_room: SGLang keeps it in a signed number."""
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raise FIELD_INVALID, with the field's path, for the first value that is not allowed.
+
+    ``vocab_size``: number of tokens that the model knows. The comparisons are false for NaN.
+    """
+    allowed = {
+        "temperature": (not params.HasField("temperature") or 0 <= params.temperature < math.inf, "0 or more"),
+        "top_p": (not params.HasField("top_p") or 0 < params.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (not params.HasField("top_k") or params.top_k == -1 or params.top_k >= 1, "-1 or at least 1"),
+        "min_p": (0 <= params.min_p <= 1, "from 0 to 1"),
+        "n": (params.n <= MOST_SAMPLES, f"at most {MOST_SAMPLES}"),
+        "stop": (all(params.stop), "without empty strings"),
+        "stop_token_ids": (all(i < vocab_size for i in params.stop_token_ids), f"below {vocab_size}"),
+        "frequency_penalty": (-2 <= params.frequency_penalty <= 2, "from -2 to 2"),
+        "presence_penalty": (-2 <= params.presence_penalty <= 2, "from -2 to 2"),
+        "repetition_penalty": (
+            not params.HasField("repetition_penalty") or 0 < params.repetition_penalty <= 2,
+            "above 0 and at most 2",
+        ),
+        "min_new_tokens": (
+            params.min_new_tokens
+            <= (params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS),
+            "at most max_new_tokens",
+        ),
+    }
+    for name, (fine, words) in allowed.items():
+        if not fine:
+            value = getattr(params, name)
+            shown = list(value) if name.startswith("stop") else value
+            raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")
+
+
+def check_samples(params: SamplingParams) -> None:
+    """Raise FIELD_INVALID for more samples of a prompt than may be, before they are made."""
+    if params.n > MOST_SAMPLES:
+        raise Reason.FIELD_INVALID.error(
+            f"n is {params.n}; it must be at most {MOST_SAMPLES}", field="sampling_params.n"
+        )
+
+
+def seed_of(params: SamplingParams, index: int) -> int | None:
+    """The seed of a request's sample, of those that a request asks for; None: it asks for none."""
+    return (params.seed + index) % (1 << 63) if params.HasField("seed") else None
+
+
+def check_levels(fields: Mapping[str, object] | Struct, where: str = "engine_fields.", *, within: int = 1) -> None:
+    """Raise FIELD_INVALID for the first of ``engine_fields`` that is nested deeper than they may be.
+
+    ``where``: what stands before its name; ``within``: how many objects these are in. A field whose protobuf value is
+    not set is refused as well: JSON has no such thing.
+    """
+    if isinstance(fields, Struct):
+        for name, each in fields.fields.items():
+            if not _is_set(each):
+                raise Reason.FIELD_INVALID.error(
+                    "a google.protobuf.Value without a kind",
+                    field=f"{where}{name}",
+                    next_step="Set null_value for null.",
+                )
+    for name, value in fields.items():
+        if deeper(value, MOST_LEVELS - within):
+            raise Reason.FIELD_INVALID.error(
+                f"more than {MOST_LEVELS} objects and lists stand within each other", field=f"{where}{name}"
+            )
+
+
+def _is_set(value: Value) -> bool:
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return all(_is_set(each) for each in value.struct_value.fields.values())
+    if kind == "list_value":
+        return all(_is_set(each) for each in value.list_value.values)
+    return kind is not None
+
+
+def deeper(value: object, most: int) -> bool:
+    """Whether more than ``most`` objects and lists stand within each other."""
+    if value is None or isinstance(value, str | int | float):
+        return False
+    if not isinstance(value, Mapping | Sequence):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return most == 0 or any(deeper(each, most - 1) for each in inner)
+
+
+def check_pair(request: GenerateRequest, mode: str) -> None:
+    """Raise for a request that an engine of this ``disaggregation_mode`` cannot take: "prefill" and "decode" generate
+    as one of a pair only, "null" never does. FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED.
+    """
+    if mode == "null":
+        if request.HasField("bootstrap_room"):
+            raise Reason.UNSUPPORTED.error("this engine is none of a pair", field="bootstrap_room")
+        return
+    if not request.HasField("bootstrap_room"):
+        raise Reason.FIELD_REQUIRED.error(
+            f"a {mode} engine generates as one of a pair only",
+            field="bootstrap_room",
+            next_step="Ask the model through the SDK or a gateway, which pick both.",
+        )
+    for name in ("bootstrap_host", "bootstrap_port", "model"):
+        if not getattr(request, name):
+            raise Reason.FIELD_REQUIRED.error("a request to a pair names it", field=name)
+    if request.bootstrap_room > MOST_ROOM or request.bootstrap_port > 65535:
+        raise Reason.FIELD_INVALID.error(
+            f"there is no room {request.bootstrap_room} at port {request.bootstrap_port}", field="bootstrap_room"
+        )
+
+
+def check_pair_version(request: GenerateRequest, sequence: int) -> None:
+    """Raise STAGE_NOT_SERVING for half of a request to a pair where the weights are not at the version, here as its
+    sequence, at which the pair was picked: the other half may be computed there.
+    """
+    wanted = request.bootstrap_version_seq
+    if request.HasField("bootstrap_version_seq") and wanted != sequence:
+        raise Reason.STAGE_NOT_SERVING.error(
+            f"the pair was picked at version {wanted}, this stage is at {sequence}", field="bootstrap_version_seq"
+        )
+
+
+def check_pair_adapter(request: GenerateRequest, digest: str) -> None:
+    """The same where the adapter of the request's name has this digest."""
+    if request.HasField("bootstrap_version_seq") and request.bootstrap_adapter_digest != digest:
+        raise Reason.STAGE_NOT_SERVING.error(
+            f"this stage holds another adapter {request.adapter!r} than the pair that was picked",
+            field="bootstrap_adapter_digest",
+        )

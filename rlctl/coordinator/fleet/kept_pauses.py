@@ -1,0 +1,166 @@
+"""The pauses by name in force. A pause is journaled before its first command is sent, and ends with a continue by name.
+
+A pause belongs to the fleet, not to the stages that it has reached: a stage that was out of reach, restarts or joins
+later is paused before it may serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from rlctl.contract.errors import RlctlError
+from rlctl.coordinator.journal.records import parsed
+from rlctl.ports import Delete, Journal, Put
+from rlctl.v1.common_pb2 import Target
+from rlctl.v1.journal_pb2 import PauseRecord
+
+log = logging.getLogger(__name__)
+
+
+class Addressed(Protocol):
+    """What a target names: a slot and what it serves."""
+
+    name: str
+    model: str
+    stage: str
+
+
+def covers(target: Target, slot: Addressed) -> bool:
+    """Whether a target includes a slot."""
+    return (
+        target.model in ("", slot.model)
+        and (not target.slots or slot.name in target.slots)
+        and (not target.stages or slot.stage in target.stages)
+    )
+
+
+class Pauses:
+    """Every pause in force, oldest first. The newest pause that covers a slot decides."""
+
+    def __init__(self, journal: Journal, changed: Callable[[], None]) -> None:
+        """``changed`` is called after every change of what is in force."""
+        self._journal = journal
+        self._changed = changed
+        self._records: dict[str, PauseRecord] = {}
+        self._unrecorded: set[str] = set()
+        """Ended pauses, and restored ones, that are not journaled yet."""
+        self._writing = asyncio.Lock()
+
+    def load(self) -> None:
+        """Take in what the journal holds."""
+        records = [parsed("pause", key, body, PauseRecord) for key, body in self._journal.read("pause")]
+        records.sort(key=lambda record: record.pause.since.ToNanoseconds())
+        self._records = {record.pause.operation_id: record for record in records}
+
+    def of(self, slot: Addressed) -> PauseRecord | None:
+        """The pause that is in force for a slot, or None."""
+        for record in reversed(self._records.values()):
+            if covers(record.target, slot) and slot.name not in record.continued:
+                return record
+        return None
+
+    def beside(self, slot: Addressed, key: str) -> bool:
+        """Whether another pause than this one covers a slot."""
+        records = (record for name, record in self._records.items() if name != key)
+        return any(covers(record.target, slot) and slot.name not in record.continued for record in records)
+
+    @property
+    def in_force(self) -> list[PauseRecord]:
+        """Every one, oldest first."""
+        return list(self._records.values())
+
+    async def begin(self, record: PauseRecord) -> list[PauseRecord]:
+        """Put a pause in force, durably. Returns the earlier pauses that it replaces. Raises JOURNAL_FAILED."""
+        key = record.pause.operation_id
+        async with self._writing:
+            others = [other for name, other in self._records.items() if name != key]
+            replaced = [other for other in others if _within(other.target, record.target)]
+            gone = [other.pause.operation_id for other in replaced]
+            await self._journal.write([_put(record), *(Delete("pause", other) for other in gone)])
+            for other in (*gone, key):
+                self._records.pop(other, None)
+            self._records[key] = record
+            self._unrecorded.discard(key)
+            self._changed()
+        return replaced
+
+    async def take_back(self, key: str, replaced: Iterable[PauseRecord]) -> None:
+        """End a pause that a target did not confirm; the pauses that it replaced are in force again.
+
+        The pause also ends if the journal fails. A restarted coordinator would then restore the pause, until a
+        continue by name.
+        """
+        async with self._writing:
+            self._records.pop(key, None)
+            self._records = {**{other.pause.operation_id: other for other in replaced}, **self._records}
+            self._unrecorded |= {key, *(other.pause.operation_id for other in replaced)}
+            self._changed()
+            try:
+                await self._record()
+            except RlctlError as error:
+                log.warning("pause %s was taken back, which could not be recorded: %s", key, error)
+
+    async def end(
+        self, target: Target, slots: Sequence[Addressed], refused: Collection[str], with_it: Sequence[Put] = ()
+    ) -> None:
+        """End the pauses of a continue's target, durably, except for slots that ``refused``. ``slots``: all slots.
+        ``with_it``: further puts of the same write.
+        """
+        async with self._writing:
+            changed: dict[str, PauseRecord | None] = {}
+            for key, record in self._records.items():
+                paused = [slot for slot in slots if covers(record.target, slot) and slot.name not in record.continued]
+                left = [slot.name for slot in paused if not covers(target, slot) or slot.name in refused]
+                rest: PauseRecord | None = PauseRecord()
+                assert rest is not None
+                rest.CopyFrom(record)
+                if _within(record.target, target):
+                    rest.target.CopyFrom(Target(slots=left))
+                    del rest.continued[:]
+                    rest = rest if left else None
+                elif len(left) < len(paused):
+                    rest.continued.extend(slot.name for slot in paused if slot.name not in left)
+                    rest = None if record.target.slots and not left else rest
+                if rest != record:
+                    changed[key] = rest
+            ends = [Delete("pause", key) if rest is None else _put(rest) for key, rest in changed.items()]
+            if ends or with_it:
+                await self._journal.write([*ends, *with_it])
+            if not changed:
+                return
+            for key, rest in changed.items():
+                if rest is None:
+                    del self._records[key]
+                else:
+                    self._records[key] = rest
+            self._unrecorded.difference_update(changed)
+            self._changed()
+
+    async def record_ended(self) -> None:
+        """Journal the changes that failed before. Raises JOURNAL_FAILED if they fail again."""
+        async with self._writing:
+            await self._record()
+
+    async def _record(self) -> None:
+        late = sorted(self._unrecorded)
+        if late:
+            await self._journal.write(
+                [_put(self._records[key]) if key in self._records else Delete("pause", key) for key in late]
+            )
+            self._unrecorded.difference_update(late)
+
+
+def _within(inner: Target, outer: Target) -> bool:
+    """Whether a target is part of another one, also for stages that join later."""
+    return (
+        outer.model in ("", inner.model)
+        and (not outer.slots or bool(inner.slots and set(inner.slots) <= set(outer.slots)))
+        and (not outer.stages or bool(inner.stages and set(inner.stages) <= set(outer.stages)))
+    )
+
+
+def _put(record: PauseRecord) -> Put:
+    return Put("pause", record.pause.operation_id, record.SerializeToString())

@@ -1,0 +1,703 @@
+"""Who there is: slots, what fills them, models, and the state that follows for each stage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.command_stream.commander import Commander
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.kept_pauses import Pauses, covers
+from rlctl.coordinator.fleet.replaced_leases import Formers
+from rlctl.coordinator.fleet.routing_followers import Followers
+from rlctl.coordinator.journal.records import parsed
+from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import (
+    ErrorDetail,
+    PauseMode,
+    ResponseHeader,
+    StageState,
+    Target,
+    WeightVersion,
+    WorkerCoordinates,
+)
+from rlctl.v1.fleet_pb2 import (
+    FLEET_EVENT_KIND_CHANGED,
+    FLEET_EVENT_KIND_SNAPSHOT,
+    Capabilities,
+    EngineFailure,
+    Fleet,
+    FleetEvent,
+    Model,
+    Pause,
+    Stage,
+    StageRegistration,
+    StageReport,
+)
+from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
+from rlctl.v1.results_pb2 import ExcludedStage
+
+log = logging.getLogger(__name__)
+
+ABSENT = (
+    common_pb2.STAGE_STATE_JOINING,
+    common_pb2.STAGE_STATE_UNREACHABLE,
+    common_pb2.STAGE_STATE_DRAINING,
+    common_pb2.STAGE_STATE_RETIRED,
+)
+"""States in which a stage is left out when a target set is frozen."""
+
+_UNLINKED = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_UNREACHABLE)
+
+REST = 5
+"""A watch rests so many times as long as it took to look at the fleet: of a thousand stages that all change, looking
+would otherwise take half of the coordinator's time."""
+
+
+MOST_NAMED = 3
+"""Most stages that the error of a request without targets names."""
+
+RETIRED = 1024
+"""Slots that were left for good and are remembered, so that what comes back in one is a later incarnation. In a fleet
+whose slots are named after pods, those of every pod there ever was would add up.
+"""
+
+_MIXTURE = "its weights are a mixture; a full update or a heal clears it"
+"""Of a DIRTY stage of which nobody knows the cause any more."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot and what fills it.
+
+    Attributes:
+        record: what is journaled.
+        name: the slot's, which stays.
+        model, stage: the model that its stage serves, and the logical stage that it belongs to.
+        verbs: what it can do at all.
+        workers: its ranks.
+        commander: its link, while one stands.
+        report: the stage's own word, from the present incarnation.
+        lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
+        gone: nobody listens at its address any more, or it has said that it leaves: once replaced it serves nothing.
+        silent_from: number of the grant from which on a confirmation says that it serves nothing while a version is
+            published; 0: none does, its lease must run out.
+        restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
+        late: it came after the version that is served, or was left out of it: not to be STALE for long.
+        leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
+        heal_at: time on the clock's ``now`` of its heal, or of the next try after a failed heal; None: no heal is
+            planned.
+        heal_time: the same as wall time, for people.
+        unhealable: why it needs a heal and can get none, or "".
+        misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
+        engine_failure: failure of its process, as its launcher reports it; None: no report.
+        pause: the pause by name that is in force for it, or None.
+        away: cause of the missing link, if known, or "".
+        taken: it obeys the epoch of another fleet's coordinator.
+        in_hand: number of running operations by name that pause or continue it. Their outcome decides its pause.
+    """
+
+    record: SlotRecord
+    name: str = field(init=False)
+    model: str = field(init=False)
+    stage: str = field(init=False)
+    verbs: frozenset[str] = field(init=False)
+    workers: Sequence[WorkerCoordinates] = field(init=False)
+    commander: Commander | None = None
+    report: StageReport | None = None
+    lease_until: float = float("-inf")
+    gone: bool = False
+    silent_from: int = 0
+    restoring: bool = False
+    late: bool = True
+    leaving: int = 0
+    heal_at: float | None = None
+    heal_time: Timestamp | None = None
+    unhealable: str = ""
+    misread: bool = False
+    engine_failure: EngineFailure | None = None
+    pause: Pause | None = None
+    in_hand: int = 0
+    away: str = ""
+    taken: bool = False
+
+    def __post_init__(self) -> None:
+        """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
+        registration = self.record.registration
+        self.name, self.model, self.stage = registration.slot, registration.model, registration.stage or "main"
+        self.verbs = frozenset(registration.capabilities.verbs)
+        self.workers = list(registration.layout.workers)
+
+    def fill(self, registration: StageRegistration) -> None:
+        """The same process has registered again, and may say something else of itself."""
+        _fill(self.record, registration)
+        self.__post_init__()
+
+    @property
+    def held(self) -> bool:
+        """Whether generation is paused because an update paused it, not because somebody asked by name."""
+        return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
+
+    def pauses_in(self, mode: PauseMode.ValueType) -> bool:
+        """Whether it supports a pause mode; a stage that publishes no modes may support it."""
+        modes = self.capabilities.pause_modes
+        return not modes or mode in modes
+
+    @property
+    def owes_pause(self) -> bool:
+        """Whether a pause by name is in force that it has not carried out yet. Until then it may serve nothing."""
+        if self.pause is None or self.in_hand or self.report is None or self.report.paused:
+            return False
+        return "PauseGeneration" in self.verbs
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its stage can do."""
+        return self.record.registration.capabilities
+
+    @property
+    def state(self) -> StageState.ValueType:
+        """The stage's own state, or the roster's."""
+        if self.record.retired:
+            return common_pb2.STAGE_STATE_RETIRED
+        if self.commander is not None and self.commander.lost:
+            return common_pb2.STAGE_STATE_UNREACHABLE
+        if self.report is None:
+            return common_pb2.STAGE_STATE_JOINING
+        return common_pb2.STAGE_STATE_UNREACHABLE if self.commander is None else self.report.state
+
+    @property
+    def linked(self) -> bool:
+        """Whether the coordinator has a link to it."""
+        return self.commander is not None and not self.commander.lost
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Failure of its engine: from its own report while it is linked, else from its launcher, or None."""
+        if not self.linked:
+            return self.engine_failure
+        if self.report is not None and self.report.HasField("engine_failure"):
+            return self.report.engine_failure
+        return None
+
+    @property
+    def quarantine(self) -> ErrorDetail | None:
+        """Why it must not be routed to: the coordinator's reason, or the stage's own."""
+        if self.record.HasField("quarantine"):
+            return self.record.quarantine
+        if self.report is not None and self.report.HasField("quarantine"):
+            return self.report.quarantine
+        return None
+
+    def dead_ranks(self) -> list[int]:
+        """Ranks whose processes are gone; the stage needs a restart then."""
+        if self.report is None:
+            return []
+        return [rank.coordinates.rank for rank in self.report.ranks if not rank.alive]
+
+    def not_routable(self) -> str:
+        """Why generation may not go there, or ""."""
+        state = self.state
+        if state != common_pb2.STAGE_STATE_READY:
+            name = StageState.Name(state).removeprefix("STAGE_STATE_")
+            if self.failure is not None:
+                name += f": {failed(self.failure)}"
+            elif state in _UNLINKED and self.away:
+                name += f": {self.away}"
+            if state == common_pb2.STAGE_STATE_DIRTY:
+                name += f": {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
+            return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
+        if not self.record.enabled:
+            reason = self.record.disabled_reason
+            return f"disabled: {reason}" if reason else "disabled"
+        if self.quarantine is not None:
+            return f"quarantined: {self.quarantine.message}"
+        if self.report is None or not self.report.lease_held:
+            return "no serving lease"
+        if self.leaving:
+            return "about to be paused or written to"
+        if self.owes_pause:
+            return f"about to be paused: pause {self.pause.operation_id if self.pause else ''} is in force"
+        return ""
+
+
+@dataclass(eq=False)
+class ModelState:
+    """One model.
+
+    Attributes:
+        record: what is journaled.
+        admitted: versions that may be served.
+        only: while a version is being published, the stages that may serve; None: all may.
+        update_id: open update, or "".
+        update_owner: who holds it.
+        lease_until: end of the open update's lease on the clock's ``now``; None: no update is open.
+        fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
+            this coordinator.
+        opening: held while an update of it is planned and accepted, or a stage of it leaves.
+    """
+
+    record: ModelRecord
+    admitted: list[WeightVersion] = field(default_factory=list)
+    only: frozenset[Slot] | None = None
+    update_id: str = ""
+    update_owner: str = ""
+    lease_until: float | None = None
+    fingerprints: bytes = b""
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Roster:
+    """Slots and models, kept in the journal, watched by callers."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self.slots: dict[str, Slot] = {}
+        self.models: dict[str, ModelState] = {}
+        self.epoch = 0
+        self.first_sequence = 0
+        """Of models that have no version yet, as :class:`FleetRecord` says it."""
+        self._revision = 0
+        self._watchers: dict[asyncio.Queue[None], None] = {}
+        self.followers = Followers()
+        self.formers = Formers()
+        self.pauses = Pauses(journal, self._pauses_changed)
+        self._closed = False
+        self.publishing = asyncio.Lock()
+        """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
+        self._writing = asyncio.Lock()
+        """Held while slot records are written, so that two changes of one do not undo each other."""
+        self._unrecorded: dict[Slot, None] = {}
+        """Those whose quarantine is not in the journal yet."""
+
+    def load(self) -> None:
+        """Take in what the journal holds."""
+        for name, body in self._journal.read("slot"):
+            record = parsed("slot", name, body, SlotRecord)
+            self.slots[record.registration.slot] = Slot(record)
+        for name, body in self._journal.read("model"):
+            model = parsed("model", name, body, ModelRecord)
+            admitted = [model.latest] if model.latest.sequence else []
+            self.models[name] = ModelState(model, admitted)
+        self.pauses.load()
+        self._pauses_changed()
+
+    async def register(self, registration: StageRegistration) -> Slot:
+        """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
+        async with self._writing:
+            slot = self.slots.get(registration.slot)
+            same = slot is not None and slot.record.registration.boot_id == registration.boot_id
+            record = SlotRecord(incarnation=slot.record.incarnation + 1 if slot else 1, enabled=True)
+            if slot is not None:
+                record.enabled, record.disabled_reason = slot.record.enabled, slot.record.disabled_reason
+                if slot.record.HasField("disable_time"):
+                    record.disable_time.CopyFrom(slot.record.disable_time)
+                record.unseen = True
+            if slot is not None and same:
+                record.CopyFrom(slot.record)
+            _fill(record, registration)
+            changes = [slot_put(record)]
+            model = self.models.get(registration.model)
+            if model is None:
+                fresh = ModelRecord(
+                    name=registration.model, updatable=not registration.frozen, first_sequence=self.first_sequence
+                )
+                model = ModelState(fresh)
+                changes.append(model_put(model.record))
+            await self._journal.write(changes)
+            self.models.setdefault(registration.model, model)
+            if slot is None or not same:
+                former, slot = slot, Slot(record)
+                log.info("%s: incarnation %d at %s", slot.name, record.incarnation, registration.address)
+                self.slots[registration.slot] = slot
+                self._take_pause(slot)
+                if former is not None and not former.gone:
+                    address = former.record.registration.address
+                    self.formers.add(address, former.model, former.lease_until, self._clock.now(), former.name)
+            else:
+                slot.fill(registration)
+                self._take_pause(slot)
+        self.changed()
+        return slot
+
+    def covered(self, target: Target) -> list[Slot]:
+        """The slots of a target, in any state."""
+        return [slot for slot in self.slots.values() if covers(target, slot)]
+
+    def _take_pause(self, slot: Slot) -> None:
+        record = self.pauses.of(slot)
+        slot.pause = record.pause if record is not None else None
+
+    def _pauses_changed(self) -> None:
+        for slot in self.slots.values():
+            self._take_pause(slot)
+        self.changed()
+
+    async def change(
+        self,
+        slots: Collection[Slot],
+        mutate: Callable[[SlotRecord], object],
+        write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
+    ) -> None:
+        """Change the records of slots, durably first. ``write`` puts those that differ into the journal, with what goes
+        with them.
+
+        One that something else fills by now is left alone.
+        """
+        async with self._writing:
+            changed = {}
+            for slot in slots:
+                record = SlotRecord()
+                record.CopyFrom(slot.record)
+                mutate(record)
+                if self.slots.get(slot.name) is slot and record != slot.record:
+                    changed[slot] = slot_put(record)
+            if changed or write is not None:
+                await (write or self._journal.write)(list(changed.values()))
+            for slot in changed:
+                mutate(slot.record)
+        self.changed()
+
+    async def retire(self, slot: Slot) -> None:
+        """A slot is left for good. The oldest of those that were are forgotten, once nothing can be serving in them."""
+        time = self._clock.wall()
+
+        def leave(record: SlotRecord) -> None:
+            if not record.retired:
+                record.retired = True
+                record.retire_time.CopyFrom(time)
+
+        async def write(puts: Sequence[Put]) -> None:
+            others = [other for other in self.slots.values() if other.record.retired and other is not slot]
+            others.sort(key=lambda other: other.record.retire_time.ToNanoseconds())
+            now = self._clock.now()
+            oldest = [other for other in others[: max(0, len(others) + 1 - RETIRED)] if now >= other.lease_until]
+            await self._journal.write([*puts, *(Delete("slot", other.name) for other in oldest)])
+            for other in oldest:
+                del self.slots[other.name]
+
+        await self.change([slot], leave, write)
+
+    async def lift_quarantine(
+        self, slots: Collection[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
+    ) -> None:
+        """End the quarantines that slots have now, as :meth:`change` does; one that comes meanwhile stays."""
+        # Compared as messages: their bytes need not be those of a copy, since maps have no order.
+        known = {slot.name: ErrorDetail.FromString(slot.record.quarantine.SerializeToString()) for slot in slots}
+
+        def lift(record: SlotRecord) -> None:
+            if record.quarantine == known[record.registration.slot]:
+                record.ClearField("quarantine")
+
+        await self.change(slots, lift, write)
+
+    async def quarantine(self, causes: Mapping[Slot, ErrorDetail]) -> None:
+        """Take stages out of routing until a full update or a heal has been applied to them.
+
+        One that something else fills by now is left alone. They are out at once, whether or not the journal takes it.
+        """
+        present = {slot: cause for slot, cause in causes.items() if self.slots.get(slot.name) is slot}
+        for slot, cause in present.items():
+            if slot.record.quarantine != cause:
+                log.warning("%s is quarantined: %s: %s", slot.name, cause.reason, " ".join(cause.message.split()))
+            slot.record.quarantine.CopyFrom(cause)
+        if present:
+            self.changed()
+            await self._record(present)
+
+    async def record_quarantines(self) -> None:
+        """Record those that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        if self._unrecorded:
+            await self._record(list(self._unrecorded))
+
+    async def _record(self, quarantined: Collection[Slot]) -> None:
+        self._unrecorded |= dict.fromkeys(quarantined)
+        async with self._writing:
+            await self._journal.write(
+                [slot_put(slot.record) for slot in quarantined if self.slots.get(slot.name) is slot]
+            )
+        for slot in quarantined:
+            self._unrecorded.pop(slot, None)
+
+    def slot(self, name: str, field_path: str = "slot") -> Slot:
+        """The slot of this name. Raises STAGE_NOT_FOUND."""
+        try:
+            return self.slots[name]
+        except KeyError:
+            known = ", ".join(sorted(self.slots)) or "none"
+            raise Reason.STAGE_NOT_FOUND.error(
+                f"no stage fills slot {name!r}; there are: {known}", field=field_path
+            ) from None
+
+    def model(self, name: str, field_path: str = "model") -> ModelState:
+        """The model of this name. Raises MODEL_NOT_FOUND."""
+        try:
+            return self.models[name]
+        except KeyError:
+            known = ", ".join(sorted(self.models)) or "none"
+            raise Reason.MODEL_NOT_FOUND.error(
+                f"no stage serves model {name!r}; there are: {known}", field=field_path
+            ) from None
+
+    def select(self, target: Target) -> tuple[list[Slot], list[ExcludedStage]]:
+        """Freeze a target set: (targets in slot order, what was left out). Unknown names are errors.
+
+        Slots that are named are never left out: one that cannot be reached gets its outcome.
+        """
+        if target.model:
+            self.model(target.model, "header.target.model")
+        for index, name in enumerate(target.slots):
+            slot = self.slot(name, f"header.target.slots[{index}]")
+            if target.model and slot.model != target.model:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"slot {name!r} serves {slot.model!r}, not {target.model!r}",
+                    field=f"header.target.slots[{index}]",
+                )
+        if target.stages:
+            self._refuse_unknown_stages(target)
+        targets, excluded = [], []
+        for _, slot in sorted(self.slots.items()):
+            if not covers(target, slot):
+                continue
+            state = slot.state
+            if state in ABSENT and not target.slots:
+                if state != common_pb2.STAGE_STATE_RETIRED:
+                    excluded.append(ExcludedStage(slot=slot.name, state=state, reason="not there"))
+                continue
+            targets.append(slot)
+        if not targets:
+            raise self._none_there(target)
+        return targets, excluded
+
+    def _none_there(self, target: Target) -> RlctlError:
+        """The error of a target without a stage that can be addressed."""
+        absent = [slot for slot in self.covered(target) if not slot.record.retired]
+        why = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
+        if absent and all(slot.taken for slot in absent):
+            return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {why}", field="header.target")
+        return Reason.NO_TARGETS.error("no stage is there to address" + f": {why}" * bool(why))
+
+    def _refuse_unknown_stages(self, target: Target) -> None:
+        known = {slot.stage for slot in self.slots.values()}
+        for index, name in enumerate(target.stages):
+            if name not in known:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"no logical stage is called {name!r}; there are: {', '.join(sorted(known))}",
+                    field=f"header.target.stages[{index}]",
+                )
+
+    # Watching.
+
+    def header(self) -> ResponseHeader:
+        """Who answers, under which epoch, when."""
+        return ResponseHeader(fleet_epoch=self.epoch, served_by="coordinator", observed_at=self._clock.wall())
+
+    def fleet(self, model: str = "") -> Fleet:
+        """Everything, or what belongs to one model."""
+        if model:
+            self.model(model)
+        return Fleet(
+            header=self.header(),
+            revision=self._revision,
+            models=[self._model(m) for name, m in sorted(self.models.items()) if model in ("", name)],
+            stages=[
+                self._stage(slot)
+                for _, slot in sorted(self.slots.items())
+                if model in ("", slot.model) and not slot.record.retired
+            ],
+        )
+
+    def changed(self) -> None:
+        """Tell the watchers that something may have changed."""
+        self._revision += 1
+        for queue in self._watchers:
+            if queue.empty():
+                queue.put_nowait(None)
+
+    def close(self) -> None:
+        """End every watch."""
+        self._closed = True
+        self.changed()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once a condition holds, which is looked at now and after every change."""
+        with self._watching() as queue:
+            while not condition():
+                await queue.get()
+
+    @contextlib.asynccontextmanager
+    async def leaving(self, slots: Collection[Slot]) -> AsyncIterator[None]:
+        """Around what takes stages out of service: those that are routable are out of every follower's list first."""
+        models = {slot.model for slot in slots}
+        going = [slot for slot in slots if not slot.not_routable()] if self.followers.awaited(models) else []
+        for slot in going:
+            slot.leaving += 1
+        try:
+            if going:
+                await self.told(models)
+            yield
+        finally:
+            for slot in going:
+                slot.leaving -= 1
+            if going:
+                self.changed()
+
+    async def told(self, models: Collection[str]) -> None:
+        """Tell the watchers of a change; returns when the followers of these models have taken it in, or are late."""
+        self.changed()
+        await self.followers.taken_in(self._revision, models)
+
+    async def watch(self, model: str = "", watch_id: str = "") -> AsyncGenerator[FleetEvent, None]:
+        """A snapshot, then what changes. Bursts are merged. ``watch_id``: the caller confirms what it is told."""
+        seen: dict[str, bytes] = {}
+        with self._watching() as queue, self.followers.following(watch_id, model) as follower:
+            fleet = self.fleet(model)
+            _difference(fleet, seen)
+            self.followers.looked(follower, fleet.revision, told=True)
+            yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
+            while not self._closed:
+                await queue.get()
+                began = self._clock.now()
+                changed = _difference(self.fleet(model), seen)
+                rest_s = REST * (self._clock.now() - began)
+                new = bool(changed.models or changed.stages)
+                self.followers.looked(follower, changed.revision, told=new)
+                if new:
+                    yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
+                await asyncio.sleep(rest_s)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[asyncio.Queue[None]]:
+        """A queue that holds something when something may have changed."""
+        queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
+        self._watchers[queue] = None
+        try:
+            yield queue
+        finally:
+            del self._watchers[queue]
+
+    def _model(self, model: ModelState) -> Model:
+        return Model(
+            name=model.record.name,
+            updatable=model.record.updatable,
+            latest=model.record.latest,
+            admitted=model.admitted,
+            model_digest=model.record.model_digest,
+            update_id=model.update_id,
+            update_owner=model.update_owner,
+            trainer_incarnation=model.record.trainer_incarnation,
+            checkpoint=model.record.checkpoint,
+            adapters=model.record.adapters,
+            verification=model.record.verification if model.record.HasField("verification") else None,
+            update_lease=duration(max(0.0, model.lease_until - self._clock.now()))
+            if model.lease_until is not None
+            else None,
+        )
+
+    def _stage(self, slot: Slot) -> Stage:
+        heard = self._clock.now() - slot.commander.last_heard if slot.commander else None
+        obstacle = slot.not_routable()
+        staging = slot.report is not None and slot.report.update_staged
+        stage = Stage(
+            registration=slot.record.registration,
+            incarnation=slot.record.incarnation,
+            state=slot.state,
+            report=slot.report,
+            enabled=slot.record.enabled,
+            routable=not obstacle,
+            not_routable=obstacle,
+            quarantine=slot.quarantine,
+            staging_update_id=slot.report.update_id if slot.report is not None and staging else "",
+            last_heard=duration(heard) if heard is not None else None,
+            unhealable=bool(slot.unhealable),
+            engine_failure=slot.failure,
+            disabled_reason=slot.record.disabled_reason,
+            disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
+            pause=slot.pause,
+            heal_time=slot.heal_time if slot.heal_at is not None and self._clock.now() < slot.heal_at else None,
+        )
+        if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
+            stage.report.lease_held = False  # its last report is older than the end of the lease
+        return stage
+
+
+def failed(failure: EngineFailure) -> str:
+    """A failure of an engine, in one line."""
+    if failure.failures > 1:
+        return f"crash loop, {failure.failures} failures in a row: {failure.reason}"
+    return failure.reason
+
+
+def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:
+    """Set the operator's flag, with its reason and time."""
+    if enabled:
+        record.ClearField("disable_time")
+    elif not record.HasField("disable_time"):
+        record.disable_time.CopyFrom(now)
+    record.enabled, record.disabled_reason = enabled, "" if enabled else reason
+
+
+def _fill(record: SlotRecord, registration: StageRegistration) -> None:
+    record.registration.CopyFrom(registration)
+    record.retired = False
+    record.ClearField("retire_time")
+
+
+def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
+    """The models and stages that differ from what was sent, which is brought up to date."""
+    changed = Fleet(header=fleet.header, revision=fleet.revision)
+    for model in fleet.models:
+        steady = Model()
+        steady.CopyFrom(model)
+        steady.ClearField("update_lease")
+        content = steady.SerializeToString(deterministic=True)
+        if seen.get("m:" + model.name) != content:
+            seen["m:" + model.name] = content
+            changed.models.add().CopyFrom(model)
+    for stage in fleet.stages:
+        quiet = Stage()
+        quiet.CopyFrom(stage)
+        quiet.ClearField("last_heard")
+        content = quiet.SerializeToString(deterministic=True)
+        if seen.get("s:" + stage.registration.slot) != content:
+            seen["s:" + stage.registration.slot] = content
+            changed.stages.add().CopyFrom(stage)
+    there = {"s:" + stage.registration.slot for stage in fleet.stages}
+    for name in [name for name in seen if name.startswith("s:") and name not in there]:
+        # It left in order. Nobody else would tell a watcher, who goes on to believe in it.
+        stage = changed.stages.add()
+        stage.ParseFromString(seen.pop(name))
+        stage.state, stage.routable, stage.not_routable = common_pb2.STAGE_STATE_RETIRED, False, "RETIRED"
+    return changed
+
+
+def slot_put(record: SlotRecord) -> Put:
+    """The journal entry of a slot."""
+    return Put("slot", record.registration.slot, record.SerializeToString())
+
+
+def model_put(record: ModelRecord) -> Put:
+    """The journal entry of a model."""
+    return Put("model", record.name, record.SerializeToString())
+
+
+def names(slots: Sequence[Slot]) -> list[str]:
+    """Their names."""
+    return [slot.name for slot in slots]

@@ -1,0 +1,443 @@
+"""The links to the stages: dialled, attached, kept, and dialled again; and the serving grants that go over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+
+from google.protobuf.any_pb2 import Any
+
+from rlctl.command_stream.commander import Commander, Issued
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.inflight_replay import Unanswered
+from rlctl.coordinator.fleet.kept_pauses import covers
+from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.fleet.versions import adoptable, first_digest, lacking, surplus
+from rlctl.ports import REFUSED, Clock, Dialer, Journal
+from rlctl.v1.common_pb2 import (
+    OUTCOME_NOT_SENT,
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_FAILED,
+    STAGE_STATE_READY,
+    STAGE_STATE_STALE,
+    StageState,
+    Target,
+)
+from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
+from rlctl.v1.fleet_pb2 import StageReport
+from rlctl.version import CONTRACT_VERSION
+
+log = logging.getLogger(__name__)
+
+SERVING_LEASE_S = 10.0
+DRIFT_S = 0.5
+"""How much longer a lease may last on a stage's clock than on this one."""
+GRANT_EVERY_S = 3.0
+REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+ATTACH_S = 10.0
+CONNECTING = 32
+TURN_S = 0.1
+"""So many links are made at a time, each counted for so long at most: a coordinator that takes over a thousand stages
+answers its callers meanwhile, and hosts that do not answer hold nobody up."""
+REPORT_AGAIN_S = 1.0
+TAKE_OVER = "`rlctl take-over {}` takes it back if no other coordinator is to hold it"
+
+
+class Peers:
+    """One connection task per filled slot."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        dialer: Dialer[ControlRequest, ControlResponse],
+        clock: Clock,
+        journal: Journal,
+        on_report: Callable[[Slot], Awaitable[None]],
+        *,
+        lease_s: float = SERVING_LEASE_S,
+    ) -> None:
+        self._roster = roster
+        self._journal = journal
+        self._dialer = dialer
+        self._clock = clock
+        self._on_report = on_report
+        self._lease_s = lease_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+        self._again: set[Slot] = set()
+        self._grants = itertools.count(1)
+        self._unanswered = Unanswered(lease_s + DRIFT_S)
+        self._connecting = asyncio.Semaphore(CONNECTING)
+        self.succeeded = asyncio.Event()
+        """Set once the journal is another's."""
+
+    def connect(self, slot: Slot) -> None:
+        """Dial what fills the slot, and keep dialling, until it is replaced, retired or the coordinator stops."""
+        former = self._tasks.get(slot.name)
+        if former is not None and not former.done():
+            if former.get_name() == _task_name(slot):
+                return
+            former.cancel()
+        self._tasks[slot.name] = asyncio.create_task(self._keep(slot), name=_task_name(slot))
+
+    async def disconnect(self) -> None:
+        """Close every link; each is dialled again."""
+        for slot in list(self._roster.slots.values()):  # others may register meanwhile
+            if slot.commander is not None:
+                await slot.commander.close()
+
+    async def stop(self) -> None:
+        """Close every link."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
+        """Tell a stage which versions may be served. One that is quarantined, left out of a version that is being
+        published, or about to take a pause by name that is in force, is told to serve nothing.
+
+        The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
+        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what
+        it has confirmed until now does not count any more, even where it has no link over which it could be told.
+        Returns the grant's number, 0 where none could be sent.
+        """
+        number = next(self._grants)
+        if silence and slot.report is not None:  # of one that has said nothing yet, what was there before may serve
+            slot.silent_from = number
+        commander = slot.commander
+        if commander is None or commander.lost or slot.report is None or not self._holds_journal():
+            return 0  # without the journal there may be a successor, which counts on the leases that it knows of
+        model = self._roster.models[slot.model]
+        withheld = model.only is not None and slot not in model.only
+        failed = slot.report.state == STAGE_STATE_FAILED
+        nothing = withheld or failed or slot.owes_pause or slot.record.HasField("quarantine")
+        lease_s = 0.0 if nothing else self._lease_s
+        if lease_s:
+            slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
+        commander.grant(
+            ServingGrant(
+                fleet_epoch=self._roster.epoch,
+                admitted=[] if slot.restoring else model.admitted,
+                lease=duration(lease_s),
+                adopt=model.record.latest if adopt else None,
+                number=number,
+                echo=commander.echo,
+                confirm=confirm or (withheld and slot.silent_from > 0 and not self._is_silent(slot)),
+                adapters=model.record.adapters,
+            )
+        )
+        return number
+
+    async def hold_back(self, slots: Sequence[Slot], why: str) -> None:
+        """Let stages that are being brought to a version that is admitted already serve nothing, whatever they say that
+        they hold: while ``restoring`` is set and, by the quarantine, not under another coordinator either.
+        """
+        cause = Reason.WEIGHTS_STALE.error(why).detail()
+        await self._roster.quarantine(dict.fromkeys(slots, cause))
+        for slot in slots:
+            slot.restoring = True
+            self.grant(slot)
+
+    async def tell(self, model: ModelState) -> None:
+        """Return once every stage of a model has taken in what it is granted now, or can no longer serve by what it was
+        granted before.
+        """
+        slots = [slot for slot in self._roster.slots.values() if slot.model == model.record.name]
+        leases = {slot: slot.lease_until for slot in slots}
+        numbers = {slot: self.grant(slot, confirm=True) for slot in slots}
+
+        def until() -> float:
+            mays = [leases[slot] for slot in slots if not self._took(slot, numbers[slot])]
+            return max((*mays, self._roster.formers.until(model.record.name)))
+
+        await self._passed(until)
+
+    async def generating(self, target: Target, addressed: Collection[Slot], deadline: float) -> str:
+        """Wait until no stage of a target generates, besides the ``addressed`` stages, which confirm the pause
+        themselves: each stage has paused, or its lease has run out. Returns "", or at the deadline a stage that may
+        still generate.
+        """
+        slots = self._roster.slots
+        absent = [slot for slot in slots.values() if covers(target, slot) and slot not in addressed]
+
+        def may() -> dict[str, float]:
+            """End of the lease, by name."""
+            times = {"an engine that was replaced": self._roster.formers.meant(target)}
+            times |= {slot.name: slot.lease_until for slot in absent if not (slot.gone or self._has_paused(slot))}
+            return {name: until for name, until in times.items() if until > self._clock.now()}
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline - self._clock.now()):
+                await self._passed(lambda: max(may().values(), default=float("-inf")))
+        return next(iter(may()), "")
+
+    @staticmethod
+    def _has_paused(slot: Slot) -> bool:
+        linked = slot.commander is not None and not slot.commander.lost
+        return linked and slot.report is not None and slot.report.paused
+
+    async def _passed(self, until: Callable[[], float]) -> None:
+        """Return once the time is there until which something may be served; what stages say brings it forward."""
+        while (remaining := until() - self._clock.now()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(remaining):
+                    await self._roster.until(lambda: until() <= self._clock.now())
+
+    def _took(self, slot: Slot, number: int) -> bool:
+        """Whether what fills a slot has confirmed a grant, or is gone."""
+        if self._roster.slots.get(slot.name) is not slot:
+            return slot.gone
+        linked = slot.commander is not None and not slot.commander.lost
+        return linked and slot.report is not None and slot.report.grant_number >= number > 0
+
+    async def silence(self, model: ModelState, only: Iterable[Slot]) -> None:
+        """Let no stage of a model but these serve, and return once none does: each has confirmed it, or its lease
+        must have run out. :meth:`speak` ends it.
+        """
+        model.only = frozenset(only)
+        for slot in self._others(model):
+            self.grant(slot, silence=True)
+
+        def until() -> float:
+            mays = [slot.lease_until for slot in self._others(model) if not self._is_silent(slot)]
+            return max((*mays, self._roster.formers.until(model.record.name)))
+
+        await self._passed(until)
+
+    def speak(self, model: ModelState) -> None:
+        """Let every stage of a model serve what is admitted."""
+        model.only = None
+        self.grant_model(model.record.name)
+
+    def _others(self, model: ModelState) -> list[Slot]:
+        slots = self._roster.slots.values()
+        return [slot for slot in slots if slot.model == model.record.name and slot not in (model.only or ())]
+
+    def _is_silent(self, slot: Slot) -> bool:
+        if self._clock.now() >= slot.lease_until:
+            return True
+        linked = slot.commander is not None and not slot.commander.lost and slot.report is not None
+        return linked and slot.report is not None and slot.report.grant_number >= slot.silent_from > 0
+
+    def grant_model(self, model: str) -> None:
+        """Tell every stage of a model."""
+        for slot in self._roster.slots.values():
+            if slot.model == model:
+                self.grant(slot)
+
+    def outlive_predecessor(self) -> None:
+        """After a takeover: stages may still be serving under a lease that a coordinator before this one gave. So may
+        what filled a slot before, and was cut off: what it served, and until when, that coordinator knew.
+        """
+        now, slots = self._clock.now(), self._roster.slots.values()
+        for slot in slots:
+            slot.lease_until = now + self._lease_s + DRIFT_S
+        if any(slot.record.incarnation > 1 for slot in slots):
+            for model in self._roster.models:
+                self._roster.formers.add("", model, now + self._lease_s + DRIFT_S, now)
+
+    def issue(
+        self, slot: Slot, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool
+    ) -> Issued:
+        """Send a command; :meth:`succession` was asked just before. Where the link breaks under it, it is asked again
+        over the next one, if ``again``. Raises UNREACHABLE, outcome NOT_SENT, when no link stands.
+        """
+        if slot.commander is None or slot.commander.lost:
+            raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
+        return slot.commander.issue(command_id, operation_id, request, deadline, again=again)
+
+    def cancel(self, slot: Slot, command_id: str) -> None:
+        """Ask a stage to give up a command that it has not started."""
+        if slot.commander is not None:
+            slot.commander.cancel(command_id)
+        self._unanswered.withdraw(slot, command_id)
+
+    def _holds_journal(self) -> bool:
+        if not self._journal.held():
+            self.succeeded.set()
+        return not self.succeeded.is_set()
+
+    def _refuse_succeeded(self) -> None:
+        succeeded = self.succession()
+        if succeeded is not None:
+            raise succeeded
+
+    def succession(self) -> RlctlError | None:
+        """Why nothing may be sent any more, the journal being another's; or None."""
+        return None if self._holds_journal() else self.succeeded_error()
+
+    @staticmethod
+    def succeeded_error() -> RlctlError:
+        """What everything is refused with once the journal is another's."""
+        return Reason.JOURNAL_FAILED.error(
+            "the journal's file was moved or replaced: this coordinator commands nothing any more",
+            outcome=OUTCOME_NOT_SENT,
+            next_step="Start a coordinator on the file that holds the fleet's records.",
+        )
+
+    async def _keep(self, slot: Slot) -> None:
+        tries, told = 0, ""
+        try:
+            while not slot.record.retired and self._roster.slots.get(slot.name) is slot:
+                try:
+                    await self._once(slot)
+                    tries, told = 0, ""
+                except RlctlError as error:
+                    if str(error) != told:  # for as long as it is away, every two seconds
+                        log.info("%s: %s", slot.name, error)
+                    told = str(error)
+                    away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if _is_taken(error) else error.message
+                    gone = slot.gone or REFUSED in error.metadata
+                    if (slot.gone, slot.away) != (gone, away):
+                        slot.gone, slot.away, slot.taken = gone, away, _is_taken(error)
+                        self._roster.changed()
+                if self.succeeded.is_set():
+                    return
+                await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
+                tries += 1
+        finally:
+            self._unanswered.end(slot)
+
+    async def _once(self, slot: Slot) -> None:
+        registration = slot.record.registration
+        connected = await self._turn_to_connect()
+        self._refuse_succeeded()
+        link = await self._dialer.dial(registration.address)
+        commander = Commander(
+            link,
+            self._clock,
+            on_report=lambda report: self._reported(slot, report),
+            on_lost=lambda lost: self._unanswered.keep(slot, lost),
+        )
+        receiving = asyncio.create_task(commander.run())
+        granting: asyncio.Task[None] | None = None
+        epoch = self._roster.epoch
+        try:
+            async with asyncio.timeout(ATTACH_S):
+                attached = await commander.attach(
+                    Attach(
+                        fleet_epoch=epoch,
+                        slot=slot.name,
+                        incarnation=slot.record.incarnation,
+                        contract_version=CONTRACT_VERSION,
+                    )
+                )
+            if attached.registration.boot_id != registration.boot_id:
+                raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+            if slot.record.unseen:
+                await self._meet(slot, attached.report)
+            self._refuse_succeeded()
+            if epoch != self._roster.epoch:
+                raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
+            if slot.record.retired:
+                raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} has left the fleet meanwhile")
+            slot.commander, slot.gone, slot.away, slot.taken = commander, False, "", False
+            self._roster.formers.gone(registration.address)
+            connected()
+            self._unanswered.ask(slot, commander)
+            told = slot.report  # something newer may have come while it was noted who is there
+            newer = told is not None and told.revision > attached.report.revision
+            self._reported(slot, told if told is not None and newer else attached.report)
+            granting = asyncio.create_task(self._keep_granting(slot, commander))
+            await receiving
+        except TimeoutError:
+            raise Reason.UNREACHABLE.error(f"{slot.name} did not answer the attach in {ATTACH_S:g} s") from None
+        finally:
+            if granting is not None:
+                granting.cancel()
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            self._roster.changed()
+
+    async def _meet(self, slot: Slot, report: StageReport) -> None:
+        """What took another process's place is fresh. Or it had been replaced itself, and has come back: whatever was
+        held against it is forgotten by now, and what it holds nobody has vouched for since.
+        """
+        if report.weight_version.sequence or report.update_id:
+            why = "it had been replaced by another process, and what it holds now is not known"
+            await self._roster.quarantine({slot: Reason.WEIGHTS_STALE.error(why).detail()})
+        await self._roster.change([slot], lambda record: setattr(record, "unseen", False))
+
+    async def _turn_to_connect(self) -> Callable[[], None]:
+        """Wait for a turn. Returns what ends it; time does so too."""
+        await self._connecting.acquire()
+        held = [self._connecting]
+
+        def end() -> None:
+            while held:
+                held.pop().release()
+
+        asyncio.get_running_loop().call_later(TURN_S, end)
+        return end
+
+    async def _keep_granting(self, slot: Slot, commander: Commander) -> None:
+        while self._holds_journal():
+            # What others say may have decided since whether what it came up with is the version.
+            if first_digest(self._roster, slot) is not None:
+                self._consider(slot)
+            self.grant(slot, adopt=adoptable(self._roster, slot))
+            await asyncio.sleep(GRANT_EVERY_S)
+        # To its successor something else may fill the slot: a stage that is held here would never ask there.
+        await commander.close()
+
+    def _reported(self, slot: Slot, report: StageReport) -> None:
+        first = slot.report is None
+        _log_damage(slot.name, slot.report, report)
+        slot.report = report
+        admitted = report.weight_version in self._roster.models[slot.model].admitted
+        slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
+        self._roster.changed()
+        stale = slot.late and report.state == STAGE_STATE_STALE
+        held = report.update_id or report.paused_by_update or slot.record.continue_when_resident or slot.owes_pause
+        other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
+        if first or adoptable(self._roster, slot) or held or stale or other_adapters:
+            self._consider(slot)
+
+    def _consider(self, slot: Slot) -> None:
+        task = asyncio.create_task(self._take_in(slot))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _take_in(self, slot: Slot) -> None:
+        while self._roster.slots.get(slot.name) is slot:
+            try:
+                await self._on_report(slot)
+            except RlctlError as error:
+                log.warning("%s: its report could not be taken in: %s", slot.name, error)
+                if slot in self._again:
+                    return  # another one waits already, and takes in what the stage says by then
+                self._again.add(slot)
+                await asyncio.sleep(REPORT_AGAIN_S)
+                self._again.discard(slot)
+                continue
+            self.grant(slot, adopt=adoptable(self._roster, slot))
+            return
+
+
+def _log_damage(name: str, before: StageReport | None, report: StageReport) -> None:
+    """Log changes to and from DIRTY, and lost ranks."""
+    known = before or StageReport()
+    if STAGE_STATE_DIRTY in (known.state, report.state) and known.state != report.state:
+        log.warning("%s was %s, and is %s", name, _state_name(known.state), _state_name(report.state))
+    dead = {rank.coordinates.rank for rank in known.ranks if not rank.alive}
+    for rank in report.ranks:
+        if not rank.alive and rank.coordinates.rank not in dead:
+            log.warning("%s: rank %d is gone: %s", name, rank.coordinates.rank, rank.reason)
+
+
+def _state_name(state: StageState.ValueType) -> str:
+    return StageState.Name(state).removeprefix("STAGE_STATE_")
+
+
+def _is_taken(error: RlctlError) -> bool:
+    """Whether a stage obeys the epoch of another fleet's coordinator."""
+    return error.reason is Reason.EPOCH_FENCED
+
+
+def _task_name(slot: Slot) -> str:
+    return f"link {slot.name} {slot.record.incarnation} {slot.record.registration.address}"

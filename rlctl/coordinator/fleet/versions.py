@@ -1,0 +1,249 @@
+"""Which versions there are and may be served: the first one, publishing, adopting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.contract.adapter_identity import same
+from rlctl.coordinator.fleet.capabilities import digests
+from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import Verification, WeightVersion
+from rlctl.v1.fleet_pb2 import PublishedVersion
+from rlctl.v1.journal_pb2 import ModelRecord
+from rlctl.v1.verbs_pb2 import Adapter
+
+FIRST_LABEL = "initial"
+FIRST_SEQUENCE = 1
+
+HISTORY = 50
+"""Versions before the latest one that are kept on record."""
+
+SOUND = (common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED)
+"""States in which a stage's weights are those of its version, unless it is quarantined."""
+
+POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN)
+"""Outcomes after which an effect must be assumed where assuming it is the safe side."""
+
+
+def first_sequence(record: ModelRecord) -> int:
+    """The sequence of a model's first version: 1, or above all that were given before the fleet was started over."""
+    return record.first_sequence or FIRST_SEQUENCE
+
+
+def first_version(model: ModelState, slot: Slot, now: Timestamp) -> ModelRecord | None:
+    """The record that publishes a model's first version: the checkpoint that this stage loaded or, where a coordinator
+    with another journal has updated it before, the version that it is at. None: the model has one.
+
+    ``now``: wall time. At a stage with such a past may still be groups of that coordinator's, of lower numbers.
+    """
+    if model.record.latest.sequence or slot.report is None or slot.report.state in _UNUSABLE:
+        return None
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    label = slot.record.registration.weight_version or FIRST_LABEL
+    record.latest.CopyFrom(WeightVersion(label=label, sequence=first_sequence(record)))
+    if slot.report.weight_version.sequence:
+        record.latest.CopyFrom(slot.report.weight_version)
+        record.group_generation = max(record.group_generation, now.ToMilliseconds())
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence)
+    record.publish_time.CopyFrom(now)
+    record.model_digest = slot.report.model_digest
+    record.checkpoint = slot.report.checkpoint
+    return record
+
+
+def adoptable(roster: Roster, slot: Slot) -> bool:
+    """Whether the weights that a stage came up with are the latest version: the same digest or, without any, the same
+    checkpoint. A stage that has a version of its own is never told that it is another; one that missed that it has
+    another label now is told.
+
+    Where the model only has a digest, a heal finds out whether it is the stage's. Where that cannot, the checkpoint's
+    name decides on the first version, which stages come up with; a later one may have been written over what they read.
+    Where the stage only has one, see :func:`first_digest`.
+    """
+    model = roster.models[slot.model].record
+    report = slot.report
+    if report is None or not model.latest.sequence or report.state in _UNUSABLE:
+        return False
+    if report.weight_version.sequence:
+        return _relabelled(model, report.weight_version)
+    if model.model_digest and report.model_digest:
+        return model.model_digest == report.model_digest
+    if report.model_digest or not model.checkpoint or model.checkpoint != report.checkpoint:
+        return False
+    unknown = model.latest.sequence == first_sequence(model) and not digests(slot)
+    return unknown or not model.model_digest
+
+
+def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
+    """The record of a first version that nobody knew the digest of, with the one of this stage's weights, by their
+    checkpoint's name; None where that is not to decide: a heal can compare them with another stage's, or may be able to
+    later.
+
+    It has to be durable before the stage is told that it is at the version. To the next one the name is nothing any
+    more: the checkpoint may have been written anew meanwhile.
+    """
+    model, report = roster.models[slot.model].record, slot.report
+    if report is None or report.state in _UNUSABLE or report.weight_version.sequence or not report.model_digest:
+        return None
+    if model.latest.sequence != first_sequence(model) or model.model_digest or model.checkpoint != report.checkpoint:
+        return None
+    if not model.checkpoint or any(_may_tell(model, other) for other in roster.slots.values() if other is not slot):
+        return None
+    record = ModelRecord()
+    record.CopyFrom(model)
+    record.model_digest = report.model_digest
+    return record
+
+
+def at_version(roster: Roster, slot: Slot) -> list[Slot]:
+    """Other stages of a stage's model that are at its latest version, beyond doubt."""
+    latest = roster.models[slot.model].record.latest
+    return [
+        peer
+        for peer in roster.slots.values()
+        if peer.model == slot.model
+        and peer is not slot
+        and peer.state in SOUND
+        and peer.report is not None
+        and peer.report.weight_version == latest
+        and peer.quarantine is None
+    ]
+
+
+def witnesses(roster: Roster, slot: Slot) -> list[Slot]:
+    """Those that are at the version and can say what they hold."""
+    return [peer for peer in at_version(roster, slot) if digests(peer)]
+
+
+def _may_tell(model: ModelRecord, slot: Slot) -> bool:
+    """Whether a stage can say, or may be found to be able to, which weights a model's latest version has."""
+    if slot.model != model.name or slot.record.retired or not digests(slot):
+        return False
+    return slot.report is None or slot.report.weight_version == model.latest
+
+
+def _relabelled(model: ModelRecord, held: WeightVersion) -> bool:
+    now = WeightVersion()
+    now.CopyFrom(held)
+    now.label = model.latest.label
+    return now == model.latest and held.label != now.label and held.label in model.former_labels
+
+
+def publish(model: ModelState, record: ModelRecord, beside: Iterable[WeightVersion] = ()) -> None:
+    """Admit a version whose record is durable, and of the earlier ones only those ``beside`` it."""
+    model.record = record
+    model.admitted = [*beside, record.latest]
+
+
+def close(model: ModelState) -> None:
+    """Admit the latest version only."""
+    model.admitted = [model.record.latest]
+
+
+def history(record: ModelRecord) -> list[PublishedVersion]:
+    """The versions of a model, the latest first."""
+    if not record.latest.sequence:
+        return []
+    time = record.publish_time if record.HasField("publish_time") else None
+    latest = PublishedVersion(
+        version=record.latest, model_digest=record.model_digest, checkpoint=record.checkpoint, publish_time=time
+    )
+    return [latest, *reversed(record.history)]
+
+
+def published(
+    model: ModelState,
+    version: WeightVersion,
+    *,
+    model_digest: str,
+    checkpoint: str,
+    verification: Verification,
+    now: Timestamp,
+) -> ModelRecord:
+    """The record after publishing a version. The sequence never goes backwards."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    assert version.sequence > record.latest.sequence, "a sequence is published once, in order"
+    record.history.extend(history(record)[:1])
+    del record.history[:-HISTORY]
+    record.publish_time.CopyFrom(now)
+    record.latest.CopyFrom(version)
+    del record.former_labels[:]
+    record.model_digest = model_digest
+    record.checkpoint = checkpoint
+    record.verification.CopyFrom(verification)
+    return record
+
+
+def verified(model: ModelState, evidence: Verification) -> ModelRecord:
+    """The record with other evidence for the published version."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    record.verification.CopyFrom(evidence)
+    return record
+
+
+def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
+    """The record after reserving the next sequence for an update, which keeps it from being used twice.
+
+    The first one is the first version's, which may come while the update is open.
+    """
+    record = fenced(model, trainer_incarnation)
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence, first_sequence(record)) + 1
+    return record
+
+
+def fenced(model: ModelState, trainer_incarnation: int) -> ModelRecord:
+    """The record after an update of this trainer was accepted: earlier incarnations are over."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    record.trainer_incarnation = trainer_incarnation
+    return record
+
+
+def with_adapter(model: ModelState, adapter: Adapter) -> ModelRecord:
+    """The record with an adapter in the place of the one of its name."""
+    record = without_adapter(model, adapter.name)
+    record.adapters.append(adapter)
+    record.adapters.sort(key=lambda other: other.name)
+    return record
+
+
+def without_adapter(model: ModelState, name: str) -> ModelRecord:
+    """The record without the adapter of this name."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    del record.adapters[:]
+    record.adapters.extend(adapter for adapter in model.record.adapters if adapter.name != name)
+    return record
+
+
+def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
+    """Adapters of the model that a stage does not hold, or holds another load of."""
+    if slot.report is None:
+        return []
+    held = {adapter.name: adapter for adapter in slot.report.adapters}
+    adapters = roster.models[slot.model].record.adapters
+    return [each for each in adapters if each.name not in held or not same(held[each.name], each)]
+
+
+def surplus(roster: Roster, slot: Slot) -> list[Adapter]:
+    """Adapters that a stage holds a version of, and that its model has no more."""
+    if slot.report is None:
+        return []
+    known = {adapter.name for adapter in roster.models[slot.model].record.adapters}
+    return [adapter for adapter in slot.report.adapters if adapter.version and adapter.name not in known]
+
+
+_UNUSABLE = (
+    common_pb2.STAGE_STATE_UNSPECIFIED,
+    common_pb2.STAGE_STATE_JOINING,
+    common_pb2.STAGE_STATE_UPDATING,
+    common_pb2.STAGE_STATE_DIRTY,
+    common_pb2.STAGE_STATE_ASLEEP,
+    common_pb2.STAGE_STATE_FAILED,
+)

@@ -1,0 +1,155 @@
+"""Healing a stage from another one: over a group of their own, while that one goes on generating.
+
+Stages whose ranks hold the same parts form a pair for each rank, and every rank sends its own parts. Otherwise the
+sender's ranks gather full tensors at its rank 0, which broadcasts them to all ranks of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.contract.durations import duration
+from rlctl.contract.outcomes import acknowledged, blame
+from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot, model_put
+from rlctl.coordinator.operations.collective_fanout import Together
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.transaction.transaction import Session, has_left
+from rlctl.ports import Clock, Journal
+from rlctl.v1.journal_pb2 import ModelRecord
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import (
+    BUCKET_FORMAT_PARTS,
+    BUCKET_FORMAT_TENSORS,
+    DestroyWeightsUpdateGroupRequest,
+    GetModelInfoRequest,
+    GroupMember,
+    InitWeightsUpdateGroupRequest,
+    SendWeightsRequest,
+    TensorBucket,
+    UpdateWeightsFromDistributedRequest,
+)
+
+ANSWER_S = 30.0
+SEND_S = 24 * 3600.0
+"""No limit but the session's."""
+
+
+def alike(one: Slot, other: Slot) -> bool:
+    """Whether the ranks of two stages hold the same parts."""
+    shards = one.record.registration.layout.shards_sha256
+    return bool(shards) and shards == other.record.registration.layout.shards_sha256
+
+
+def refuse_failed(results: Sequence[StageResult]) -> None:
+    """Raise what the first target says that did not confirm."""
+    for result in results:
+        if not acknowledged(result, update=True):
+            raise blame(result)
+
+
+class FromPeer:
+    """Lets the stage of a session take in what another stage sends."""
+
+    def __init__(
+        self, session: Session, peer: Slot, fanout: Fanout, roster: Roster, journal: Journal, clock: Clock
+    ) -> None:
+        self._session = session
+        self._peer = peer
+        (self._slot,) = session.targets
+        self._fanout = fanout
+        self._roster = roster
+        self._journal = journal
+        self._clock = clock
+        self._adapter = "" if session.adapter is None else session.adapter.name
+        self._paired = not self._adapter and alike(peer, self._slot)
+
+    async def receive(self) -> list[StageResult]:
+        """What the stage answers to having taken everything in. Raises what else went wrong."""
+        group = await self._new_group(self._session.model)
+        both = [self._peer, self._slot]
+        try:
+            together = Together(self._fanout, self._clock, both, self._session.update_id, [group])
+            await together.join(self._joining(group), self._session.deadline - self._clock.now())
+            together.refuse_failed()
+            buckets = await self._buckets()
+            await self._session.ready()
+            send = SendWeightsRequest(group_name=group, buckets=buckets, adapter=self._adapter)
+            receive = UpdateWeightsFromDistributedRequest(group_name=group, buckets=buckets)
+            sending = asyncio.create_task(self.ask(send, [self._peer], "send", SEND_S))
+            receiving = asyncio.create_task(self._session.step(receive, self._session.targets))
+            try:
+                await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    # One that does not send would be waited for until the deadline.
+                    refuse_failed(sending.result())
+                return await receiving
+            finally:
+                sending.cancel()
+                receiving.cancel()
+                await asyncio.gather(sending, receiving, return_exceptions=True)
+        finally:
+            await asyncio.shield(self._leave(group, both))
+
+    async def _leave(self, group: str, slots: Sequence[Slot]) -> None:
+        """One that a rank may still be in stays on record, to be left by the next update."""
+        results = await self.ask(DestroyWeightsUpdateGroupRequest(group_name=group), slots, "leave", ANSWER_S)
+        groups = self._session.model.record.groups
+        if group in groups and all(has_left(result) for result in results):
+            groups.remove(group)
+
+    def _joining(self, group: str) -> InitWeightsUpdateGroupRequest:
+        layout = self._peer.record.registration.layout
+        ranks = len(self._slot.workers)
+        return InitWeightsUpdateGroupRequest(
+            master_address=layout.store_host,
+            master_port=layout.store_port,
+            world_size=2 if self._paired else 1 + ranks,
+            group_name=group,
+            backend="gloo",
+            members=[
+                GroupMember(slot=self._peer.name, rank_offset=0, num_ranks=ranks if self._paired else 1),
+                GroupMember(slot=self._slot.name, rank_offset=1, num_ranks=ranks),
+            ],
+            group_timeout=duration(self._session.deadline - self._clock.now()),
+            paired=self._paired,
+        )
+
+    async def _new_group(self, model: ModelState) -> str:
+        async with self._roster.publishing:
+            record = ModelRecord()
+            record.CopyFrom(model.record)
+            record.group_generation += 1
+            name = f"{record.name}-{record.group_generation}-heal"
+            record.groups.append(name)
+            await self._journal.write([model_put(record)])
+            model.record = record
+        return name
+
+    async def _buckets(self) -> list[TensorBucket]:
+        """Every tensor of the model or the adapter, each in a broadcast of its own."""
+        reference = GetModelInfoRequest(reference=True, adapter=self._adapter)
+        asked = await self.ask(reference, [self._peer], "reference", ANSWER_S)
+        refuse_failed(asked)
+        listed = asked[0].rank_results[0].model_info.reference
+        return [
+            TensorBucket(
+                sequence=0,
+                names=[tensor.name for tensor in listed],
+                dtypes=[tensor.dtype for tensor in listed],
+                shapes=[tensor.shape for tensor in listed],
+                format=BUCKET_FORMAT_PARTS if self._paired else BUCKET_FORMAT_TENSORS,
+            )
+        ]
+
+    async def ask(self, request: Message, slots: Sequence[Slot], step: str, limit_s: float) -> list[StageResult]:
+        """One verb to stages that need not be targets of the session."""
+        return await self._fanout.run(
+            request,
+            slots,
+            operation_id=self._session.update_id,
+            step=step,
+            deadline=min(self._session.deadline, self._clock.now() + limit_s),
+        )

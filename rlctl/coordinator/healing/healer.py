@@ -1,0 +1,482 @@
+"""Bringing single stages to the published version from a known source, without the trainer.
+
+A stage that joins late, was restarted, or was left out of an update is STALE; one whose update failed is DIRTY. The
+version's checkpoint is read again or, where it has none, another stage that is at the version broadcasts its weights.
+What the stage then holds must have the digest that was published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.contract.errors import Conflict, Reason, RlctlError
+from rlctl.contract.outcomes import acknowledged
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.fleet.versions import adoptable, witnesses
+from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
+from rlctl.coordinator.healing.orphans import HEAL_MARK
+from rlctl.coordinator.healing.sources import Sources, needs_heal, unverifiable
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.transaction.adapters import FinishAdapter
+from rlctl.coordinator.transaction.commit import Finish
+from rlctl.coordinator.transaction.planner import in_progress
+from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.transaction.verification_levels import Expected
+from rlctl.ports import Clock, Journal
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    PAUSE_MODE_RETRACT,
+    STAGE_STATE_STALE,
+    RequestHeader,
+    Target,
+)
+from rlctl.v1.coordinator_pb2 import HealStageRequest
+from rlctl.v1.journal_pb2 import UpdateRecord
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_ADAPTER,
+    UPDATE_KIND_FULL,
+    Adapter,
+    AdapterConfig,
+    CheckWeightsRequest,
+    LoadAdapterRequest,
+    UpdateOptions,
+    UpdateWeightsFromDiskRequest,
+)
+
+log = logging.getLogger(__name__)
+
+HEAL_S = 300.0
+OWNER = "healing"
+
+AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
+"""Pauses between tries to heal a stage: something else may hold it, or an update was begun and refused."""
+
+GRACE_S = 60.0
+"""How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed, where nothing
+else is configured.
+"""
+
+LATER_S = 0.01
+"""So much after a stage is due it is looked at: timers may come a little early."""
+
+MAKE_WAY_S = 5.0
+"""How long whatever goes first waits for a heal to end that it has cancelled."""
+
+UNVERIFIED = "it is being brought to the published version, and not verified yet"
+
+
+@dataclass(eq=False)
+class _Heal:
+    """One operation, from before it is accepted until it holds its stages no more.
+
+    Attributes:
+        asked: somebody has asked for it; otherwise it is tried again.
+    """
+
+    slots: set[str]
+    asked: bool
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    session: Session | None = None
+    """Of the stage that it is at."""
+    work: asyncio.Task[None] | None = None
+    stopped: RlctlError | None = None
+    """Why it ends with the stage that it is at."""
+
+    def stop(self, cause: RlctlError) -> None:
+        """End it with the stage that it is at, or before it begins."""
+        self.stopped = self.stopped or cause
+        if self.work is not None:
+            self.work.cancel()
+
+    async def makes_way(self, why: str, within_s: float = MAKE_WAY_S) -> bool:
+        """End it for something else. False when it does not end in time."""
+        self.stop(Reason.CANCELLED.error(why))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(within_s, MAKE_WAY_S)):
+                await self.over.wait()
+        return self.over.is_set()
+
+
+class Healer:
+    """At most one heal per model at a time; an update ends it and reaches the stage by itself. What is done by name (a
+    pause, say) ends one that nobody has asked for: its trainer would be refused at random moments otherwise.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        peers: Peers,
+        fanout: Fanout,
+        operations: Operations,
+        journal: Journal,
+        clock: Clock,
+        *,
+        by_hand: Collection[str],
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """``by_hand``: models whose stages are healed only when somebody asks; ``grace_s``: how long a stage that is
+        DIRTY or quarantined is left to the trainer's next update.
+        """
+        self._grace_s = grace_s
+        self._roster = roster
+        self._peers = peers
+        self._fanout = fanout
+        self._operations = operations
+        self._journal = journal
+        self._clock = clock
+        self._by_hand = set(by_hand)
+        self._sources = Sources(roster)
+        self._heals: list[_Heal] = []
+        self._looking: dict[Slot, asyncio.Task[None]] = {}
+
+    def policy(self, model: str, *, by_hand: bool) -> None:
+        """Heal the model's stages by itself from now on, beginning with those that wait for it, or not any more. Raises
+        MODEL_NOT_FOUND.
+        """
+        self._roster.model(model)
+        if by_hand:
+            self._by_hand.add(model)
+            return
+        self._by_hand.discard(model)
+        for slot in list(self._roster.slots.values()):
+            if slot.model == model:
+                self.look(slot)
+
+    async def heal(self, request: HealStageRequest, timeout_s: float | None, *, asked: bool = True) -> Run:
+        """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot.
+
+        ``asked``: by somebody, not by this coordinator itself.
+        """
+        known = self._operations.known(request.header.request_id, request)
+        if known is not None:
+            return known
+        named = (self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots))
+        slots = list(dict.fromkeys(named))
+        everyone = self._roster.slots.values()
+        slots = slots or [slot for slot in everyone if needs_heal(slot) or self._sources.lacks_adapters(slot)]
+        if not slots:
+            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
+        slots = self._healable(slots, request.checkpoint, named=bool(request.slots))
+        if request.header.validate_only:
+            return self._operations.hypothetical("HealStage", slots)
+        deadline = self._clock.now() + (timeout_s or HEAL_S)
+        heal = _Heal({slot.name for slot in slots}, asked)
+
+        async def work(run: Run) -> None:
+            run.cancel = lambda: heal.stop(Reason.CANCELLED.error("it was cancelled"))
+            if run.given_up:
+                run.cancel()
+            try:
+                await one_after_the_other(run)
+            finally:
+                self._over(heal)
+
+        async def one_after_the_other(run: Run) -> None:
+            failure: RlctlError | None = None
+            for index, slot in enumerate(slots):
+                source: str | Slot = ""
+                try:
+                    if needs_heal(slot) or not self._sources.lacks_adapters(slot):
+                        source = self._sources.of(slot, request.checkpoint)
+                        session = self._session(run, slot, deadline)
+                        await self._one(heal, run, slot, session, self._carry_out(session, run, source))
+                        slot.misread, source = False, ""
+                    for adapter in self._sources.obtainable(slot):
+                        session = self._session(run, slot, deadline, adapter)
+                        await self._one(heal, run, slot, session, self._load(session, run, adapter))
+                except RlctlError as error:
+                    failure = failure or error
+                    if source and error.reason is not Reason.CANCELLED:
+                        # Its files may have gone, or be another version's by now: the next try is from another stage,
+                        # and the one after that from the checkpoint again.
+                        slot.misread = isinstance(source, str) and not request.checkpoint
+                    # Who stopped it waits for this operation, which holds all of its stages.
+                    stopped = error.reason is Reason.CANCELLED
+                    # That it has read, or was healed before it lacked an adapter still, is not that it was healed.
+                    results = run.operation.stage_results
+                    answered = {result.slot for result in results if not acknowledged(result, update=True)}
+                    for left in slots[index:] if stopped else [slot]:
+                        if left.name not in answered:
+                            run.add(_not_healed(left, error))
+                    if stopped:
+                        break
+            if failure is not None and len(slots) == 1:
+                raise failure
+
+        self._heals.append(heal)  # it holds its stages from before it is on record
+        try:
+            return await self._operations.start(
+                request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
+            )
+        except BaseException:
+            self._over(heal)
+            raise
+
+    def _over(self, heal: _Heal) -> None:
+        self._heals.remove(heal)
+        heal.over.set()
+
+    def _healable(self, slots: Sequence[Slot], checkpoint: str, *, named: bool) -> list[Slot]:
+        """Those that there is a source for. Raises why one that is ``named`` cannot be healed, or none can."""
+        failure: RlctlError | None = None
+        found = []
+        for slot in slots:
+            try:
+                if needs_heal(slot) or not self._sources.lacks_adapters(slot):
+                    self._sources.of(slot, checkpoint)
+                found.append(slot)
+            except RlctlError as error:
+                failure = failure or error
+        if failure is not None and (named or not found):
+            raise failure
+        return found
+
+    def _is_due(self, slot: Slot) -> bool:
+        """Whether a stage is to be healed now: at once when it came late or lacks an adapter, after a while when
+        something spoilt it or it was tried in vain.
+        """
+        if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
+            slot.heal_at, slot.heal_time, slot.unhealable = None, None, ""
+            return False
+        if slot.state == STAGE_STATE_STALE and slot.late:
+            return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
+        if not needs_heal(slot) and slot.heal_at is None:
+            return True
+        if slot.heal_at is None:
+            self._postpone(slot, self._grace_s)
+        assert slot.heal_at is not None
+        return self._clock.now() >= slot.heal_at
+
+    def _postpone(self, slot: Slot, wait_s: float) -> None:
+        """Heal a stage after a while, unless an update reaches it before."""
+        slot.heal_at = self._clock.now() + wait_s
+        slot.heal_time = Timestamp()
+        slot.heal_time.FromNanoseconds(self._clock.wall().ToNanoseconds() + round(wait_s * 1e9))
+        asyncio.get_running_loop().call_later(wait_s + LATER_S, self.look, slot)
+        self._roster.changed()
+
+    def abandoned(self, slots: Collection[Slot]) -> None:
+        """The owner of their update is gone: there is no next update of its that they could be left to."""
+        for slot in slots:
+            self._postpone(slot, 0.0)
+
+    def _is_admitted(self, slot: Slot) -> bool:
+        return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
+
+    def look(self, slot: Slot) -> None:
+        """Heal a stage that came late or was spoilt, if that is the policy and there is a source; otherwise say that
+        there is none.
+        """
+        if slot.model in self._by_hand or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
+            return
+        if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
+            return
+        try:
+            if needs_heal(slot):
+                self._sources.of(slot, "")
+            slot.unhealable = ""
+        except RlctlError as error:
+            if slot.unhealable != error.message:
+                log.info("%s is not healed: %s", slot.name, error)
+                slot.unhealable = error.message
+                self._roster.changed()
+            return
+        task = self._looking[slot] = asyncio.create_task(self._heal_alone(slot))
+        task.add_done_callback(lambda _: self._looking.pop(slot, None))
+
+    def is_open(self, update_id: str) -> bool:
+        """Whether a heal of this id is running."""
+        return any(session.update_id == update_id for session in self.sessions())
+
+    def sessions(self) -> list[Session]:
+        """Those of the heals that run."""
+        return [heal.session for heal in self._heals if heal.session is not None]
+
+    async def make_way(self, model: str) -> None:
+        """End a heal that holds stages of this model: an update is about to begin, and reaches them too. It is refused
+        with the name of one that does not end.
+        """
+        while (heal := self._holding(model)) is not None and await heal.makes_way(
+            "an update of the trainer's goes first"
+        ):
+            pass
+
+    async def make_way_by_itself(self, model: str, verb: str, within_s: float) -> None:
+        """End a heal of this model that nobody has asked for: what is done by name goes first. It is tried again."""
+        heal = self._holding(model)
+        if heal is not None and not heal.asked:
+            await heal.makes_way(f"{verb} goes first", within_s)
+
+    def _holding(self, model: str) -> _Heal | None:
+        """A heal whose operation has stages of this model, whichever it is at."""
+        if not self._heals:
+            return None
+        names = {slot.name for slot in self._roster.slots.values() if slot.model == model}
+        return next((heal for heal in self._heals if not names.isdisjoint(heal.slots)), None)
+
+    async def stop(self) -> None:
+        """End what runs. What takes longer to end is an operation that goes on until it has."""
+        looking = list(self._looking.values())
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
+        for heal in list(self._heals):
+            await heal.makes_way("the coordinator stops")
+
+    async def _heal_alone(self, slot: Slot) -> None:
+        for pause in AGAIN_S:
+            try:
+                run = await self.heal(HealStageRequest(slots=[slot.name]), None, asked=False)
+                await run.ended.wait()
+            except RlctlError as error:
+                log.info("%s cannot be healed now: %s", slot.name, error)
+                if not isinstance(error, Conflict):
+                    break
+            await asyncio.sleep(pause)
+            done = not needs_heal(slot) and not self._sources.lacks_adapters(slot)
+            if done or self._roster.slots.get(slot.name) is not slot:
+                break
+        if needs_heal(slot):
+            self._postpone(slot, self._grace_s)
+            slot.late = False  # from now on it is tried once in a while
+        elif self._sources.lacks_adapters(slot):
+            self._postpone(slot, self._grace_s)
+        # Another one may have waited for its turn.
+        for other in list(self._roster.slots.values()):
+            if other.model == slot.model and other is not slot:
+                self.look(other)
+
+    async def _one(self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
+        model = self._roster.models[slot.model]
+        if heal.stopped is not None or model.update_id:
+            steps.close()
+            raise heal.stopped or in_progress(model)
+        model.update_id, model.update_owner = session.update_id, f"{OWNER} {slot.name}"
+        heal.session, heal.work = session, asyncio.create_task(steps)
+        self._roster.changed()
+        try:
+            await asyncio.gather(heal.work)
+            slot.late = slot.late and session.adapter is not None
+        except BaseException as error:  # noqa: BLE001 - the stage must not be left in an open update
+            cause = error if isinstance(error, RlctlError) else heal.stopped or Reason.CANCELLED.error()
+            await session.abort(run, cause)
+            raise cause from None
+        finally:
+            heal.session = heal.work = None
+            slot.restoring = False
+            self._peers.grant(slot)
+            model.update_id = model.update_owner = ""
+            self._roster.changed()
+            await session.forget()
+
+    def _session(self, run: Run, slot: Slot, deadline: float, adapter: Adapter | None = None) -> Session:
+        model = self._roster.models[slot.model]
+        update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
+        options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
+        config: AdapterConfig | None = None
+        if adapter is not None:
+            update_id += f"/{adapter.name}"
+            config = adapter.config if adapter.HasField("config") else None
+            options = UpdateOptions()
+        plan = BeginWeightUpdateResponse(update_id=update_id, version=model.record.latest)
+        begin = BeginWeightUpdateRequest(
+            header=RequestHeader(target=Target(slots=[slot.name])),
+            model=slot.model,
+            version=model.record.latest.label,
+            kind=UPDATE_KIND_FULL if adapter is None else UPDATE_KIND_ADAPTER,
+            options=options,
+            adapter_config=config,
+        )
+        if adapter is not None:
+            told = Adapter()
+            told.CopyFrom(adapter)
+            told.ClearField("config")
+            adapter = told
+        return Session(
+            UpdateRecord(request=begin, plan=plan),
+            model,
+            [slot],
+            deadline,
+            roster=self._roster,
+            peers=self._peers,
+            fanout=self._fanout,
+            journal=self._journal,
+            clock=self._clock,
+            adapter=adapter,
+        )
+
+    async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
+        """Let a stage read an adapter of its model again, or get it from another. It must be what was loaded before."""
+        (slot,) = session.targets
+        if adapter.path:
+            await session.ready()
+            read = LoadAdapterRequest(
+                name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned
+            )
+            self._file(run, await session.step(read, session.targets))
+        else:
+            holder = self._sources.holder(slot, adapter)
+            if holder is None:
+                raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
+            self._file(run, await self._from_peer(session, holder).receive())
+        await FinishAdapter(session, self._roster, self._peers, self._clock).restore(
+            run, Expected(digest=adapter.digest)
+        )
+
+    async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
+        await self._peers.hold_back(session.targets, UNVERIFIED)
+        (slot,) = session.targets
+        session.reference = next(iter(witnesses(self._roster, slot)), None)
+        if isinstance(source, Slot):
+            self._file(run, await self._from_peer(session, source).receive())
+        else:
+            await session.ready()
+            self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
+        digest = session.model.record.model_digest or await self._digest_of_peer(session)
+        expected = Expected(digest=digest, fingerprints=session.model.fingerprints)
+        await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
+
+    def _from_peer(self, session: Session, peer: Slot) -> FromPeer:
+        return FromPeer(session, peer, self._fanout, self._roster, self._journal, self._clock)
+
+    async def _digest_of_peer(self, session: Session) -> str:
+        """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
+        (slot,) = session.targets
+        for witness in witnesses(self._roster, slot):
+            (result,) = await self._fanout.run(
+                CheckWeightsRequest(),
+                [witness],
+                operation_id=session.update_id,
+                step="digest",
+                deadline=session.deadline,
+            )
+            digests = {rank.check.model_digest for rank in result.rank_results}
+            if result.outcome == OUTCOME_APPLIED and len(digests) == 1 and (digest := digests.pop()):
+                return digest
+        raise unverifiable()
+
+    def _file(self, run: Run, results: Sequence[StageResult]) -> None:
+        for result in results:
+            run.add(result)
+        refuse_failed(results)
+
+
+def _not_healed(slot: Slot, error: RlctlError) -> StageResult:
+    return StageResult(
+        slot=slot.name,
+        incarnation=slot.record.incarnation,
+        outcome=error.outcome,
+        error=error.detail(),
+        state=slot.state,
+    )

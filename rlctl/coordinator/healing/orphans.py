@@ -1,0 +1,144 @@
+"""What updates left behind at stages and nobody owns any more: ended there, however often it takes.
+
+A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
+other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
+nobody let go on, because the coordinator died before it could say, is let go on; so is one that was continued while its
+memory was released, or while it was out of reach. One that comes under a pause by name is paused. And one that was out
+of reach when an adapter was unloaded unloads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from rlctl.contract.errors import RlctlError
+from rlctl.contract.verbs import of_request
+from rlctl.coordinator.fleet.capabilities import unsupported
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.versions import surplus
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.verbs.continue_when_resident import Waking
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
+from rlctl.v1.fleet_pb2 import Pause
+from rlctl.v1.verbs_pb2 import (
+    AbortUpdateRequest,
+    ContinueGenerationRequest,
+    PauseGenerationRequest,
+    UnloadAdapterRequest,
+)
+
+log = logging.getLogger(__name__)
+
+HEAL_MARK = "/heal/"
+"""Stands in the update ids of heals."""
+
+END_S = 30.0
+AGAIN_S = (0.2, 1.0, 5.0)
+
+
+Leftover = AbortUpdateRequest | PauseGenerationRequest | ContinueGenerationRequest | UnloadAdapterRequest
+
+_UNLOADING = (STAGE_STATE_STALE, STAGE_STATE_READY, STAGE_STATE_PAUSED)
+
+
+class Orphans:
+    """One task per stage that has an orphan."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        fanout: Fanout,
+        clock: Clock,
+        is_open: Callable[[str], bool],
+        is_held: Callable[[Slot], bool],
+    ) -> None:
+        """``is_held``: whether an operation has a stage to itself, which may be about to pause it by name."""
+        self._roster = roster
+        self._fanout = fanout
+        self._clock = clock
+        self._waking = Waking(roster, fanout, clock)
+        self._is_open = is_open
+        self._is_held = is_held
+        self._tasks: dict[Slot, asyncio.Task[None]] = {}
+        self._steps = 0
+
+    def look(self, slots: Iterable[Slot]) -> None:
+        """See to the stages that have something of an update that is not open."""
+        for slot in slots:
+            if slot not in self._tasks and self._orphan(slot) is not None:
+                task = self._tasks[slot] = asyncio.create_task(self._end(slot))
+                task.add_done_callback(lambda _, slot=slot: self._tasks.pop(slot, None))  # type: ignore[misc]
+
+    async def stop(self) -> None:
+        """Leave them."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _orphan(self, slot: Slot) -> Leftover | None:
+        """What ends the orphan that a stage has, or None."""
+        report = slot.report
+        linked = slot.commander is not None and not slot.commander.lost
+        if report is None or not linked or self._roster.slots.get(slot.name) is not slot:
+            return None
+        model = self._roster.models[slot.model]
+        if report.update_id:
+            if self._is_open(report.update_id):
+                return None
+            healing = HEAL_MARK in report.update_id  # leads to a version that was published before: that says nothing
+            if report.update_committed and report.weight_version in model.admitted and not healing:
+                return None  # the next grant admits it
+            abort = AbortUpdateRequest(reason="nobody owns it any more")
+            abort.header.fence.update_id = report.update_id
+            return abort
+        paused_by = report.paused_by_update
+        if slot.pause is not None and (slot.owes_pause or slot.held):
+            return self._due_pause(slot, slot.pause)
+        left = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
+        nobodys = left and slot.pause is None
+        if nobodys and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
+            # Generation goes on as it did before the update; what was paused by name stays so.
+            return ContinueGenerationRequest()
+        if not model.update_id and report.state in _UNLOADING and unsupported(slot, "UnloadAdapter") is None:
+            # It could not be told when its model's adapter was unloaded. Nobody is served with it.
+            for adapter in surplus(self._roster, slot):
+                return UnloadAdapterRequest(name=adapter.name, abort_requests=True)
+        return None
+
+    def _due_pause(self, slot: Slot, pause: Pause) -> PauseGenerationRequest | None:
+        """What pauses by name a stage that has not taken a pause in force, or that only an update has paused."""
+        assert slot.report is not None
+        # A stage that comes later serves no requests yet, so that any of its modes will do.
+        mode = pause.mode if slot.pauses_in(pause.mode) else slot.capabilities.pause_modes[0]
+        # Of requests that an update has frozen, another mode could be refused.
+        request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else mode)
+        busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand
+        able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
+        return request if able and not busy else None
+
+    async def _end(self, slot: Slot) -> None:
+        tries = 0
+        while request := self._orphan(slot):
+            self._steps += 1
+            update_id = request.header.fence.update_id or type(request).DESCRIPTOR.name
+            try:
+                if isinstance(request, PauseGenerationRequest):
+                    # The pause may be taken back, or end, before its operation knows of this stage.
+                    await self._waking.remember([slot])
+                [result] = await self._fanout.run(
+                    request,
+                    [slot],
+                    operation_id=update_id,
+                    step=f"orphan-{self._roster.epoch}-{self._steps}",
+                    deadline=self._clock.now() + END_S,
+                )
+                if isinstance(request, ContinueGenerationRequest) and result.outcome == OUTCOME_APPLIED:
+                    await self._waking.forget([slot])
+            except RlctlError as error:
+                log.warning("%s: %s could not be ended: %s", slot.name, update_id, error)
+            await asyncio.sleep(AGAIN_S[min(tries, len(AGAIN_S) - 1)])
+            tries += 1

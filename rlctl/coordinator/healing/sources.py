@@ -1,0 +1,113 @@
+"""What a stage lacks of the published version, and whence it can get it: from a checkpoint, or from another stage."""
+
+from __future__ import annotations
+
+from rlctl.contract.adapter_identity import same
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.coordinator.fleet.capabilities import adapter_travels, unsupported
+from rlctl.coordinator.fleet.roster import ABSENT, Roster, Slot
+from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
+from rlctl.coordinator.healing.from_peer import alike
+from rlctl.coordinator.transaction import verification_levels
+from rlctl.coordinator.transaction.planner import GROUPS
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_FAILED,
+    STAGE_STATE_STALE,
+    TRANSPORT_DISK,
+    TRANSPORT_TORCH_GLOO,
+    VERIFICATION_LEVEL_NONE,
+)
+from rlctl.v1.verbs_pb2 import Adapter, UpdateOptions
+
+_HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
+
+
+def needs_heal(slot: Slot) -> bool:
+    """Whether a stage is not at the published version, or nobody vouches that it is."""
+    return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in SOUND)
+
+
+def unverifiable() -> RlctlError:
+    """The refusal of a heal whose outcome could not be checked."""
+    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
+
+
+class Sources:
+    """Where each stage of a fleet could get what it lacks, as things stand."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def of(self, slot: Slot, checkpoint: str) -> str | Slot:
+        """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
+        model = self._roster.models[slot.model].record
+        if slot.state == STAGE_STATE_FAILED and slot.quarantine is not None:
+            raise from_detail(slot.quarantine)
+        if slot.state in ABSENT:
+            raise Reason.ILLEGAL_STATE.error(
+                f"{slot.name} is not there to be healed: {slot.not_routable()}", field="slots"
+            )
+        if not needs_heal(slot):
+            raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
+        if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
+            raise Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released", field="slots")
+        if slot.report is not None and slot.report.HasField("quarantine"):
+            # It would refuse every step, and those that can be healed would wait for it.
+            raise from_detail(slot.report.quarantine)
+        if not model.latest.sequence:
+            raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
+        found = checkpoint or (self._peer(slot) if slot.misread else None) or model.checkpoint or self._peer(slot)
+        if not found:
+            why = "no other stage can send it"
+            if not _receives(slot):
+                why = f"{slot.name} joins no group in which another stage could send it"
+            raise Reason.UNHEALABLE.error(
+                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and {why}", field="slots"
+            )
+        if not model.model_digest and not witnesses(self._roster, slot):
+            raise unverifiable()
+        transport = TRANSPORT_DISK if isinstance(found, str) else TRANSPORT_TORCH_GLOO
+        obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])
+        if all(obstacles.values()):
+            why = obstacles[VERIFICATION_LEVEL_NONE]
+            raise Reason.UNHEALABLE.error(f"what {slot.name} reads could not be verified: {why}", field="slots")
+        return found
+
+    def lacks_adapters(self, slot: Slot) -> bool:
+        """Whether a stage that is at its version lacks adapters that it could get."""
+        return slot.state in SOUND and bool(self.obtainable(slot))
+
+    def obtainable(self, slot: Slot) -> list[Adapter]:
+        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
+        return [a for a in lacking(self._roster, slot) if a.path or self.holder(slot, a) is not None]
+
+    def holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
+        """Another stage that serves the adapter, and can send it."""
+        if not adapter_travels(slot, *GROUPS):
+            return None
+        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
+
+    def _peer(self, slot: Slot) -> Slot | None:
+        """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
+        able = self._senders(slot) if _receives(slot) else []
+        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
+
+    def _senders(self, slot: Slot) -> list[Slot]:
+        return [
+            peer
+            for peer in at_version(self._roster, slot)
+            if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
+        ]
+
+
+def _receives(slot: Slot) -> bool:
+    """Whether a stage can take weights in over a group of another stage's, which is one of gloo's."""
+    joins = slot.capabilities.transports
+    return unsupported(slot, "UpdateWeightsFromDistributed") is None and (not joins or TRANSPORT_TORCH_GLOO in joins)
+
+
+def _holds(slot: Slot, adapter: Adapter) -> bool:
+    report = slot.report
+    return report is not None and any(same(held, adapter) for held in report.adapters)

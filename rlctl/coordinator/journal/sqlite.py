@@ -1,0 +1,235 @@
+"""The journal in SQLite: write-ahead log, every write synchronised to disk, one writer thread, writes grouped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal import records
+from rlctl.ports import Delete, Put
+from rlctl.runtime import private_files
+
+MIGRATIONS = (
+    "CREATE TABLE record (kind TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (kind, key))",
+)
+"""What made each schema of the one before; a new file goes through all of them. Only ever added to."""
+
+LOCK_S = 0.5
+"""How long to wait for a coordinator that is just leaving to let the file go."""
+
+NEXT_STEP = "Make the file writable and its disk big enough."
+LOCKED = "Stop the coordinator that uses it, or give this one a journal of its own."
+DAMAGED = f"Nothing was changed. {records.NEXT_STEP}"
+
+MOVED = "Start a coordinator on the file that holds the fleet's records."
+
+_COMMAND_SHOWN = 200
+"""Characters of a process's command line in an error."""
+
+_Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+class SqliteJournal:
+    """A journal in one file, locked for as long as it is open.
+
+    Writes that arrive while one is being synchronised go to disk together with the next one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the file, or make one where there is none. Raises JOURNAL_FAILED, saying why: what is there and cannot
+        be read is kept as it is, and never taken for a fleet that has no records.
+        """
+        self._path = Path(path)
+        self._name = os.fspath(self._path)
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
+        try:
+            private_files.make_directory(self._path.parent)
+            if not self._path.exists():
+                self._make()
+            self._connection = self._open()
+            self._file = self._identity()
+        except (OSError, sqlite3.Error) as error:
+            raise self._failed(str(error)) from error
+        self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        """A new journal appears under its name complete: so an empty file is always one that lost its records."""
+        if self._beside("-wal").exists():
+            raise self._failed(f"the file is gone, but {self._beside('-wal').name} has records of it", DAMAGED)
+        draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")
+        try:
+            private_files.write_text(draft, "")  # SQLite would make one that others can read
+            with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+                self._migrate(connection, 0)
+            with contextlib.suppress(FileExistsError):  # another coordinator was first
+                os.link(draft, self._path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _open(self) -> sqlite3.Connection:
+        # Named by a URI, because sqlite3.connect(path) makes a file where there is none.
+        for suffix in ("", "-wal", "-shm"):
+            private_files.tighten(self._beside(suffix))
+        uri = f"{self._path.absolute().as_uri()}?mode=rw"
+        connection = sqlite3.connect(uri, LOCK_S, uri=True, check_same_thread=False, isolation_level=None)
+        try:
+            found = self._inspect(connection)
+            run = connection.execute
+            run("PRAGMA locking_mode = EXCLUSIVE")
+            run("PRAGMA journal_mode = WAL")
+            run("PRAGMA synchronous = FULL")
+            run("BEGIN EXCLUSIVE")
+            run("COMMIT")
+            self._migrate(connection, found)
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise self._failed(f"it is locked{_lock_holder(self._path)}", LOCKED) from error
+            damaged = not isinstance(error, sqlite3.OperationalError)
+            raise self._failed(str(error), DAMAGED if damaged else NEXT_STEP) from error
+        except RlctlError:
+            connection.close()
+            raise
+        return connection
+
+    def _inspect(self, connection: sqlite3.Connection) -> int:
+        """The schema of a file that is whole, found out without changing it."""
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if not found:
+            raise self._failed("it is empty, or was not written by rlctl", DAMAGED)
+        if found > len(MIGRATIONS):
+            why = f"it has schema {found}, this version writes {len(MIGRATIONS)}"
+            raise self._failed(why, "Start the version of rlctl that wrote it, or a newer one.")
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._failed(f"it is damaged: {verdict.splitlines()[-1]}", DAMAGED)
+        return int(found)
+
+    def _migrate(self, connection: sqlite3.Connection, found: int) -> None:
+        """Bring a file of schema ``found`` to the present one, in one transaction."""
+        if found == len(MIGRATIONS):
+            return
+        connection.execute("BEGIN EXCLUSIVE")
+        try:
+            for statement in MIGRATIONS[found:]:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+    def _beside(self, suffix: str) -> Path:
+        return self._path.with_name(self._path.name + suffix)
+
+    async def write(self, changes: Sequence[Put | Delete]) -> None:
+        """Make the changes durable, all or none. Raises JOURNAL_FAILED."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        with self._closing:
+            if self._closed:
+                raise self._failed("it is closed")
+            self._queue.put((changes, loop, done))
+        await asyncio.shield(done)
+
+    def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
+        """Every record of a kind, in key order."""
+        try:
+            rows = self._connection.execute("SELECT key, body FROM record WHERE kind = ? ORDER BY key", (kind,))
+            return rows.fetchall()
+        except sqlite3.Error as error:
+            raise self._failed(str(error)) from error
+
+    def held(self) -> bool:
+        """Whether the file that is locked is still the one of that name: moved away, it may have a successor."""
+        try:
+            return self._identity() == self._file
+        except OSError:
+            return False
+
+    def _identity(self) -> tuple[int, int]:
+        status = os.stat(self._name)  # by its text: this is asked before everything that is sent
+        return status.st_dev, status.st_ino
+
+    def close(self) -> None:
+        """Write what is queued, then close the file."""
+        with self._closing:
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _serve(self) -> None:
+        stopping = False
+        while not stopping:
+            batch = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    batch.append(self._queue.get_nowait())
+            stopping = None in batch
+            writes = [write for write in batch if write is not None]
+            if writes:
+                error = self._commit(writes)
+                for _, loop, done in writes:
+                    # A loop that was closed meanwhile has nobody left to tell.
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(_settle, done, error)
+
+    def _commit(self, writes: Sequence[_Write]) -> RlctlError | None:
+        if not self.held():  # nobody will read there what is written: it would be said to be durable, and is lost
+            return self._failed("the file was moved or replaced", MOVED)
+        run = self._connection.execute
+        try:
+            run("BEGIN IMMEDIATE")
+            for changes, _, _ in writes:
+                for change in changes:
+                    if isinstance(change, Put):
+                        values = (change.kind, change.key, change.body)
+                        run("INSERT OR REPLACE INTO record (kind, key, body) VALUES (?, ?, ?)", values)
+                    else:
+                        run("DELETE FROM record WHERE kind = ? AND key = ?", (change.kind, change.key))
+            run("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                run("ROLLBACK")
+            return self._failed(str(error))
+        return None
+
+    def _failed(self, why: str, next_step: str = NEXT_STEP) -> RlctlError:
+        return Reason.JOURNAL_FAILED.error(f"journal {self._path}: {why}", next_step=next_step)
+
+
+def _lock_holder(path: Path) -> str:
+    """The process that has locked a file, for an error message: " by process 4711 (rlctl coordinator)".
+
+    Empty where the kernel does not list locks, and where the holder is on another host or in another namespace.
+    """
+    try:
+        inode = str(path.stat().st_ino)
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        # 1: POSIX  ADVISORY  WRITE 4711 fe:00:2270947 0 EOF
+        pid = next(words[4] for words in locks if words[1] == "POSIX" and words[5].rpartition(":")[2] == inode)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (OSError, StopIteration, IndexError):
+        return ""
+    return f" by process {pid} ({command[:_COMMAND_SHOWN]})"
+
+
+def _settle(done: asyncio.Future[None], error: RlctlError | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

@@ -1,0 +1,161 @@
+"""Calls that are one operation: those for every engine by itself that ask for the same, and repeats without a key.
+
+A client that knows engines only calls each of them; the weights are the model's all the same. The first call starts the
+operation, those for the other engines get its answer, each once. A request_id of the client's own makes a repeat exact.
+Without one, the same body for the same engine is a repeat while the operation runs, and until somebody has got its
+answer; after that it is a new operation. So is a call that comes :data:`JOINED_S` after another one got the answer, or
+after the end where all who asked have left: by then it is no part of what they asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.operations.operations import Operations, Run, body_hash
+from rlctl.ports import CALLER, Clock
+
+JOINED_S = 60.0
+
+
+@dataclass(eq=False)
+class _Shared:
+    """One operation and who shares it.
+
+    Attributes:
+        model: whose weights it is about.
+        run: the operation, once it is accepted.
+        called: engines that it was called for; "" for a call that is not for one.
+        unanswered: engines that have not got its answer.
+        answered_at: when the first call got its answer, on the clock's ``now``.
+    """
+
+    model: str
+    run: asyncio.Task[Run]
+    unanswered: set[str]
+    called: set[str] = field(default_factory=set)
+    answered_at: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A call as a part of an operation.
+
+    Attributes:
+        run: the operation.
+        replayed: it was accepted before this call.
+        body: what the calls that are part of it have in common.
+    """
+
+    run: Run
+    replayed: bool
+    body: Message
+
+
+class Joining:
+    """The operations that a further call may still join."""
+
+    def __init__(self, operations: Operations, clock: Clock) -> None:
+        self._operations = operations
+        self._clock = clock
+        self._shared: dict[bytes, _Shared] = {}
+
+    async def run(
+        self, body: Message, model: str, engines: Iterable[str], start: Callable[[], Coroutine[Any, Any, Run]]
+    ) -> Joined:
+        """The operation that a call is part of.
+
+        ``body``: the request; what differs between the calls for ``engines``, beside its header, is left out of it.
+        ``start`` accepts the operation, and may take its time; what it raises all calls get. Raises CANCELLED when the
+        caller leaves before.
+        """
+        header = body.header  # type: ignore[attr-defined]
+        known = self.known(body)
+        if known is not None:
+            return Joined(known, True, body)
+        self._drop_old()
+        key = body_hash(body)
+        shared = self._shared.get(key)
+        joined = shared is not None and self._joins(shared, header.for_slot, unkeyed=header.unkeyed)
+        if shared is None or not joined:
+            callers = {*engines, header.for_slot} if header.for_slot else {""}
+            shared = self._shared[key] = _Shared(model, asyncio.create_task(start()), callers)
+            shared.run.add_done_callback(lambda _, shared=shared: self._drop_refused(key, shared))  # type: ignore[misc]
+        shared.called.add(header.for_slot)
+        try:
+            await _started(shared.run)
+            run = shared.run.result()
+            await self._operations.join(run, body)
+        except BaseException:
+            shared.called.discard(header.for_slot)
+            raise
+        return Joined(run, joined, body)
+
+    def known(self, body: Message) -> Run | None:
+        """The operation that a call under this request_id was part of. Raises REQUEST_ID_REUSED for another body."""
+        return self._operations.known(body.header.request_id, body)  # type: ignore[attr-defined]
+
+    def _drop_refused(self, key: bytes, shared: _Shared) -> None:
+        refused = shared.run.cancelled() or shared.run.exception() is not None
+        if refused and self._shared.get(key) is shared:
+            del self._shared[key]
+
+    @staticmethod
+    def _joins(shared: _Shared, engine: str, *, unkeyed: bool) -> bool:
+        """Whether a call is part of an operation: its engine's own, or a repeat that cannot be told apart from it."""
+        return engine in shared.unanswered and (unkeyed or engine not in shared.called)
+
+    def answered(self, joined: Joined) -> None:
+        """A call has its answer, unless the transport knows that its caller has left."""
+        body = joined.body
+        caller, key = CALLER.get(), body_hash(body)
+        shared = self._shared.get(key)
+        if shared is None or not shared.run.done() or (caller is not None and caller.left.is_set()):
+            return
+        refused = shared.run.cancelled() or shared.run.exception() is not None
+        if refused or shared.run.result() is not joined.run:
+            return  # its operation has been followed by another one of the same body
+        shared.answered_at = min(shared.answered_at, self._clock.now())
+        shared.unanswered.discard(body.header.for_slot)  # type: ignore[attr-defined]
+        if not shared.unanswered:
+            del self._shared[key]
+
+    def forget(self, model: str) -> None:
+        """A new update of a model begins, or groups of it are left: what has ended is joined by nobody any more."""
+        for key, shared in list(self._shared.items()):
+            if shared.model == model and _ended_at(shared.run) < float("inf"):
+                del self._shared[key]
+
+    def _drop_old(self) -> None:
+        old = self._clock.now() - JOINED_S
+        self._shared = {
+            key: shared for key, shared in self._shared.items() if min(shared.answered_at, _ended_at(shared.run)) > old
+        }
+
+
+def _ended_at(run: asyncio.Task[Run]) -> float:
+    accepted = run.done() and not run.cancelled() and run.exception() is None
+    return run.result().ended_at if accepted else float("inf")
+
+
+async def _started(run: asyncio.Task[Run]) -> None:
+    """Wait until an operation is accepted or refused, or nobody waits for it."""
+    caller = CALLER.get()
+    if caller is None:
+        await asyncio.wait({run})
+        return
+    left = asyncio.create_task(caller.left.wait())
+    try:
+        await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await left
+    if not run.done():
+        raise Reason.CANCELLED.error("the caller has left")

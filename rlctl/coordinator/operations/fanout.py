@@ -1,0 +1,220 @@
+"""One verb to many stages: one result for each, whatever happens to the link, the stage or the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.outcomes import of_ranks, one_per_rank
+from rlctl.contract.verbs import Verb, of_request
+from rlctl.coordinator.fleet.capabilities import incapable
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import (
+    OUTCOME_DIRTY,
+    OUTCOME_NOT_SENT,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    Outcome,
+)
+from rlctl.v1.control_pb2 import CommandResult
+from rlctl.v1.results_pb2 import StageResult
+
+log = logging.getLogger(__name__)
+
+_WITHOUT_RANKS = (OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_UNKNOWN)
+"""Outcomes that a stage may answer with, or that the coordinator gives, before any rank was asked."""
+
+
+AT_ONCE = 8
+"""So many commands are issued before those are let go out: the first stages are at work while the rest is issued."""
+
+
+class Fanout:
+    """Sends verbs to stages over their links."""
+
+    def __init__(self, roster: Roster, peers: Peers, clock: Clock) -> None:
+        self._roster = roster
+        self._peers = peers
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._withdrawn: dict[tuple[str, str], bool] = {}
+        """Operations' steps that are being issued: whether what is left of them is not to be sent any more."""
+
+    async def run(
+        self,
+        request: Message,
+        slots: Sequence[Slot],
+        *,
+        operation_id: str,
+        step: str,
+        deadline: float,
+        on_result: Callable[[StageResult], None] = lambda _: None,
+        aside: bool = False,
+        again: bool = True,
+        lenient: bool = False,
+    ) -> list[StageResult]:
+        """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
+
+        ``step`` tells apart several fan-outs of one operation: commands are identified by operation, slot,
+        incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome of a
+        mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is served (groups, steps
+        of a staged update). What a read has found the stage says by its own state: the answer may be an old one.
+        ``aside``: it is such a step. ``again``: where a link breaks under the command, what became of it is asked over
+        the next one. ``lenient``: the results count also where a quarantine could not be recorded, which is tried
+        again; otherwise that is raised, since nothing may be decided that a crash would let it be forgotten for.
+        """
+        verb = of_request(request)
+        changes = verb.mutates(request)
+        results: dict[Slot, StageResult] = {}
+        waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
+        unanswered = set(slots)
+        everybody: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        given_up = False
+
+        def settle(slot: Slot, done: asyncio.Future[CommandResult]) -> None:
+            unanswered.discard(slot)
+            if not unanswered and not everybody.done():
+                everybody.set_result(None)
+            file(slot, self._answer(slot, done))
+
+        def file(slot: Slot, result: StageResult) -> None:
+            if slot not in results and not given_up:
+                results[slot] = self._vetted(slot, verb, result, changes=changes, mutates=changes and not aside)
+                on_result(results[slot])
+
+        def issue(slot: Slot, packed: Any, obstacle: RlctlError | None) -> None:
+            command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
+            try:
+                self._refuse_incapable(slot, request)
+                if obstacle is not None:
+                    raise obstacle
+                issued = self._peers.issue(slot, command_id, operation_id, packed, deadline, again=again)
+            except RlctlError as error:
+                unanswered.discard(slot)
+                file(slot, self._failed(slot, error))
+            else:
+                waiting[slot] = issued.result, command_id
+                issued.result.add_done_callback(functools.partial(settle, slot))
+
+        # No task for each stage, and no wait: of many stages, they would cost as much as their commands. But the first
+        # ones are let go out while the rest is issued. No other fan-out comes between: all stages hear of two in the
+        # same order. Under which epoch, whether the journal is still this coordinator's and whether somebody has
+        # cancelled is asked anew after each time that others may have had their say.
+        self._withdrawn[operation_id, step] = False
+        try:
+            async with self._turn:
+                epoch, packed = self._roster.epoch, self._pack(request)
+                for first in range(0, len(slots), AT_ONCE):
+                    if first:
+                        await asyncio.sleep(0)
+                    if epoch != self._roster.epoch:
+                        epoch, packed = self._roster.epoch, self._pack(request)
+                    obstacle = self._peers.succession()
+                    if obstacle is None and self._withdrawn[operation_id, step]:
+                        obstacle = Reason.CANCELLED.error("cancelled before it was sent", outcome=OUTCOME_REJECTED)
+                    for slot in slots[first : first + AT_ONCE]:
+                        issue(slot, packed, obstacle)
+            if unanswered:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                        await everybody
+            for slot, (answer, command_id) in waiting.items():
+                if slot not in results:
+                    file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))
+        finally:
+            given_up = True
+            self._withdrawn.pop((operation_id, step), None)
+        if changes and verb.waits:
+            spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
+            spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}
+            try:
+                await self._roster.quarantine(spoilt)
+            except RlctlError as error:
+                if not lenient:
+                    raise
+                log.warning("%s %s: who is quarantined could not be recorded: %s", verb.name, operation_id, error)
+            for slot in slots:
+                if slot.record.HasField("quarantine"):
+                    self._peers.grant(slot)
+        return [results[slot] for slot in slots]
+
+    def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
+        """Ask stages to give up a command that they have not started; what is not sent yet is not sent at all."""
+        if (operation_id, step) in self._withdrawn:
+            self._withdrawn[operation_id, step] = True
+        for slot in slots:
+            self._peers.cancel(slot, f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}")
+
+    def _pack(self, request: Message) -> Any:
+        sent = type(request)()
+        sent.CopyFrom(request)
+        header = sent.header  # type: ignore[attr-defined]
+        header.fence.fleet_epoch = self._roster.epoch
+        for name in ("target", "timeout", "for_slot", "unkeyed"):
+            header.ClearField(name)
+        packed = Any()
+        packed.Pack(sent)
+        return packed
+
+    @staticmethod
+    def _refuse_incapable(slot: Slot, request: Message) -> None:
+        missing = incapable(slot, request)
+        if missing is not None:
+            missing.outcome = OUTCOME_SKIPPED
+            raise missing
+
+    def _answer(self, slot: Slot, done: asyncio.Future[CommandResult]) -> StageResult:
+        try:
+            return done.result().stage
+        except RlctlError as error:
+            return self._failed(slot, error)
+
+    def _late(self, slot: Slot, command_id: str) -> StageResult:
+        self._peers.cancel(slot, command_id)
+        return self._failed(
+            slot,
+            Reason.DEADLINE_EXCEEDED.error(
+                "no answer by the deadline; what became of it is not known", outcome=OUTCOME_UNKNOWN
+            ),
+        )
+
+    def _failed(self, slot: Slot, error: RlctlError) -> StageResult:
+        return StageResult(
+            header=self._roster.header(),
+            slot=slot.name,
+            incarnation=slot.record.incarnation,
+            outcome=error.outcome,
+            error=error.detail(),
+            state=slot.state,
+        )
+
+    def _vetted(self, slot: Slot, verb: Verb, result: StageResult, *, changes: bool, mutates: bool) -> StageResult:
+        """The result, if it answers what was asked: by this incarnation of this stage, under this epoch, with one entry
+        for every rank that is no worse than the whole. Anything else is UNKNOWN and says why.
+        """
+        wrong = ""
+        if (result.slot, result.incarnation) != (slot.name, slot.record.incarnation):
+            wrong = f"it came from incarnation {result.incarnation} of {result.slot!r}"
+        elif changes and result.header.fleet_epoch not in (0, self._roster.epoch):
+            wrong = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
+        elif result.outcome not in _WITHOUT_RANKS or result.rank_results:
+            entries = one_per_rank(slot.workers, result.rank_results)
+            outcome = of_ranks(verb, entries, mutates=mutates)
+            if outcome != result.outcome:
+                wrong = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
+        if not wrong:
+            return result
+        error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {wrong}", outcome=OUTCOME_UNKNOWN)
+        invalid = self._failed(slot, error)
+        invalid.rank_results.extend(one_per_rank(slot.workers, result.rank_results))
+        return invalid

@@ -1,0 +1,63 @@
+"""Keys that callers of other interfaces give their requests: each stands for one request_id, whichever gateway asks.
+
+A request_id is a UUIDv7 because its time tells whether it is older than what is remembered. A key tells no time, so an
+id is made when it comes first, and kept in the journal: all gateways, before and after a restart, then mean the same
+operation. A key that has been forgotten is a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.journal.records import parsed
+from rlctl.ports import Delete, Journal, Put
+from rlctl.v1.journal_pb2 import KeyRecord
+
+RETAINED = 50_000
+"""Keys that are kept: more than operations are, since a request may take several of those or come to none."""
+
+
+class Keys:
+    """Every key by its name."""
+
+    def __init__(self, journal: Journal, new_id: Callable[[], str], retained: int = RETAINED) -> None:
+        self._journal = journal
+        self._new_id = new_id
+        self._retained = retained
+        self._records: dict[str, KeyRecord] = {}
+        """The oldest first."""
+        self._writing: dict[str, asyncio.Task[None]] = {}
+
+    def load(self) -> None:
+        """Take in what the journal holds."""
+        found = [(key, parsed("key", key, body, KeyRecord)) for key, body in self._journal.read("key")]
+        self._records = dict(sorted(found, key=lambda each: each[1].request_id))
+
+    async def reserve(self, key: str, body_sha256: bytes) -> str:
+        """What a key stands for. Raises REQUEST_ID_REUSED where another body came under it, JOURNAL_FAILED."""
+        if key not in self._records:
+            writing = self._writing.get(key)
+            if writing is None:
+                writing = self._writing[key] = asyncio.create_task(self._remember(key, body_sha256))
+            await asyncio.shield(writing)  # whoever else waits for it goes on when this caller leaves
+        record = self._records[key]
+        if record.body_sha256 != body_sha256:
+            raise Reason.REQUEST_ID_REUSED.error("the key was used for another request", field="key")
+        return record.request_id
+
+    async def _remember(self, key: str, body_sha256: bytes) -> None:
+        record = KeyRecord(request_id=self._new_id(), body_sha256=body_sha256)
+        surplus = len(self._records) + len(self._writing) - self._retained
+        forgotten = list(itertools.islice(self._records, max(0, surplus)))
+        try:
+            await self._journal.write(
+                [Put("key", key, record.SerializeToString()), *(Delete("key", each) for each in forgotten)]
+            )
+            self._records[key] = record
+            for each in forgotten:
+                self._records.pop(each, None)
+        finally:
+            del self._writing[key]

@@ -1,0 +1,496 @@
+"""What was asked of the fleet: accepted once, journaled before the first byte is sent, remembered with its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
+from rlctl.contract.outcomes import explain_operation, of_targets
+from rlctl.coordinator.fleet.roster import Roster, Slot, names
+from rlctl.coordinator.journal.records import parsed
+from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED, OUTCOME_UNKNOWN
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, OperationRecord, UpdateRecord
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_CANCELLED,
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_RUNNING,
+    OPERATION_STATE_UNKNOWN,
+    ExcludedStage,
+    Operation,
+    OperationState,
+    StageResult,
+)
+
+log = logging.getLogger(__name__)
+
+RETAINED = 10_000
+"""Ended operations that are kept, in memory and in the journal."""
+
+RETAINED_BYTES = 64 << 20
+"""Of them all, as they are journaled; in memory they take six times that. One to a thousand stages of eight ranks has
+300 kB.
+"""
+
+
+def _nothing() -> None:
+    """To give up an operation that cannot be given up, or has ended."""
+
+
+class Run:
+    """One accepted operation while it runs, and afterwards."""
+
+    def __init__(self, record: OperationRecord) -> None:
+        self.record = record
+        self.ended = asyncio.Event()
+        self.begun_at = 0.0
+        """When it was accepted, on the clock's ``now``."""
+        self.ended_at = float("inf")
+        """When it ended, on the clock's ``now``."""
+        self.task: asyncio.Task[None] | None = None
+        self.cancel: Callable[[], None] = _nothing
+        """Gives up what is under way; see :meth:`give_up`."""
+        self.given_up = False
+        """Somebody has: what has not begun does not begin any more."""
+        self.refused: RlctlError | None = None
+        """Why it was not accepted after all: the journal did not take it."""
+        self._changed = asyncio.Condition()
+        self._places: dict[str, int] = {}
+        """Where a target's result stands, once there is one; strangers last."""
+        self._filed: list[int] = []
+        """Places of those that are filed."""
+        if self.operation.state != OPERATION_STATE_RUNNING:
+            self.ended.set()
+
+    def give_up(self) -> None:
+        """Give it up where it has not started."""
+        self.given_up = True
+        self.cancel()
+
+    def refuse_given_up(self) -> None:
+        """Raise CANCELLED, before the first byte is sent, when it was."""
+        if self.given_up:
+            raise Reason.CANCELLED.error("cancelled before it began", outcome=OUTCOME_NOT_SENT)
+
+    @property
+    def operation(self) -> Operation:
+        """The operation as it stands."""
+        return self.record.operation
+
+    def add(self, result: StageResult) -> None:
+        """Take in one target's result, replacing an earlier one of the same target; kept in target order."""
+        if not self._places:
+            self._places = {name: index for index, name in enumerate(self.operation.targets)}
+        place = self._places.setdefault(result.slot, len(self._places))
+        filed = self.operation.stage_results
+        index = bisect.bisect_left(self._filed, place)
+        if index < len(self._filed) and self._filed[index] == place:
+            filed[index].CopyFrom(result)
+        elif index == len(self._filed):  # costs less than to insert
+            self._filed.append(place)
+            filed.append(result)
+        else:
+            self._filed.insert(index, place)
+            filed.insert(index, result)
+
+    def conclude(self, *, update: bool = False, cause: RlctlError | None = None) -> None:
+        """Set the final state and error from the targets' results; a target without one is UNKNOWN. ``cause``: why
+        there may be such targets; without it that is a defect.
+        """
+        operation = self.operation
+        filed = list(operation.stage_results)  # each time that it is walked through makes a thousand objects
+        missing = set(operation.targets).difference(result.slot for result in filed)
+        if missing:
+            unfiled = cause or Reason.INTERNAL.error("no result was filed for this target")
+            for name in (name for name in operation.targets if name in missing):
+                self.add(StageResult(slot=name, outcome=OUTCOME_UNKNOWN, error=unfiled.detail()))
+            filed = list(operation.stage_results)
+        operation.state = of_targets(filed, update=update)
+        error = explain_operation(operation, update=update) if operation.state != OPERATION_STATE_OK else None
+        if error is not None:
+            operation.error.CopyFrom(error)
+
+    async def end(self) -> None:
+        """Nothing more will come of it: tell those who wait or watch, and keep its record only."""
+        self.cancel = _nothing
+        self._places, self._filed = {}, []
+        self.ended.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def watch(self) -> AsyncIterator[Operation]:
+        """The operation now and after every change, until it has ended."""
+        while True:
+            snapshot = Operation()
+            snapshot.CopyFrom(self.operation)
+            yield snapshot
+            if snapshot.state != OPERATION_STATE_RUNNING:
+                return
+            async with self._changed:
+                if self.operation.state == OPERATION_STATE_RUNNING:
+                    await self._changed.wait()
+
+
+class Operations:
+    """Every operation by id."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        roster: Roster,
+        clock: Clock,
+        retained: int = RETAINED,
+        retained_bytes: int = RETAINED_BYTES,
+    ) -> None:
+        self._journal = journal
+        self._retained = retained
+        self._retained_bytes = retained_bytes
+        self._roster = roster
+        self._clock = clock
+        self._runs: dict[str, Run] = {}
+        self._ended: dict[str, int] = {}
+        """Bytes of those that have ended, by id, in that order."""
+        self._ended_bytes = 0
+        self._unrecorded: set[str] = set()
+        """Those of them whose end is not in the journal yet."""
+        self._holders: dict[str, str] = {}
+        self._joined: dict[str, str] = {}
+        """Operation by the request id of a call that joined it."""
+        self._forgotten = ""
+        """The newest id that was dropped: ids are UUIDv7 and sort by time."""
+
+    async def load(self) -> None:
+        """Take in what the journal holds. What was running when the coordinator died has an unknown outcome; nothing
+        but that remains of the updates that were open.
+        """
+        for _, body in self._journal.read("forgotten"):
+            self._forgotten = body.decode()
+        updates = self._journal.read("update")
+        phases = {key: parsed("update", key, body, UpdateRecord).phase for key, body in updates}
+        changes: list[Put | Delete] = [Delete("update", key) for key in phases]
+        for key, body in self._journal.read("operation"):
+            record = parsed("operation", key, body, OperationRecord)
+            if record.operation.state == OPERATION_STATE_RUNNING:
+                record.operation.state = OPERATION_STATE_UNKNOWN
+                published = phases.get(key) == UPDATE_PHASE_PUBLISHED
+                came = "; its version had been published" if published else ""
+                record.operation.error.CopyFrom(
+                    Reason.LINK_LOST.error(f"the coordinator was restarted while the operation ran{came}").detail()
+                )
+                record.operation.done_time.CopyFrom(self._clock.wall())
+                changes.append(Put("operation", key, record.SerializeToString()))
+            self._runs[key] = Run(record)
+            self._ended[key] = len(body)
+            self._joined |= {call.request_id: key for call in record.joined}
+        self._ended = {key: self._ended[key] for key in sorted(self._ended, key=self._done_at)}
+        self._ended_bytes = sum(self._ended.values())
+        if changes:
+            await self._journal.write(changes)
+
+    def known(self, request_id: str, request: Message) -> Run | None:
+        """The run that this request started before. Raises REQUEST_ID_REUSED when its body was another, and
+        REQUEST_ID_EXPIRED for an id that is no newer than one that was forgotten.
+        """
+        run = self._runs.get(self._joined.get(request_id, request_id))
+        if run is None and request_id and request_id <= self._forgotten:
+            raise Reason.REQUEST_ID_EXPIRED.error(
+                f"request_id {request_id} is no newer than an operation that is remembered no more",
+                field="header.request_id",
+            )
+        if run is not None and body_hash(request, request_id) not in _hashes(run.record, request_id):
+            raise Reason.REQUEST_ID_REUSED.error(
+                f"request_id {request_id} was used for another {run.operation.verb}", field="header.request_id"
+            )
+        return run
+
+    async def start(
+        self,
+        request: Message,
+        *,
+        verb: str,
+        targets: Sequence[Slot],
+        excluded: Sequence[ExcludedStage],
+        work: Callable[[Run], Awaitable[None]],
+        exclusive: bool,
+        model: str = "",
+        update_id: str = "",
+    ) -> Run:
+        """Accept an operation: journal it, then do ``work`` in a task of its own, which no caller's leaving cancels.
+
+        ``work`` fills in the results; what it raises ends the operation FAILED. An exclusive operation is refused
+        with OPERATION_CONFLICT while another one holds one of its targets. Raises REQUEST_ID_REUSED when something
+        else was accepted under its id since the caller looked.
+        """
+        operation_id = request.header.request_id or self.new_id()  # type: ignore[attr-defined]
+        if self.known(operation_id, request) is not None:
+            raise Reason.REQUEST_ID_REUSED.error(
+                f"request_id {operation_id} was used for another {self._runs[operation_id].operation.verb}",
+                field="header.request_id",
+            )
+        if exclusive:
+            self._hold(operation_id, targets)
+        operation = Operation(
+            header=self._roster.header(),
+            operation_id=operation_id,
+            verb=verb,
+            state=OPERATION_STATE_RUNNING,
+            targets=names(targets),
+            excluded=excluded,
+            model=model,
+            update_id=update_id,
+            create_time=self._clock.wall(),
+        )
+        run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
+        run.begun_at = self._clock.now()
+        self._runs[operation_id] = run
+        try:
+            await self._save(run)
+        except BaseException as error:
+            del self._runs[operation_id]
+            self._release(operation_id)
+            # A repeat may have attached to it meanwhile: it is refused as well, and may be made again.
+            run.operation.state = OPERATION_STATE_FAILED
+            run.refused = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
+            run.operation.error.CopyFrom(run.refused.detail())
+            await run.end()
+            raise
+        run.task = asyncio.create_task(self._work(run, work))
+        return run
+
+    def new_id(self) -> str:
+        """A fresh id that is newer than all that were forgotten, also when the wall clock has been set back since."""
+        made = self._clock.new_id()
+        if made > self._forgotten:
+            return made
+        milliseconds = f"{int(self._forgotten.replace('-', '')[:12], 16) + 1:012x}"
+        return f"{milliseconds[:8]}-{milliseconds[8:]}{made[13:]}"
+
+    def hypothetical(self, verb: str, targets: Sequence[Slot], excluded: Sequence[ExcludedStage] = ()) -> Run:
+        """A run that was only checked: it has ended, nothing was done, and nobody will hear of it again."""
+        operation = Operation(
+            header=self._roster.header(),
+            operation_id=self.new_id(),
+            verb=verb,
+            state=OPERATION_STATE_OK,
+            targets=names(targets),
+            excluded=excluded,
+            validate_only=True,
+        )
+        return Run(OperationRecord(operation=operation))
+
+    async def _work(self, run: Run, work: Callable[[Run], Awaitable[None]]) -> None:
+        operation = run.operation
+        try:
+            await work(run)
+        except RlctlError as error:
+            unknown = any(result.outcome == OUTCOME_UNKNOWN for result in operation.stage_results)
+            cancelled = run.given_up and error.reason is Reason.CANCELLED
+            ended = OPERATION_STATE_CANCELLED if cancelled else OPERATION_STATE_FAILED
+            operation.state = OPERATION_STATE_UNKNOWN if unknown else ended
+            operation.error.CopyFrom(without_frames(error).detail())
+        except Exception as error:  # a defect must end the operation, not leave it running for ever
+            log.exception("%s %s failed", operation.verb, operation.operation_id)
+            operation.state = OPERATION_STATE_UNKNOWN
+            operation.error.CopyFrom(typed(without_frames(error)).detail())
+        finally:
+            self._release(operation.operation_id)
+            if operation.state == OPERATION_STATE_RUNNING:
+                run.conclude()
+            operation.done_time.CopyFrom(self._clock.wall())
+            operation.header.CopyFrom(self._roster.header())
+            await self._end(run)
+
+    async def _end(self, run: Run) -> None:
+        put = _put(run.record)
+        size = len(put.body)
+        expired = self._expired()
+        ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
+        # Ids of a clock that goes ahead must not make those of all other callers look old.
+        now = self.new_id()
+        forgotten = max((each for each in ids if each <= now), default="")
+        changes: list[Put | Delete] = [Delete("operation", key) for key in expired]
+        if forgotten > self._forgotten:
+            changes.append(Put("forgotten", "", forgotten.encode()))
+        try:
+            await self._journal.write([put, *changes])
+            self._forget(expired)
+            self._forgotten = max(self._forgotten, forgotten)
+        except RlctlError as error:
+            self._unrecorded.add(run.operation.operation_id)
+            log.warning(
+                "%s %s has ended, which could not be recorded: %s",
+                run.operation.verb,
+                run.operation.operation_id,
+                error,
+            )
+        finally:
+            self._ended[run.operation.operation_id] = size
+            self._ended_bytes += size
+            run.ended_at = self._clock.now()
+            log.log(*_line(run))
+            await run.end()
+
+    def _forget(self, expired: Sequence[str]) -> None:
+        """Another operation that ended at the same time may have forgotten them already."""
+        self._unrecorded.difference_update(expired)
+        for key in expired:
+            run = self._runs.pop(key, None)
+            self._ended_bytes -= self._ended.pop(key, 0)
+            for call in run.record.joined if run is not None else ():
+                self._joined.pop(call.request_id, None)
+
+    async def record_ended(self) -> None:
+        """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        late = sorted(self._unrecorded)
+        if late:
+            await self._journal.write([_put(self._runs[key].record) for key in late])
+            self._unrecorded.difference_update(late)
+
+    async def join(self, run: Run, request: Message) -> None:
+        """Let another call be answered with an operation; a repeat of it is too."""
+        request_id: str = request.header.request_id  # type: ignore[attr-defined]
+        if request_id in ("", run.operation.operation_id) or request_id in self._joined:
+            return
+        call = run.record.joined.add(request_id=request_id, request_sha256=body_hash(request, request_id))
+        self._joined[request_id] = run.operation.operation_id
+        try:
+            await self._save(run)
+        except BaseException:
+            # It was not answered, and a repeat of it may find another operation after a restart.
+            del self._joined[request_id]
+            run.record.joined.remove(call)
+            raise
+
+    def get(self, operation_id: str) -> Run:
+        """The run of this id. Raises OPERATION_NOT_FOUND."""
+        run = self._runs.get(self._joined.get(operation_id, operation_id))
+        if run is None:
+            raise Reason.OPERATION_NOT_FOUND.error(f"no operation {operation_id!r} is on record", field="operation_id")
+        return run
+
+    def newest_first(self, verb: str, state: OperationState.ValueType, before: str = "") -> list[Run]:
+        """Runs by the time of their acceptance on the coordinator's clock, newest first.
+
+        ``before``: a :func:`page_token`; the runs that come after that one in the list.
+        Raises FIELD_INVALID for a token that no list has given.
+        """
+        start = _parsed_token(before) if before else None
+        runs = (run for run in self._runs.values() if verb in ("", run.operation.verb))
+        matching = (run for run in runs if state in (0, run.operation.state))
+        return sorted((run for run in matching if start is None or _accepted(run) < start), key=_accepted, reverse=True)
+
+    async def stop(self, within_s: float) -> None:
+        """Wait for what runs, for so long."""
+        running = [run.task for run in self._runs.values() if run.task and not run.task.done()]
+        if running:
+            await asyncio.wait(running, timeout=within_s)
+
+    def refuse_held(self, targets: Sequence[Slot]) -> None:
+        """Raise OPERATION_CONFLICT when an exclusive operation is running on one of these stages."""
+        for slot in targets:
+            holder = self._holders.get(slot.name)
+            if holder is not None:
+                verb = self._runs[holder].operation.verb
+                raise Reason.OPERATION_CONFLICT.error(
+                    f"{verb} {holder} is running on {slot.name}", metadata={"holder": holder, "slot": slot.name}
+                )
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether an exclusive operation is running on a stage."""
+        return slot.name in self._holders
+
+    def _hold(self, operation_id: str, targets: Sequence[Slot]) -> None:
+        self.refuse_held(targets)
+        for slot in targets:
+            self._holders[slot.name] = operation_id
+
+    def _release(self, operation_id: str) -> None:
+        for name in [name for name, holder in self._holders.items() if holder == operation_id]:
+            del self._holders[name]
+
+    def _expired(self) -> list[str]:
+        surplus, excess = len(self._ended) - self._retained, self._ended_bytes - self._retained_bytes
+        expired = []
+        for key, size in self._ended.items():
+            if surplus <= 0 and excess <= 0:
+                break
+            expired.append(key)
+            surplus, excess = surplus - 1, excess - size
+        return expired
+
+    def _done_at(self, operation_id: str) -> int:
+        return self._runs[operation_id].operation.done_time.ToNanoseconds()
+
+    async def _save(self, run: Run) -> None:
+        await self._journal.write([_put(run.record)])
+
+
+def page_token(run: Run) -> str:
+    """The position of a run in the list of operations, which outlives its record."""
+    nanoseconds, operation_id = _accepted(run)
+    return f"{nanoseconds}/{operation_id}"
+
+
+def _accepted(run: Run) -> tuple[int, str]:
+    # Not the id alone: clients make ids, by clocks of their own.
+    return run.operation.create_time.ToNanoseconds(), run.operation.operation_id
+
+
+def _parsed_token(token: str) -> tuple[int, str]:
+    nanoseconds, _, operation_id = token.partition("/")
+    if not (nanoseconds.isascii() and nanoseconds.isdecimal() and len(nanoseconds) <= 20 and operation_id):
+        raise Reason.FIELD_INVALID.error(
+            f"{token!r} is not a page token; pass next_page_token of the previous answer", field="page_token"
+        )
+    return int(nanoseconds), operation_id
+
+
+def body_hash(request: Message, request_id: str = "") -> bytes:
+    """SHA-256 over what a request asks for under an id, without what may differ between repeats and between calls that
+    join one operation (timeout, epoch, the engine that a call is for).
+    """
+    body = type(request)()
+    body.CopyFrom(request)
+    header = body.header  # type: ignore[attr-defined]
+    header.request_id = request_id
+    for cleared in ("timeout", "for_slot", "unkeyed"):
+        header.ClearField(cleared)
+    if header.HasField("fence"):
+        header.fence.ClearField("fleet_epoch")
+    name = request.DESCRIPTOR.full_name.encode()
+    return hashlib.sha256(name + b"\0" + body.SerializeToString(deterministic=True)).digest()
+
+
+def _line(run: Run) -> tuple[int, str]:
+    """What the log says of an operation that has ended: its outcome, how long it took, at how many targets, and why."""
+    operation = run.operation
+    state = OperationState.Name(operation.state).removeprefix("OPERATION_STATE_")
+    good = sum(result.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED) for result in operation.stage_results)
+    version = f", {operation.weight_version.label}#{operation.weight_version.sequence}"
+    words = [
+        f"{operation.verb} {operation.operation_id}" + f" of {operation.model}" * bool(operation.model),
+        f": {state} in {run.ended_at - run.begun_at:.2f} s, {good} of {len(operation.targets)} targets",
+        version * bool(operation.weight_version.sequence),
+    ]
+    if operation.state == OPERATION_STATE_OK:
+        return logging.INFO, "".join(words)
+    error = operation.error
+    return logging.WARNING, "".join(words) + f": {error.reason}: {' '.join(error.message.split())}"
+
+
+def _hashes(record: OperationRecord, request_id: str) -> list[bytes]:
+    """What was asked under an id that started an operation, or joined it."""
+    if request_id == record.operation.operation_id:
+        return [record.request_sha256]
+    return [call.request_sha256 for call in record.joined if call.request_id == request_id]
+
+
+def _put(record: OperationRecord) -> Put:
+    return Put("operation", record.operation.operation_id, record.SerializeToString())

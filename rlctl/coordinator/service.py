@@ -1,0 +1,664 @@
+"""The coordinator as its RPCs see it, without the RPCs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Collection
+from typing import NoReturn
+
+from google.protobuf.message import Message
+
+from rlctl.command_stream.commander import Commander
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.contract.validation import check
+from rlctl.contract.verbs import Verb, of_request, spoils
+from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet.admission import Admission
+from rlctl.coordinator.fleet.capabilities import incapable_all
+from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, names
+from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
+from rlctl.coordinator.journal.records import parsed
+from rlctl.coordinator.operations.call_coalescing import Joined
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.idempotency_keys import Keys
+from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
+from rlctl.coordinator.transaction.planner import Planner
+from rlctl.coordinator.transaction.process_groups import GroupBook
+from rlctl.coordinator.transaction.transfer import Attempts
+from rlctl.coordinator.updates.from_disk import FromDisk
+from rlctl.coordinator.updates.implicit import Implicit
+from rlctl.coordinator.updates.manager import Graces, Updates
+from rlctl.coordinator.verbs import pause
+from rlctl.coordinator.verbs.continue_when_resident import Waking
+from rlctl.coordinator.verbs.pause import Pausing
+from rlctl.coordinator.verbs.pause_expiry import Lifting
+from rlctl.ports import Clock, Dialer, Journal, Put
+from rlctl.v1 import coordinator_pb2 as rpc
+from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.control_pb2 import Attach, Attached, ControlRequest, ControlResponse
+from rlctl.v1.fleet_pb2 import Fleet, FleetEvent, StageRegistration
+from rlctl.v1.journal_pb2 import FleetRecord, OperationRecord
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, ExcludedStage, Operation
+from rlctl.v1.update_pb2 import (
+    AbortWeightUpdateRequest,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitBatchRequest,
+    CommitBatchResponse,
+    CommitWeightUpdateRequest,
+    JoinWeightUpdateRequest,
+    JoinWeightUpdateResponse,
+    RenewLeaseRequest,
+    RenewLeaseResponse,
+    RetryWeightUpdateRequest,
+)
+from rlctl.v1.verbs_pb2 import (
+    ContinueGenerationRequest,
+    DestroyWeightsUpdateGroupRequest,
+    InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    PauseGenerationRequest,
+    ResumeMemoryRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+from rlctl.version import CONTRACT_VERSION
+
+log = logging.getLogger(__name__)
+
+ASK_S = 5.0
+
+STOP_S = 4.0
+"""What runs may take so long when the coordinator stops: with the time in which calls are answered (``GRACE_S``), less
+than launchers wait. An operation's own time may be hours, that of a pause that drains say.
+"""
+
+TOO_HIGH = 1 << 62
+"""An epoch that no fleet reaches. A coordinator does not follow a stage to it: stages obey no epoch above twice this
+one, and the journal would keep it forever.
+"""
+
+MOST_REFUSED = 100
+"""Most refused slots that are logged."""
+
+REPLY_S = 0.5
+"""Kept back of a call's own deadline, at most a tenth of it, so that the answer arrives before the caller leaves."""
+
+
+class Coordinator:
+    """One fleet. Every public coroutine is one RPC, or one of the table's verbs."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        dialer: Dialer[ControlRequest, ControlResponse],
+        clock: Clock,
+        *,
+        lease_s: float = SERVING_LEASE_S,
+        heal_by_hand: Collection[str] = (),
+        retained: int = RETAINED,
+        topology: Collection[str] | None = None,
+        graces: Graces | None = None,
+    ) -> None:
+        """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
+        joiners and restarted engines wait until somebody asks, where others are brought to the published version;
+        ``retained``: ended operations that are kept; ``topology``: admitted slots, beside the slots on record and
+        slots that an operator admits. None: every slot. ``graces``: times to wait for trainers that may be dead.
+        """
+        self._journal = journal
+        self._dialer = dialer
+        self._clock = clock
+        self._raising = asyncio.Lock()
+        self._refused: set[str] = set()
+        """Refused slots with their addresses, as logged."""
+        self.roster = Roster(journal, clock)
+        self.admission = Admission(journal, topology)
+        self.operations = Operations(journal, self.roster, clock, retained)
+        self.keys = Keys(journal, self.operations.new_id)
+        self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
+        self._fanout = Fanout(self.roster, self._peers, clock)
+        self._waking = Waking(self.roster, self._fanout, clock)
+        self._pausing = Pausing(self.roster, self._peers, self._fanout, self._waking, clock)
+        self._lifting = Lifting(self.roster, self._pausing, clock, self.verb)
+        groups = GroupBook()
+        planner = Planner(self.roster, groups, self.operations.new_id)
+        attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
+        self.updates = Updates(
+            self.roster,
+            self._peers,
+            self._fanout,
+            self.operations,
+            journal,
+            clock,
+            groups=groups,
+            planner=planner,
+            attempts=attempts,
+            heal_by_hand=heal_by_hand,
+            graces=graces or Graces(),
+        )
+        self._disk = FromDisk(self.updates, self.roster, planner, clock)
+        self.implicit = Implicit(
+            self.updates,
+            self._disk,
+            roster=self.roster,
+            peers=self._peers,
+            operations=self.operations,
+            fanout=self._fanout,
+            planner=planner,
+            attempts=attempts,
+            journal=journal,
+            clock=clock,
+        )
+
+    async def start(self) -> None:
+        """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
+        for key, body in self._journal.read("fleet"):
+            record = parsed("fleet", key, body, FleetRecord)
+            self.roster.epoch, self.roster.first_sequence = record.fleet_epoch, record.first_sequence
+        await self._take_over(self.roster.epoch)
+        self.roster.load()
+        self.admission.load()
+        self._peers.outlive_predecessor()
+        await self.operations.load()
+        self.keys.load()
+        for slot in list(self.roster.slots.values()):
+            if not slot.record.retired:
+                self._peers.connect(slot)
+        self.updates.start()
+        self._lifting.start()
+        log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
+
+    async def _take_over(self, seen: int) -> None:
+        """Raise the epoch above one that was seen, durably; links that stand were made under the old one and are made
+        again.
+        """
+        async with self._raising:
+            if seen < self.roster.epoch:
+                return
+            record = FleetRecord(fleet_epoch=seen + 1, first_sequence=self.roster.first_sequence)
+            await self._journal.write([Put("fleet", "", record.SerializeToString())])
+            self.roster.epoch = seen + 1
+            await self._peers.disconnect()
+
+    async def end_of_reign(self) -> NoReturn:
+        """Wait until the journal is another's, then raise JOURNAL_FAILED: this coordinator commands no more."""
+        await self._peers.succeeded.wait()
+        raise self._peers.succeeded_error()
+
+    async def stop(self) -> None:
+        """Abort open updates, wait a moment for what runs, close the links. What needed them still has no outcome then
+        that anybody will hear of: it ends UNKNOWN.
+        """
+        await self._lifting.stop()
+        await self.updates.stop()
+        await self.operations.stop(STOP_S)
+        await self._peers.stop()
+        await self.operations.stop(STOP_S)
+
+    # The table's verbs.
+
+    async def verb(self, request: Message, remaining_s: float | None = None) -> Operation:
+        """Carry out one of the table's verbs. ``remaining_s``: time that the caller itself will wait."""
+        check(request)
+        verb = of_request(request)
+        if not verb.implemented:
+            raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
+        timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
+        if self.implicit.takes(request):
+            joined = await self.implicit.run(request, timeout_s)
+            return await self._joined(joined, wait=not getattr(request, "is_async", False))
+        if isinstance(request, UpdateWeightsFromDiskRequest):
+            known = self.operations.known(_header(request).request_id, request) is not None
+            run = await self._disk.update(request, timeout_s)
+            return await self._answer(run, replayed=known, wait=not request.is_async)
+        if isinstance(request, LoadAdapterRequest):
+            known = self.operations.known(_header(request).request_id, request) is not None
+            return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=known)
+        if not verb.mutates(request) or _header(request).validate_only:
+            return await self._ask(verb, request, timeout_s)
+        known_run = self.operations.known(_header(request).request_id, request)
+        if known_run is None and not _header(request).fence.update_id:
+            targets = self._targets(verb, request)[0]
+            await self.implicit.settle(request, targets)
+            if verb.waits:
+                await self.updates.go_first(verb.name, targets, timeout_s)
+            known_run = self.operations.known(_header(request).request_id, request)  # a repeat, of which one went ahead
+        run = known_run or await self._submit(verb, request, timeout_s)
+        return await self._answer(run, replayed=known_run is not None)
+
+    async def _ask(self, verb: Verb, request: Message, timeout_s: float) -> Operation:
+        """A read: not recorded, never behind a write. Or a check of what a write would do."""
+        targets, excluded = self._targets(verb, request)
+        operation = Operation(
+            header=self.roster.header(),
+            operation_id=_header(request).request_id or self._clock.new_id(),
+            verb=verb.name,
+            targets=names(targets),
+            excluded=excluded,
+            model=_header(request).target.model,
+            create_time=self._clock.wall(),
+        )
+        if _header(request).validate_only:
+            self.updates.refuse_outsider(targets, _header(request).fence.update_id)
+            operation.validate_only = True
+            operation.state = OPERATION_STATE_OK
+            return operation
+        run = Run(OperationRecord(operation=operation))
+        await self._fanout.run(
+            request,
+            targets,
+            operation_id=operation.operation_id,
+            step="1",
+            deadline=self._clock.now() + timeout_s,
+            on_result=run.add,
+        )
+        run.conclude()
+        run.operation.done_time.CopyFrom(self._clock.wall())
+        return run.operation
+
+    async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
+        update_id = _header(request).fence.update_id
+        targets, excluded = self._targets(verb, request)
+        joined = "" if update_id else self.implicit.flushed_in(request, targets)
+        if verb.waits and not joined:
+            self.updates.refuse_outsider(targets, update_id)
+        if isinstance(request, DestroyWeightsUpdateGroupRequest):
+            for model in {slot.model for slot in targets}:
+                self.implicit.joining.forget(model)
+        attempt = self.updates.attempt(update_id)  # another one may be planned before this is on record
+        told = request
+        if joined:
+            told = type(request).FromString(request.SerializeToString())
+            _header(told).fence.update_id = joined
+
+        async def work(run: Run) -> None:
+            if not isinstance(request, UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest):
+                run.refuse_given_up()  # of a write somebody has to tell the source
+            deadline = self._clock.now() + timeout_s
+            ends_serving = isinstance(request, PauseGenerationRequest) or spoils(request)
+            async with self.roster.leaving(targets if ends_serving else ()):
+                await carry_out(run, deadline)
+
+        async def carry_out(run: Run, deadline: float) -> None:
+            match request:
+                case InitWeightsUpdateGroupRequest():
+                    await self.updates.join_group(request, targets, run, timeout_s)
+                case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
+                    await self.updates.receive(request, run, timeout_s, attempt)
+                case UnloadAdapterRequest():
+                    await self.updates.unload_adapter(request, targets, run, timeout_s)
+                case PauseGenerationRequest() if not update_id:
+                    await self._pausing.pause(request, targets, run, deadline)
+                    self.updates.look_after_all(request.header.target)
+                case ContinueGenerationRequest() if not update_id:
+                    await self._pausing.go_on(request, targets, run, deadline)
+                case ResumeMemoryRequest() if not update_id:
+                    await self._waking.resume(request, targets, run, deadline)
+                case _:
+                    run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
+                    await self._fanout.run(
+                        told,
+                        targets,
+                        operation_id=run.operation.operation_id,
+                        step="1",
+                        deadline=deadline,
+                        on_result=run.add,
+                    )
+
+        if isinstance(request, PauseGenerationRequest) and not update_id:
+            pause.mark_paused_later(excluded)
+        return await self.operations.start(
+            request,
+            verb=verb.name,
+            targets=targets,
+            excluded=excluded,
+            work=work,
+            exclusive=verb.waits and not (update_id or joined),
+            model=_header(request).target.model,
+            update_id=update_id,
+        )
+
+    def _targets(self, verb: Verb, request: Message) -> tuple[list[Slot], list[ExcludedStage]]:
+        header = _header(request)
+        if verb.in_update and not header.validate_only:
+            if not header.fence.update_id:
+                raise Reason.FIELD_REQUIRED.error(
+                    f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
+                )
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
+        elif header.fence.update_id:
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
+        elif isinstance(request, UnloadAdapterRequest):
+            targets, excluded = self.updates.adapter_holders(request)
+        else:
+            targets, excluded = self.roster.select(header.target)
+        missing = incapable_all(targets, request)
+        if missing is not None:
+            raise Reason.UNSUPPORTED_BY_ALL.error(
+                f"none of {len(targets)} stages can do {verb.name}: {missing.message}", field=missing.field
+            )
+        return targets, excluded
+
+    def _timeout(self, request: Message, default_s: float, remaining_s: float | None) -> float:
+        header = _header(request)
+        timeout_s = seconds(header.timeout) if header.HasField("timeout") else default_s
+        if remaining_s is not None:
+            timeout_s = min(timeout_s, remaining_s - min(REPLY_S, remaining_s / 10))
+        if timeout_s <= 0:
+            raise Reason.DEADLINE_EXCEEDED.error("the time was up when the request arrived")
+        return timeout_s
+
+    async def _joined(self, joined: Joined, *, wait: bool = True) -> Operation:
+        answer = await self._answer(joined.run, replayed=joined.replayed, wait=wait)
+        self.implicit.joining.answered(joined)
+        return answer
+
+    async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
+        """The operation once it has ended. It goes on when the caller leaves. Raises why it was not accepted."""
+        if wait:
+            await run.ended.wait()
+        if run.refused is not None:
+            raise run.refused
+        answer = Operation()
+        answer.CopyFrom(run.operation)
+        answer.replayed = replayed
+        return answer
+
+    # Weight updates.
+
+    async def begin_weight_update(self, request: BeginWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Open an update."""
+        check(request)
+        timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
+        begins = self.implicit if request.implicit else self.updates
+        return await begins.begin(request, timeout_s)
+
+    async def join_weight_update(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
+        """Tell a further source of an open update."""
+        check(request)
+        return self.updates.join(request)
+
+    async def retry_weight_update(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Plan another attempt at an open update."""
+        check(request)
+        return await self.updates.retry(request)
+
+    async def commit_weight_update(self, request: CommitWeightUpdateRequest) -> Operation:
+        """Commit an update."""
+        check(request)
+        if not request.update_id:
+            return await self._joined(await self.implicit.commit(request))
+        return await self._answer(await self.updates.commit(request))
+
+    async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
+        """Commit a batch of an update that rolls in place."""
+        check(request)
+        follows = await self.updates.commit_batch(request)
+        if isinstance(follows, Run):
+            return CommitBatchResponse(header=self.roster.header(), ended=await self._answer(follows))
+        return CommitBatchResponse(header=self.roster.header(), next=follows)
+
+    async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
+        """Abort an update."""
+        check(request)
+        cause = from_detail(request.error) if request.error.reason else None
+        run = await self.updates.abort(request.update_id, request.fencing_token, request.reason, cause)
+        return await self._answer(run)
+
+    async def renew_lease(self, request: RenewLeaseRequest) -> RenewLeaseResponse:
+        """Keep an update's session alive."""
+        check(request)
+        return self.updates.renew(request.update_id, request.fencing_token)
+
+    # Operations.
+
+    async def reserve_request_id(self, request: rpc.ReserveRequestIdRequest) -> rpc.ReserveRequestIdResponse:
+        """The request_id that a caller's own key stands for."""
+        check(request)
+        request_id = await self.keys.reserve(request.key, request.body_sha256)
+        return rpc.ReserveRequestIdResponse(header=self.roster.header(), request_id=request_id)
+
+    async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
+        """Read one operation."""
+        return await self._answer(self.operations.get(request.operation_id), wait=False)
+
+    async def list_operations(self, request: rpc.ListOperationsRequest) -> rpc.ListOperationsResponse:
+        """Read operations, newest first."""
+        check(request)
+        size = min(request.page_size or 50, 1000)
+        runs = self.operations.newest_first(request.verb, request.state, request.page_token)
+        page = runs[:size]
+        return rpc.ListOperationsResponse(
+            header=self.roster.header(),
+            operations=[run.operation for run in page],
+            next_page_token=page_token(page[-1]) if len(runs) > size else "",
+        )
+
+    async def watch_operation(self, request: rpc.WatchOperationRequest) -> AsyncIterator[Operation]:
+        """Follow one operation until it ends."""
+        async for operation in self.operations.get(request.operation_id).watch():
+            yield operation
+
+    async def cancel_operation(self, request: rpc.CancelOperationRequest) -> Operation:
+        """Give up an operation where it has not started."""
+        run = self.operations.get(request.operation_id)
+        if run.operation.state == OPERATION_STATE_RUNNING:
+            run.give_up()
+            if run.operation.update_id == run.operation.operation_id:
+                await self.updates.abort(run.operation.update_id, 0, "cancelled by CancelOperation")
+        return await self._answer(run)
+
+    # The fleet.
+
+    async def register_stage(self, request: rpc.RegisterStageRequest) -> rpc.RegisterStageResponse:
+        """A stage joins, or comes back."""
+        check(request)
+        self._refuse_unadmitted(request.registration)
+        slot = await self._register(request.registration)
+        return rpc.RegisterStageResponse(
+            header=self.roster.header(), incarnation=slot.record.incarnation, contract_version=CONTRACT_VERSION
+        )
+
+    async def _register(self, registration: StageRegistration) -> Slot:
+        if abs(registration.contract_version - CONTRACT_VERSION) > 1:
+            raise Reason.FIELD_INVALID.error(
+                f"the stage speaks contract {registration.contract_version}, this coordinator {CONTRACT_VERSION}",
+                field="registration.contract_version",
+            )
+        await self._refuse_second(registration)
+        slot = await self.roster.register(registration)
+        self._peers.connect(slot)
+        return slot
+
+    def _refuse_unadmitted(self, registration: StageRegistration) -> None:
+        known = self.roster.slots.get(registration.slot)
+        if known is not None and not known.record.retired:
+            return
+        try:
+            self.admission.refuse(registration.slot)
+        except RlctlError as error:
+            who = f"{registration.slot} at {registration.address}"
+            if who not in self._refused and len(self._refused) < MOST_REFUSED:  # each stage retries once a second
+                self._refused.add(who)
+                log.warning("%s is refused: %s", who, error)
+            raise
+
+    async def _refuse_second(self, registration: StageRegistration) -> None:
+        """A living stage is not replaced: two processes would take the slot from each other for ever.
+
+        One that has gone is, as soon as its link has ended, or when somebody else is found at its own address.
+        """
+        slot = self.roster.slots.get(registration.slot)
+        if slot is None or slot.commander is None or slot.commander.lost or slot.record.retired:
+            return
+        known = slot.record.registration
+        if known.boot_id == registration.boot_id:
+            return
+        if known.address == registration.address:
+            found = (await self._ask_who(registration.address)).registration
+            if found.boot_id == registration.boot_id:
+                return
+        raise Reason.INCARNATION_FENCED.error(
+            f"{slot.name} is filled by a living stage, at {known.address}",
+            field="registration.slot",
+            next_step="Stop that one, or give this one a slot of its own. It is let in once the other has gone.",
+        )
+
+    async def adopt(self, address: str) -> Slot:
+        """Register a stage server that knows no coordinator: ask it who it is, then take charge of it.
+
+        Whoever held it before is fenced: this coordinator's epoch becomes higher than any that the stage has seen.
+        """
+        attached = await self._ask_who(address)
+        _refuse_epoch(attached, "")
+        await self._take_over(attached.report.fleet_epoch)
+        registration = attached.registration
+        registration.address = address
+        check(rpc.RegisterStageRequest(registration=registration))
+        return await self._register(registration)
+
+    async def _ask_who(self, address: str) -> Attached:
+        """What a stage server says of itself to somebody who does not take charge of it."""
+        commander = Commander(await self._dialer.dial(address), self._clock)
+        receiving = asyncio.create_task(commander.run())
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await commander.attach(Attach(contract_version=CONTRACT_VERSION))
+        except TimeoutError:
+            raise Reason.UNREACHABLE.error(f"{address} did not say who it is in {ASK_S:g} s") from None
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    async def deregister_stage(self, request: rpc.DeregisterStageRequest) -> rpc.DeregisterStageResponse:
+        """A stage leaves for good."""
+        slot = self.roster.slot(request.slot)
+        if request.boot_id and request.boot_id != slot.record.registration.boot_id:
+            raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
+        async with contextlib.AsyncExitStack() as planned:
+            if not request.force:
+                # Else an update that is being planned could have it as a target.
+                await planned.enter_async_context(self.roster.models[slot.model].opening)
+                self.updates.refuse_target(slot)
+            await self.roster.retire(slot)
+            slot.gone = slot.gone or bool(request.boot_id)  # it says so itself
+        if slot.commander is not None:
+            await slot.commander.close()
+        return rpc.DeregisterStageResponse(header=self.roster.header())
+
+    async def get_fleet(self, request: rpc.GetFleetRequest) -> Fleet:
+        """Read the fleet."""
+        return self.roster.fleet(request.model)
+
+    async def list_versions(self, request: rpc.ListVersionsRequest) -> rpc.ListVersionsResponse:
+        """Read the published versions of a model."""
+        check(request)
+        record = self.roster.model(request.model).record
+        return rpc.ListVersionsResponse(header=self.roster.header(), versions=versions.history(record))
+
+    async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
+        """Follow the fleet."""
+        check(request)
+        async for event in self.roster.watch(request.model, request.watch_id):
+            yield event
+
+    async def confirm_fleet(self, request: rpc.ConfirmFleetRequest) -> rpc.ConfirmFleetResponse:
+        """A watch has taken in what it was told."""
+        check(request)
+        self.roster.followers.confirm(request.watch_id, request.revision)
+        return rpc.ConfirmFleetResponse(header=self.roster.header())
+
+    async def set_stage_enabled(self, request: rpc.SetStageEnabledRequest) -> Fleet:
+        """Set the operator's flag."""
+        check(request)
+        slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
+        if not request.header.validate_only:
+            now = self._clock.wall()
+            await self.roster.change(slots, lambda record: enable(record, request.enabled, request.reason, now))
+            if not request.enabled:
+                await self.roster.told({slot.model for slot in slots})
+        return self.roster.fleet()
+
+    async def report_engine_failure(self, request: rpc.ReportEngineFailureRequest) -> rpc.ReportEngineFailureResponse:
+        """Record a launcher's report of why a slot is empty."""
+        check(request)
+        slot = self.roster.slot(request.slot)
+        if not request.header.validate_only:
+            slot.engine_failure = request.failure
+            self.roster.changed()
+        return rpc.ReportEngineFailureResponse(header=self.roster.header())
+
+    async def admit_slots(self, request: rpc.AdmitSlotsRequest) -> rpc.AdmitSlotsResponse:
+        """Admit and dismiss slots."""
+        check(request)
+        if not request.header.validate_only:
+            await self.admission.change(request.slots, request.dismissed)
+            self._refused.clear()
+        return rpc.AdmitSlotsResponse(
+            header=self.roster.header(), every=self.admission.open, slots=self.admission.slots
+        )
+
+    async def take_over_stages(self, request: rpc.TakeOverStagesRequest) -> Fleet:
+        """Take charge of stages that obey another coordinator's epoch, by order of an operator."""
+        check(request)
+        named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
+        taken = [slot for slot in named if not slot.linked]
+        attached = {slot.name: await self._ask_who(slot.record.registration.address) for slot in taken}
+        for index, name in enumerate(request.slots):
+            if name in attached:
+                _refuse_epoch(attached[name], f"slots[{index}]")
+        seen = max((each.report.fleet_epoch for each in attached.values()), default=0)
+        if taken and not request.header.validate_only:
+            if seen > self.roster.epoch:
+                await self._take_over(seen)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ATTACH_S):
+                    await self.roster.until(lambda: all(slot.linked for slot in taken))
+        return self.roster.fleet()
+
+    async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
+        """Set who heals a model's stages."""
+        check(request)
+        if not request.header.validate_only:
+            self.updates.set_healing(request.model, by_hand=request.by_hand)
+        return self.roster.fleet()
+
+    async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:
+        """Bring stages to the published version."""
+        check(request)
+        timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
+        known = self.operations.known(request.header.request_id, request) is not None
+        return await self._answer(await self.updates.heal(request, timeout_s), replayed=known)
+
+    async def _reported(self, slot: Slot) -> None:
+        """A stage said something new: a first version may follow, its digest, or an update that nobody owns."""
+        async with self.roster.publishing:
+            model = self.roster.models[slot.model]
+            record = versions.first_version(model, slot, self._clock.wall())
+            record = record or versions.first_digest(self.roster, slot)
+            if record is not None:
+                await self._journal.write([model_put(record)])
+                versions.publish(model, record)
+                self.roster.changed()
+        self.updates.look_after(slot)
+
+
+def _refuse_epoch(attached: Attached, field: str) -> None:
+    """Raise EPOCH_FENCED for a stage that obeys an epoch that this coordinator must not follow, or return."""
+    held = attached.report.fleet_epoch
+    if held >= TOO_HIGH:
+        raise Reason.EPOCH_FENCED.error(
+            f"{attached.registration.slot} is held by epoch {held}, which no fleet comes to",
+            field=field,
+            next_step="Restart its engine: it then obeys no epoch.",
+        )
+
+
+def _header(request: Message) -> RequestHeader:
+    header: RequestHeader = request.header  # type: ignore[attr-defined]
+    return header

@@ -1,0 +1,186 @@
+"""Adapters as objects of a model: the end of an update that loads one, and unloading.
+
+The adapter lies staged at every target and is verified there before anything is replaced anywhere. Generation goes on
+until then. The targets are sealed, which stops the requests with the adapter and no others. Then its version goes on
+record, and from then on no stage serves another one (grants name the versions that may be served); only after
+that the targets are told to put it in its place. One that fails to is without the adapter, not with the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.outcomes import blame
+from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet.capabilities import digests
+from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.transaction import verification_levels
+from rlctl.coordinator.transaction.commit import NOT_CONFIRMED, Finish, Levels
+from rlctl.coordinator.transaction.verification_levels import Expected
+from rlctl.ports import Journal
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    VERIFICATION_LEVEL_NONE,
+    WeightVersion,
+)
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import (
+    AbortUpdateRequest,
+    Adapter,
+    CheckWeightsRequest,
+    CommitUpdateRequest,
+    UnloadAdapterRequest,
+)
+
+
+class FinishAdapter(Finish):
+    """Finishes an update whose targets have staged an adapter. The weights and their version stay as they are."""
+
+    async def restore(self, run: Run, expected: Expected) -> None:
+        """Verify and put in place what targets lacked of the model's adapters. Raises when one did not confirm."""
+        session = self._session
+        levels = await self._written(expected)
+        await session.advance(UPDATE_PHASE_COMMITTING)
+        good, _ = await self._complete(run, session.targets, levels, expected)
+        for result in await self._put(run, good):
+            if result.outcome != OUTCOME_APPLIED:
+                raise session.short_of_quorum(0, self._cause(run))
+        await self._await_admission(good)
+
+    async def _complete(
+        self, run: Run, slots: Sequence[Slot], levels: Levels, expected: Expected
+    ) -> tuple[list[Slot], str]:
+        """Verify what is staged: the targets that hold the right thing, and its digest, or ""."""
+        session = self._session
+        self._levels = levels
+        # Always: it is small, what is missing shows here, and whoever loads it again must hold the same.
+        checked = [slot for slot in slots if digests(slot)]
+        results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
+        failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
+        wrong = verification_levels.judge_digests(results, levels, expected) | failed
+        if len(slots) - len(wrong) >= session.quorum:
+            sealed = await session.seal_adapter([slot for slot in slots if slot.name not in wrong])
+            wrong |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}
+        for slot in slots:
+            if slot.name in wrong:
+                run.add(_refused(slot, wrong[slot.name]))
+        if wrong and len(slots) - len(wrong) < session.quorum:
+            raise next(iter(wrong.values()))
+        digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong}
+        return [slot for slot in slots if slot.name not in wrong], digests.pop() if digests else ""
+
+    async def _publish(self, run: Run, good: Sequence[Slot], digest: str, beside: Sequence[WeightVersion] = ()) -> None:
+        assert not beside, "the version of the weights stays as it is"
+        session = self._session
+        if session.record.phase == UPDATE_PHASE_PUBLISHED:
+            return
+        told = Adapter()
+        told.CopyFrom(self._adapter)
+        told.digest = digest
+        told.lora_rank = told.lora_rank or _rank_of(run)
+        if not told.path:
+            told.config.CopyFrom(session.record.request.adapter_config)
+        async with self._roster.publishing:
+            record = versions.with_adapter(session.model, told)
+            await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
+            session.model.record = record
+        self._roster.changed()
+        for slot in good:
+            self._peers.grant(slot)
+        results = await self._put(run, good)
+        failed = [slot for slot, r in zip(good, results, strict=True) if r.outcome != OUTCOME_APPLIED]
+        await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
+        run.operation.weight_version.CopyFrom(session.record.plan.version)
+        run.operation.verification.CopyFrom(self._evidence(run))
+        run.operation.adapters.extend(record.adapters)
+
+    async def _put(self, run: Run, slots: Sequence[Slot]) -> list[StageResult]:
+        request = CommitUpdateRequest(version=self._session.record.plan.version)
+        try:
+            results = await self._session.step(request, slots, cleanup=True)
+        except RlctlError as error:
+            # They have staged it, which is no answer to this.
+            unknown = Reason.JOURNAL_FAILED.error(error.message, outcome=OUTCOME_UNKNOWN)
+            self._spoil(run, {slot.name: unknown for slot in slots})
+            raise
+        for result in results:
+            if result.outcome == OUTCOME_APPLIED:
+                self._certify_one(result, self._levels.get(result.slot, VERIFICATION_LEVEL_NONE))
+            run.add(result)
+        return results
+
+    @property
+    def _adapter(self) -> Adapter:
+        assert self._session.adapter is not None
+        return self._session.adapter
+
+    _levels: Levels
+
+
+async def unload(
+    request: UnloadAdapterRequest,
+    model: ModelState,
+    targets: Sequence[Slot],
+    run: Run,
+    deadline: float,
+    *,
+    fanout: Fanout,
+    peers: Peers,
+    journal: Journal,
+    publishing: asyncio.Lock,
+) -> None:
+    """Unload an adapter at its holders. Once one of them may have, the model has it no more, and on return no stage
+    serves it; who still holds it is told again (`orphans.py`).
+    """
+    run.refuse_given_up()
+    run.cancel = lambda: fanout.cancel(targets, run.operation.operation_id, "1")
+    results = await fanout.run(
+        request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
+    )
+    kept = all(r.outcome not in versions.POSSIBLY_DONE and r.error.reason != _NOT_FOUND for r in results)
+    if not kept:
+        async with publishing:
+            record = versions.without_adapter(model, request.name)
+            await journal.write([model_put(record)])
+            model.record = record
+        await peers.tell(model)
+    run.operation.adapters.extend(model.record.adapters)
+
+
+_NOT_FOUND = Reason.ADAPTER_NOT_FOUND.name
+
+
+def holders(request: UnloadAdapterRequest, model: ModelState, slots: Sequence[Slot]) -> list[Slot]:
+    """The stages that hold an adapter; all of them when none says so. Raises ADAPTER_NOT_FOUND."""
+    name = request.name
+    found = [slot for slot in slots if slot.report is not None and name in {held.name for held in slot.report.adapters}]
+    known = sorted(adapter.name for adapter in model.record.adapters)
+    if not found and name not in known:
+        raise Reason.ADAPTER_NOT_FOUND.error(
+            f"{model.record.name} has no adapter {name!r}; it has: {', '.join(known) or 'none'}", field="name"
+        )
+    return found or list(slots)
+
+
+def _refused(slot: Slot, error: RlctlError) -> StageResult:
+    """Of a target that holds what it was with before: what it staged is dropped."""
+    return StageResult(
+        slot=slot.name,
+        incarnation=slot.record.incarnation,
+        outcome=OUTCOME_REJECTED,
+        error=error.detail(),
+        state=slot.state,
+    )
+
+
+def _rank_of(run: Run) -> int:
+    ranks = [rank for result in run.operation.stage_results for rank in result.rank_results]
+    return max((adapter.lora_rank for rank in ranks for adapter in rank.adapters.adapters), default=0)

@@ -1,0 +1,374 @@
+"""Planning a weight update: who takes part, where it leads, over which groups; or why it cannot be. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet.capabilities import adapter_travels, no_pause, unsupported
+from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.transaction import verification_levels
+from rlctl.coordinator.transaction.process_groups import BACKENDS, Circle, GroupBook, circle
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_UNSPECIFIED,
+    STAGE_STATE_DIRTY,
+    TRANSPORT_DISK,
+    TRANSPORT_SHARED_MEMORY,
+    TRANSPORT_TORCH_GLOO,
+    TRANSPORT_TORCH_NCCL,
+    TRANSPORT_VLLM_NCCL,
+    WEIGHT_SELECTOR_DRAFT,
+    PauseMode,
+    Target,
+    Transport,
+    WeightVersion,
+)
+from rlctl.v1.results_pb2 import ExcludedStage
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_DISK,
+    DATA_PATH_IPC,
+    DATA_PATH_UNSPECIFIED,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    UpdateTarget,
+)
+from rlctl.v1.verbs_pb2 import (
+    AFTER_UPDATE_STAY_PAUSED,
+    APPLY_MODE_STAGED,
+    UPDATE_KIND_ADAPTER,
+    UPDATE_KIND_DELTA,
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    UPDATE_KIND_UNSPECIFIED,
+)
+
+LEASE_TTL_S = 30.0
+MOST_SOURCES = 1024
+
+GROUPS = tuple(BACKENDS)
+_WRITES = {
+    TRANSPORT_DISK: "UpdateWeightsFromDisk",
+    TRANSPORT_SHARED_MEMORY: "UpdateWeightsFromTensor",
+}
+
+
+class Planner:
+    """Plans updates from the roster."""
+
+    def __init__(self, roster: Roster, groups: GroupBook, new_id: Callable[[], str]) -> None:
+        self._roster = roster
+        self._groups = groups
+        self._new_id = new_id
+        self._tokens = 0
+
+    def plan(self, request: BeginWeightUpdateRequest) -> tuple[BeginWeightUpdateResponse, list[Slot]]:
+        """The answer to the request, without groups, and the frozen targets. Raises why the update cannot be."""
+        model = self._roster.model(request.model)
+        self.refuse(request)
+        if model.update_id:
+            raise in_progress(model)
+        targets, excluded, transports = self.targets(request)
+        self._tokens += 1
+        plan = BeginWeightUpdateResponse(
+            header=self._roster.header(),
+            update_id=request.header.request_id or self._new_id(),
+            fencing_token=self._roster.epoch << 32 | self._tokens,
+            version=_version(request, model),
+            targets=[
+                UpdateTarget(
+                    slot=slot.name,
+                    incarnation=slot.record.incarnation,
+                    workers=slot.workers,
+                    transport=transports[slot.name],
+                )
+                for slot in targets
+            ],
+            excluded=excluded,
+            attempt=1,
+            lease_ttl=duration(seconds(request.lease_ttl) or LEASE_TTL_S),
+        )
+        return plan, targets
+
+    def targets(
+        self, request: BeginWeightUpdateRequest
+    ) -> tuple[list[Slot], list[ExcludedStage], dict[str, Transport.ValueType]]:
+        """The targets that an update has as the stages are, those that it leaves out, and how tensors reach each
+        target, by slot. Raises why it cannot be.
+        """
+        selected, excluded = self._roster.select(Target(model=request.model))
+        targets = []
+        for slot in selected:
+            obstacle = self._obstacle(request, slot)
+            if obstacle is None:
+                targets.append(slot)
+            elif request.options.quorum:
+                reason = obstacle.message.removeprefix(f"{slot.name}: ")
+                excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=reason))
+            else:
+                raise obstacle
+        transports = {slot.name: _transport(request, slot) for slot in targets}
+        size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
+        verification_levels.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
+        if request.options.quorum > len(targets):
+            without = ", ".join(f"{each.slot} ({each.reason})" for each in excluded)
+            raise Reason.FIELD_INVALID.error(
+                f"quorum is {request.options.quorum}, there are {len(targets)} targets"
+                + (f"; left out: {without}" if without else ""),
+                field="options.quorum",
+            )
+        return targets, excluded, transports
+
+    def plan_path(
+        self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
+    ) -> None:
+        """Plan anew how tensors reach the targets of an unwritten update. Raises why they cannot."""
+        for slot in targets:
+            obstacle = self._obstacle(request, slot)
+            if obstacle is not None:
+                raise obstacle
+        for target, slot in zip(plan.targets, targets, strict=True):
+            target.transport = _transport(request, slot)
+
+    def add_groups(
+        self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
+    ) -> list[str]:
+        """Set the groups that an accepted update uses; returns the names of others that stages may still be in.
+
+        The model's record takes in their names and generation; the caller journals it.
+        """
+        del plan.groups[:]
+        reached: dict[Circle, list[Slot]] = {}
+        transports = {target.slot: target.transport for target in plan.targets}
+        for slot in targets:
+            if transports[slot.name] in BACKENDS:
+                reached.setdefault(circle(slot, transports[slot.name]), []).append(slot)
+        if request.path == DATA_PATH_DISK or request.implicit or not reached:
+            return []
+        record = self._roster.model(request.model).record
+        planned = self._groups.plan(
+            request.model,
+            record.group_generation + 1,
+            request.trainer.boot_id,
+            reached,
+            sources=max(1, request.num_sources),
+        )
+        plan.groups.extend(planned)
+        record.group_generation = max(record.group_generation, *(group.generation for group in planned))
+        used = [group.group_name for group in planned]
+        abandoned = [name for name in record.groups if name not in used]
+        record.groups.extend(name for name in used if name not in record.groups)
+        return abandoned
+
+    def only_model(self, target: Target) -> str:
+        """The model whose adapters are meant. Raises FIELD_REQUIRED when several could be, FIELD_INVALID for a target
+        that is less than a model: adapters are a model's.
+        """
+        if target.slots or target.stages:
+            raise Reason.FIELD_INVALID.error(
+                "adapters are loaded and unloaded at every stage of a model; name no others", field="header.target"
+            )
+        if not target.model and len(self._roster.models) != 1:
+            known = ", ".join(sorted(self._roster.models)) or "none"
+            raise Reason.FIELD_REQUIRED.error(f"name the model; there are: {known}", field="header.target.model")
+        return self._roster.model(target.model or next(iter(self._roster.models)), "header.target.model").record.name
+
+    def only_updatable(self, target: Target) -> str:
+        """The model that an update without a name is meant for. Raises FIELD_REQUIRED when several could be."""
+        if target.model:
+            return self._roster.model(target.model, "header.target.model").record.name
+        updatable = [name for name, model in self._roster.models.items() if model.record.updatable]
+        if len(updatable) != 1:
+            raise Reason.FIELD_REQUIRED.error(
+                f"name the model to update; there are: {', '.join(sorted(updatable)) or 'none'}",
+                field="header.target.model",
+            )
+        return updatable[0]
+
+    def refuse(self, request: BeginWeightUpdateRequest) -> None:
+        """Raise what is wrong with an update whatever the stages are doing: nothing has to make way for it."""
+        model = self._roster.model(request.model)
+        if request.num_sources > MOST_SOURCES:
+            raise Reason.FIELD_INVALID.error(
+                f"num_sources is {request.num_sources}, at most {MOST_SOURCES} are taken", field="num_sources"
+            )
+        if not model.record.updatable and request.kind != UPDATE_KIND_ADAPTER:
+            raise Reason.MODEL_FROZEN.error(f"{request.model} is frozen: it receives no weights", field="model")
+        if request.trainer.incarnation < model.record.trainer_incarnation:
+            raise Reason.TRAINER_FENCED.error(
+                f"incarnation {request.trainer.incarnation} is over, {model.record.trainer_incarnation} updates "
+                f"{request.model}",
+                field="trainer.incarnation",
+            )
+        if request.kind == UPDATE_KIND_DELTA:
+            _refuse_base(request.base, model.record.latest)
+        staged, options = request.apply == APPLY_MODE_STAGED, request.options
+        adapter = request.kind == UPDATE_KIND_ADAPTER  # which is staged in any case
+        if adapter and request.rollout.max_unavailable:
+            raise Reason.FIELD_CONFLICT.error(
+                "an adapter comes beside the one that it replaces, and takes its place everywhere at once",
+                field="rollout.max_unavailable",
+                next_step="Leave it out.",
+            )
+        if adapter and options.after == AFTER_UPDATE_STAY_PAUSED:
+            raise Reason.FIELD_CONFLICT.error(
+                "the update of an adapter pauses the requests with that adapter only, until its commit",
+                field="options.after",
+                next_step="Leave it out; PauseGeneration pauses the stages.",
+            )
+        if staged and not adapter and not options.pause and not options.abort_all_requests:
+            raise Reason.FIELD_REQUIRED.error(
+                "requests run until a staged update is swapped; say what becomes of them then",
+                field="options.pause",
+                next_step="Name a pause mode, retract say.",
+            )
+        if request.rollout.max_unavailable and options.after == AFTER_UPDATE_STAY_PAUSED:
+            raise Reason.FIELD_CONFLICT.error(
+                "stages that stay paused are unavailable: an update that rolls resumes them", field="options.after"
+            )
+
+    def _obstacle(self, request: BeginWeightUpdateRequest, slot: Slot) -> RlctlError | None:
+        """Why a stage that holds weights of the model cannot take this update, or None."""
+        if request.path == DATA_PATH_IPC and not _shares_memory(request, slot):
+            return Reason.NOT_COLOCATED.error(
+                f"{slot.name}: not all of its ranks share memory with every source", field="path"
+            )
+        staged = request.apply == APPLY_MODE_STAGED and request.kind != UPDATE_KIND_ADAPTER
+        if staged and not slot.capabilities.staged_apply:
+            engine = slot.record.registration.engine
+            return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
+        mode, paused = pause_mode(request), slot.report is not None and slot.report.paused
+        if mode and not paused and (missing := no_pause(slot, mode, field="options.pause")):
+            return missing
+        if request.options.selector == WEIGHT_SELECTOR_DRAFT and not slot.capabilities.draft_model:
+            return Reason.UNSUPPORTED.error(f"{slot.name} has no draft model", field="options.selector")
+        if _waits_for_its_own_ranks(request, slot, _transport(request, slot)):
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name}: beside generation its ranks' own NCCL collectives and the update's could wait for each "
+                "other; offer gloo or shared memory",
+                field="transports",
+            )
+        transport = _transport(request, slot)
+        writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
+        missing = None
+        if request.kind == UPDATE_KIND_ADAPTER:
+            missing = unsupported(slot, "LoadAdapter") or unsupported(slot, "SealUpdate")
+        if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
+            missing = unsupported(slot, writes)
+        if missing is not None:
+            return Reason.UNSUPPORTED.error(f"{slot.name} holds weights of {request.model}: {missing.message}")
+        published = slot.capabilities.transports
+        if transport in BACKENDS and (request.transports or published) and transport not in published:
+            offered = " or ".join(BACKENDS[each] for each in request.transports or [transport] if each in BACKENDS)
+            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {offered} group", field="transports")
+        if transport == TRANSPORT_VLLM_NCCL and (beyond := _beyond_vllm(request)):
+            return Reason.UNSUPPORTED.error(f"{slot.name}: vLLM's own engine takes {beyond[0]}", field=beyond[1])
+        if request.kind == UPDATE_KIND_ADAPTER and not adapter_travels(slot, transport):
+            engine, way = slot.record.registration.engine, "over a group" if transport in GROUPS else "out of memory"
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name}: engine {engine!r} takes no adapter {way}",
+                field="path",
+                next_step="Send it from a process on the same host, or save it and call LoadAdapter.",
+            )
+        gone = slot.dead_ranks()
+        if gone:
+            return Reason.RANK_LOST.error(f"{slot.name}: rank {', '.join(map(str, gone))} is gone")
+        if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
+            return Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released")
+        full = request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
+        if not full and slot.state == STAGE_STATE_DIRTY:
+            return Reason.WEIGHTS_DIRTY.error(f"{slot.name} is DIRTY", field="kind")
+        latest = self._roster.model(request.model).record.latest
+        beside = request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_PARTIAL)
+        field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
+        if beside and (slot.report is None or slot.report.weight_version != latest):
+            # What it leaves as it is would be another version's than at the other targets.
+            return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field=field)
+        if beside and slot.quarantine is not None:
+            # It says that it is, and nobody vouches for it: the new version's digest could be that of its weights.
+            why = slot.quarantine.message
+            return Reason.BASE_MISMATCH.error(f"{slot.name} may not be at version {latest.label!r}: {why}", field=field)
+        return None
+
+
+def pause_mode(request: BeginWeightUpdateRequest) -> PauseMode.ValueType:
+    """How requests are to be stopped for an update; UNSPECIFIED: not before it is known that none are active."""
+    # Of an adapter, the requests that are aborted are those that use it, by the stages themselves.
+    abort = request.options.abort_all_requests and request.kind != UPDATE_KIND_ADAPTER
+    return request.options.pause or (PAUSE_MODE_ABORT if abort else PAUSE_MODE_UNSPECIFIED)
+
+
+def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:
+    """A delta is a difference to the version that is published; its label alone may have been used before."""
+    if not base.label:
+        raise Reason.FIELD_REQUIRED.error("a delta names the version that it is a difference to", field="base.label")
+    same = base.label == latest.label and base.trainer_incarnation in (0, latest.trainer_incarnation)
+    if not same or base.sequence not in (0, latest.sequence):
+        raise Reason.BASE_MISMATCH.error(
+            f"the base is {base.label!r}, the published version {latest.label!r} (sequence {latest.sequence})",
+            field="base",
+        )
+
+
+def in_progress(model: ModelState) -> RlctlError:
+    """The refusal that names who holds a model."""
+    return Reason.UPDATE_IN_PROGRESS.error(
+        f"{model.update_owner} is updating {model.record.name} (update {model.update_id})",
+        metadata={"holder": model.update_id, "owner": model.update_owner},
+    )
+
+
+def _version(request: BeginWeightUpdateRequest, model: ModelState) -> WeightVersion:
+    """Where an update leads: the next version, or with an adapter beside it the one that there is."""
+    if request.kind == UPDATE_KIND_ADAPTER:
+        return model.record.latest
+    return WeightVersion(
+        label=request.version,
+        sequence=versions.reserved(model, 0).reserved_sequence,
+        trainer_incarnation=request.trainer.incarnation,
+    )
+
+
+def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
+    """How tensors reach a target."""
+    if request.path == DATA_PATH_DISK:
+        return TRANSPORT_DISK
+    if request.path in (DATA_PATH_UNSPECIFIED, DATA_PATH_IPC) and _shares_memory(request, slot):
+        return TRANSPORT_SHARED_MEMORY
+    return _by_group(request, slot)
+
+
+def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
+    """The first of the sources' transports by which a target can take the update, or the first of all."""
+    given = [transport for transport in request.transports or [TRANSPORT_TORCH_GLOO] if transport in BACKENDS]
+    if not given:
+        raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
+    offered = slot.capabilities.transports
+    fit = (each for each in given if each in offered and not _waits_for_its_own_ranks(request, slot, each))
+    return next(fit, given[0])
+
+
+def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
+    """Whether the update's NCCL collectives would go on beside those of the target's own steps."""
+    alone = len(slot.workers) == 1
+    aside = request.apply == APPLY_MODE_STAGED or request.kind == UPDATE_KIND_ADAPTER
+    return aside and not alone and transport == TRANSPORT_TORCH_NCCL
+
+
+def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
+    """What vLLM's own engine takes instead, and the field that says otherwise; None where it takes this update."""
+    if request.num_sources > 1:
+        return "weights from one source", "num_sources"
+    if request.kind in (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA):
+        # It would fill up what comes in part of a fused layer with whatever the memory held.
+        return "full updates", "kind"
+    return None
+
+
+def _shares_memory(request: BeginWeightUpdateRequest, slot: Slot) -> bool:
+    workers = slot.workers
+    here = all(worker.host_id and worker.host_id in request.host_ids for worker in workers)
+    return here and TRANSPORT_SHARED_MEMORY in slot.capabilities.transports

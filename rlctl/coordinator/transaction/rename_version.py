@@ -1,0 +1,124 @@
+"""Another label for the version that is published: the weights, and the sequence that orders them, stay.
+
+For clients that say only after their update what its version is called. A stage that holds the version is told in one
+word that it is admitted under its new label and that this is what it holds, so that none stops serving meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet.roster import Roster, Slot, model_put
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.transaction.planner import in_progress
+from rlctl.ports import Journal
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    STAGE_STATE_DIRTY,
+    Target,
+    WeightVersion,
+)
+from rlctl.v1.journal_pb2 import ModelRecord
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
+
+TOLD_S = 10.0
+"""Time that a grant may take to a stage and its report back."""
+
+
+OWNER = "another label"
+
+FORMER_LABELS = 64
+"""Of one version that are remembered: a stage that missed more of them is healed."""
+
+
+async def relabel(
+    request: CommitWeightUpdateRequest,
+    model: str,
+    *,
+    roster: Roster,
+    peers: Peers,
+    operations: Operations,
+    journal: Journal,
+) -> Run:
+    """Call the published version of a model by ``request.version`` from now on.
+
+    The operation fails with WEIGHTS_DIRTY where an update has left a mixture, with WEIGHTS_STALE if nobody holds it.
+    """
+    targets, excluded = roster.select(Target(model=model))
+
+    state = roster.models[model]
+
+    async def work(run: Run) -> None:
+        async with roster.publishing:
+            run.refuse_given_up()
+            if state.update_id:
+                raise in_progress(state)
+            before = state.record.latest
+            holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == before]
+            mixed = [slot.name for slot in targets if slot.state == STAGE_STATE_DIRTY]
+            # What was to be called so is an update that has failed, and not the version before it.
+            if mixed:
+                raise Reason.WEIGHTS_DIRTY.error(f"{mixed[0]} holds a mixture", field="version")
+            if not holders:
+                raise Reason.WEIGHTS_STALE.error(f"nobody holds version {before.label!r}", field="version")
+            record = ModelRecord()
+            record.CopyFrom(state.record)
+            record.latest.label = request.version
+            record.former_labels.append(before.label)
+            del record.former_labels[:-FORMER_LABELS]
+            # A heal that began now would bring its stage to a version that is called otherwise by its end.
+            state.update_id, state.update_owner = run.operation.operation_id, OWNER
+            try:
+                await journal.write([model_put(record)])
+            finally:
+                state.update_id = state.update_owner = ""
+            versions.publish(state, record)
+            for slot in roster.slots.values():
+                if slot.model == model:
+                    peers.grant(slot, adopt=slot in holders)
+        roster.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                await roster.until(lambda: all(_holds(slot, record.latest) for slot in holders))
+        run.operation.weight_version.CopyFrom(record.latest)
+        for slot in targets:
+            run.add(_result(roster, slot, record.latest, told=slot in holders))
+
+    return await operations.start(
+        request, verb="CommitWeightUpdate", targets=targets, excluded=excluded, work=work, exclusive=True, model=model
+    )
+
+
+def _holds(slot: Slot, version: WeightVersion) -> bool:
+    return slot.report is not None and slot.report.weight_version == version
+
+
+def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -> StageResult:
+    result = StageResult(
+        header=roster.header(),
+        slot=slot.name,
+        incarnation=slot.record.incarnation,
+        outcome=OUTCOME_APPLIED,
+        state=slot.state,
+        weight_version=slot.report.weight_version if slot.report is not None else None,
+    )
+    if not _holds(slot, version):
+        # Whatever it holds is not admitted under another name: it serves nothing, or still the same weights.
+        result.outcome = OUTCOME_UNKNOWN if told else OUTCOME_REJECTED
+        error = Reason.RANK_SILENT if told else Reason.WEIGHTS_STALE
+        result.error.CopyFrom(error.error(f"{slot.name} does not hold version {version.label!r}").detail())
+    for worker in slot.workers:
+        # A version's name is kept by the stage, for all of its ranks.
+        rank = result.rank_results.add(coordinates=worker, outcome=result.outcome, evidence=EVIDENCE_ENGINE)
+        if result.HasField("error"):
+            rank.error.CopyFrom(result.error)
+    result.evidence = EVIDENCE_ENGINE
+    return result

@@ -1,0 +1,120 @@
+"""Asking the targets of an update, before it is published, for the proof that they hold what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.fingerprints import fingerprints
+from rlctl.coordinator.fleet.capabilities import digests
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.transaction import verification_levels
+from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.transaction.verification_levels import Expected, Level
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    VERIFICATION_LEVEL_UNSPECIFIED,
+)
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckWeightsRequest
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it.
+
+    Attributes:
+        wrong: why, for each target that failed, by slot.
+        checks: answers of those whose tensors were compared one by one, by slot: what each rank holds of the first
+            that differs.
+        digest: model digest that all others have, hex; "" when none or several were found.
+    """
+
+    wrong: dict[str, RlctlError]
+    checks: dict[str, StageResult]
+    digest: str
+
+
+async def verify(
+    session: Session,
+    slots: Sequence[Slot],
+    completed: Sequence[StageResult],
+    levels: Mapping[str, Level],
+    expected: Expected,
+) -> Verdict:
+    """Verify what targets hold once they have completed it: the weights that they committed or, staged, the shadow copy
+    that they sealed. ``completed`` are their answers to that, in their order.
+    """
+
+    def at(*wanted: Level) -> list[Slot]:
+        return [slot for slot in slots if levels[slot.name] in wanted]
+
+    options = session.record.request.options
+    # With AUTO, ranks must agree among themselves also where there is nothing else to compare with.
+    auto = verification_levels.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
+    digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
+    results = await session.step(_check(session), [slot for slot in digested if digests(slot)])
+    wrong = verification_levels.judge_digests(results, levels, expected)
+    checks = await _compared(session, results, wrong, expected)
+    for slot, answer in checks.items():
+        wrong[slot] = verification_levels.named(wrong[slot], answer)
+    wrong |= verification_levels.judge_evidence(completed, levels, probed=options.HasField("probe"))
+    took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
+    wrong |= verification_levels.judge_received([result for result in completed if result.slot in took], expected)
+    if not session.staged:
+        wrong |= await probe(session, slots)
+    found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
+    return Verdict(wrong, checks, found.pop() if len(found) == 1 else "")
+
+
+async def probe(session: Session, slots: Sequence[Slot]) -> dict[str, RlctlError]:
+    """What is wrong with what targets compute of the update's probe, if it has one, by slot. Only what is served
+    computes: of a staged update it is asked after the swap.
+    """
+    options = session.record.request.options
+    if not options.HasField("probe"):
+        return {}
+    check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
+    return verification_levels.judge_probe(await session.step(check, slots), options.probe)
+
+
+async def _compared(
+    session: Session, results: Sequence[StageResult], wrong: Mapping[str, RlctlError], expected: Expected
+) -> dict[str, StageResult]:
+    """Tensor by tensor, the targets whose digest is another one: with the source's, or with those of a replica, one
+    that is right if there is any, or of the stage that holds what they should.
+    """
+    differ = [
+        result.slot
+        for result in results
+        if result.slot in wrong
+        and wrong[result.slot].reason is Reason.DIGEST_MISMATCH
+        and result.outcome == OUTCOME_APPLIED
+    ]
+    if not differ:
+        return {}
+    slots = {slot.name: slot for slot in session.targets if slot.name in differ}
+    sound = {result.slot for result in results} - wrong.keys()
+    beside = session.reference or (session.done[0] if session.done else None)
+    right = next((slot for slot in session.targets if slot.name in sound), beside)
+    reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]])
+    if not reference:
+        return {}
+    compare = _check(session, fingerprints=reference)
+    return {result.slot: result for result in await session.step(compare, [*slots.values()])}
+
+
+async def _fingerprints_of(session: Session, slot: Slot) -> bytes:
+    """What a target holds, tensor by tensor; nothing when it does not list its tensors."""
+    (result,) = await session.step(_check(session, per_tensor=True), [slot])
+    found = {tensor.name: tensor.sha256 for rank in result.rank_results for tensor in rank.check.model_tensors}
+    return fingerprints(found) if result.outcome == OUTCOME_APPLIED else b""
+
+
+def _check(session: Session, *, fingerprints: bytes = b"", per_tensor: bool = False) -> CheckWeightsRequest:
+    """Digests of what a target is to be verified by."""
+    return CheckWeightsRequest(shadow=session.staged, fingerprints=fingerprints, per_tensor=per_tensor)

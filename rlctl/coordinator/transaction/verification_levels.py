@@ -1,0 +1,383 @@
+"""Evidence for an update: what its targets hold, what they compute with it, and what their answers prove. Pure.
+
+Evidence is of two kinds. A level of the bytes that ranks hold is chosen for each target. The probe is the evidence of
+the values that an engine computes. A probe that is passed is computed by every target, at every level of the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    MEMORY_TAG_KV_CACHE,
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    TRANSPORT_DISK,
+    TRANSPORT_VLLM_NCCL,
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    VERIFICATION_LEVEL_UNSPECIFIED,
+    Transport,
+    Verification,
+    VerificationLevel,
+)
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import Probe, TensorDifference, UpdateOptions
+
+Level: TypeAlias = VerificationLevel.ValueType
+
+_BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
+
+_OF_BYTES = (VERIFICATION_LEVEL_NONE, VERIFICATION_LEVEL_RECEIVED, *reversed(_BY_DIGEST))
+"""Levels of the bytes that ranks hold, weakest first."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the sources say of the weights.
+
+    Attributes:
+        digest: model digest of all of them, hex; "" when it is not known.
+        sent: digest over just what was sent, hex; "" when it is not known.
+        fingerprints: of every tensor that ``digest`` is over, by sorted names; empty when they are not known.
+        held: what the stages hold that serve the version already, hex; "" when there are none.
+    """
+
+    digest: str = ""
+    sent: str = ""
+    fingerprints: bytes = b""
+    held: str = ""
+
+
+NOTHING = Expected()
+
+
+def reached(
+    slot: Slot,
+    transport: Transport.ValueType,
+    options: UpdateOptions,
+    together: Sequence[Slot],
+) -> dict[Level, str]:
+    """Which levels of the bytes an update can be verified at on a target; those that it cannot, with the reason, are
+    not "".
+
+    ``together``: the stages that can be compared with each other, this one among them. EXPECTED is reached though the
+    sources may turn out to have computed no digest.
+    """
+    obstacles: dict[Level, str] = dict.fromkeys(_OF_BYTES, "")
+    for level in obstacles:
+        if level not in (VERIFICATION_LEVEL_NONE, *slot.capabilities.verification):
+            why = slot.capabilities.unsupported.get(f"verify={_name(level)}")
+            obstacles[level] = why or "its engine has no code for it"
+    if len(together) == 1:
+        alone = "no other stage is brought to the version together with it: it has no replica to agree with"
+        obstacles[VERIFICATION_LEVEL_REPLICA] = alone
+    if transport == TRANSPORT_DISK:
+        obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
+    # Over vLLM's own transfer every rank is asked.
+    one_answer = slot.capabilities.answers_for_ranks and transport != TRANSPORT_VLLM_NCCL
+    if one_answer and not options.HasField("probe"):
+        obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
+    return obstacles
+
+
+def of_bytes(options: UpdateOptions) -> Level:
+    """The level of the bytes that is asked for by name; UNSPECIFIED for AUTO."""
+    return VERIFICATION_LEVEL_NONE if options.verify == VERIFICATION_LEVEL_PROBE else options.verify
+
+
+def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
+    """Raise VERIFICATION_UNREACHABLE when a probe was passed that a target cannot compute."""
+    if not options.HasField("probe"):
+        return
+    if VERIFICATION_LEVEL_PROBE not in slot.capabilities.verification:
+        why = "its engine has no code for it"
+    elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
+        why = "its KV cache is released, so it can compute nothing"
+    else:
+        return
+    raise Reason.VERIFICATION_UNREACHABLE.error(
+        f"{slot.name} cannot compute the probe: {why}",
+        field="options.probe",
+        next_step="Leave the probe out, or update without this stage.",
+    )
+
+
+def refuse_unreachable(
+    options: UpdateOptions,
+    targets: Sequence[Slot],
+    transports: Mapping[str, Transport.ValueType],
+    together: Sequence[Slot],
+) -> None:
+    """Raise VERIFICATION_UNREACHABLE, naming the target, when it cannot reach the level that is asked for by name; or,
+    with AUTO, any; or when it cannot compute the probe. ``transports`` are the targets' by slot; ``together`` as for
+    :func:`reached`. FIELD_REQUIRED for level PROBE without a probe.
+    """
+    wanted = of_bytes(options)
+    if options.verify == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
+        raise Reason.FIELD_REQUIRED.error("verify=probe needs the probe to verify with", field="options.probe")
+    for slot in targets:
+        refuse_uncomputable(options, slot)
+        obstacles = reached(slot, transports[slot.name], options, together)
+        if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
+            continue
+        if wanted != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[wanted]:
+            continue
+        raise _unreachable(slot, wanted, obstacles)
+
+
+def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> RlctlError:
+    names = ", ".join(_name(level) for level, obstacle in obstacles.items() if not obstacle) or "no level"
+    if wanted == VERIFICATION_LEVEL_UNSPECIFIED:
+        message = f"{slot.name} reaches no level of verification; none: {obstacles[VERIFICATION_LEVEL_NONE]}"
+    else:
+        message = f"{slot.name} cannot verify at level {_name(wanted)}: {obstacles[wanted]}; it reaches: {names}"
+    next_step = ""
+    if slot.capabilities.answers_for_ranks and VERIFICATION_LEVEL_PROBE in slot.capabilities.verification:
+        next_step = "Pass a probe: prompts with the log probabilities that the new weights give."
+    return Reason.VERIFICATION_UNREACHABLE.error(message, field="options.verify", next_step=next_step)
+
+
+def levels(
+    options: UpdateOptions,
+    targets: Sequence[Slot],
+    transports: Mapping[str, Transport.ValueType],
+    expected: Expected,
+    together: Sequence[Slot],
+    *,
+    digesting: Collection[str],
+    adapter: bool = False,
+) -> dict[str, Level]:
+    """At which level of the bytes each target is verified, by slot. AUTO takes the highest that it reaches.
+    ``together`` as for :func:`reached`. ``digesting``: slots that were told to digest what they take in. ``adapter``:
+    it is one, which an engine that answers for its ranks says to be loaded when every rank has.
+
+    Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
+    VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by, or when one can no
+    longer compute the probe.
+    """
+    wanted = of_bytes(options)
+    given = {VERIFICATION_LEVEL_EXPECTED: expected.digest, VERIFICATION_LEVEL_RECEIVED: expected.sent}
+    missing = [level for level, digest in given.items() if not digest]
+    if wanted in missing:
+        raise Reason.FIELD_REQUIRED.error(f"verify={_name(wanted)} needs the sources' digest", field="expected_digest")
+    chosen = {}
+    for slot in targets:
+        refuse_uncomputable(options, slot)
+        obstacles = reached(slot, transports[slot.name], options, together)
+        if adapter:
+            obstacles[VERIFICATION_LEVEL_NONE] = ""
+        if slot.name not in digesting:
+            obstacles[VERIFICATION_LEVEL_RECEIVED] = "it was not told to digest what it takes in"
+        possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
+        if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
+            raise _unreachable(slot, wanted, obstacles)
+        chosen[slot.name] = wanted or max(possible)
+    return chosen
+
+
+def digests_what_comes(
+    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, together: Sequence[Slot], *, partial: bool
+) -> bool:
+    """Whether a target must digest what it takes in, because it may be verified at level RECEIVED. Of a ``partial``
+    update the sources know no digest of all weights, which level EXPECTED needs.
+    """
+    if of_bytes(options) != VERIFICATION_LEVEL_UNSPECIFIED:
+        return of_bytes(options) == VERIFICATION_LEVEL_RECEIVED
+    obstacles = reached(slot, transport, options, together)
+    if partial:
+        del obstacles[VERIFICATION_LEVEL_EXPECTED]
+    return max((level for level, why in obstacles.items() if not why), default=0) == VERIFICATION_LEVEL_RECEIVED
+
+
+def judge_digests(
+    results: Sequence[StageResult], levels: Mapping[str, Level], expected: Expected
+) -> dict[str, RlctlError]:
+    """What is wrong with each target that digested its weights, by slot; those that are right are not in it.
+
+    Every rank of a target must name the same model digest, without an inconsistent replica. At level expected it must
+    be the source's. At level replica all targets must agree, with those that serve the version already too; when they
+    do not, nobody can say which is right, and one that is left alone has been compared with nothing.
+    """
+    wrong: dict[str, RlctlError] = {}
+    found: dict[str, str] = {}
+    for result in results:
+        try:
+            found[result.slot] = _digest(result)
+        except RlctlError as error:
+            wrong[result.slot] = error
+    compared = [slot for slot in found if levels[slot] == VERIFICATION_LEVEL_REPLICA]
+    if len(compared) == 1 and not expected.held:
+        alone = f"no other replica is left that {compared[0]} could be compared with"
+        wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(alone, field="options.verify", outcome=OUTCOME_DIRTY)
+    replicas = {found[slot] for slot in compared} | ({expected.held} if expected.held else set())
+    for slot, digest in found.items():
+        if levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected.digest:
+            wrong[slot] = _mismatch(
+                f"its weights have digest {digest[:16]}, the source sent {expected.digest[:16]}",
+                digest=digest,
+                expected=expected.digest,
+            )
+        elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1 and digest != expected.held:
+            wrong[slot] = _mismatch(
+                f"the replicas hold {len(replicas)} different sets of weights; this one's digest is {digest[:16]}",
+                digest=digest,
+            )
+    return wrong
+
+
+def judge_evidence(
+    committed: Sequence[StageResult], levels: Mapping[str, Level], *, probed: bool
+) -> dict[str, RlctlError]:
+    """Targets that nothing is verified of, and whose engines gave one answer for all of their ranks, by slot.
+    ``probed``: a probe is evidence of all of them.
+    """
+    if probed:
+        return {}
+    return {
+        result.slot: Reason.VERIFICATION_UNREACHABLE.error(
+            "its engine gave one answer for all ranks, which proves nothing of each, and nothing was verified",
+            field="options.verify",
+            outcome=OUTCOME_DIRTY,
+        )
+        for result in committed
+        if levels.get(result.slot) == VERIFICATION_LEVEL_NONE and result.evidence == EVIDENCE_ENGINE
+    }
+
+
+def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict[str, RlctlError]:
+    """What is wrong with targets at level RECEIVED, given their answers to commit or seal, by slot."""
+    wrong = {}
+    for result in committed:
+        for rank in result.rank_results:
+            found = rank.weights.received_digest
+            if found != expected.sent:
+                wrong[result.slot] = _mismatch(
+                    f"rank {rank.coordinates.rank} took in {found[:16] or 'nothing that it digested'}, "
+                    f"the source sent {expected.sent[:16]}",
+                    digest=found,
+                    expected=expected.sent,
+                    ranks=str(rank.coordinates.rank),
+                )
+                break
+    return wrong
+
+
+def judge_probe(results: Sequence[StageResult], probe: Probe) -> dict[str, RlctlError]:
+    """What is wrong with targets, given what they computed of the probe, by slot."""
+    wrong = {}
+    for result in results:
+        error = _probed(result, probe)
+        if error is not None:
+            wrong[result.slot] = error
+    return wrong
+
+
+def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
+    if result.outcome != OUTCOME_APPLIED:
+        outcome = max(result.outcome, OUTCOME_DIRTY)
+        return Reason.PROBE_MISMATCH.error(f"the probe could not be computed: {result.error.message}", outcome=outcome)
+    answers = [rank.check.probed for rank in result.rank_results if rank.check.probed]
+    if not answers or any(len(answer) != len(probe.prompts) for answer in answers):
+        return Reason.PROBE_MISMATCH.error("it did not answer every prompt of the probe", outcome=OUTCOME_DIRTY)
+    for answer in answers:
+        for index, (wanted, found) in enumerate(zip(probe.prompts, answer, strict=True)):
+            if len(found.logprobs) != len(wanted.logprobs):
+                return Reason.PROBE_MISMATCH.error(
+                    f"it computed {len(found.logprobs)} log probabilities of prompt {index}, not "
+                    f"{len(wanted.logprobs)}",
+                    outcome=OUTCOME_DIRTY,
+                )
+            pairs = zip(wanted.logprobs, found.logprobs, strict=True)
+            gaps = [math.inf if math.isnan(mine) else abs(mine - theirs) for theirs, mine in pairs]
+            worst = max(range(len(gaps)), key=gaps.__getitem__)
+            if not gaps[worst] <= probe.tolerance:
+                return Reason.PROBE_MISMATCH.error(
+                    f"token {worst + 1} of prompt {index} has log probability {found.logprobs[worst]:.6g}, the trainer "
+                    f"expects {wanted.logprobs[worst]:.6g} within {probe.tolerance:g}",
+                    metadata={"prompt": str(index), "token": str(worst + 1), "difference": f"{gaps[worst]:.6g}"},
+                    outcome=OUTCOME_DIRTY,
+                )
+    return None
+
+
+def certificate(level: Level, *, probed: bool) -> Verification:
+    """The record of a target that was verified at this level of the bytes, and whether it computed a probe."""
+    return Verification(held=level, computed=VERIFICATION_LEVEL_PROBE if probed else VERIFICATION_LEVEL_NONE)
+
+
+def weakest(records: Sequence[Verification]) -> Verification:
+    """The evidence, of each kind, that all of these records have; empty for none."""
+    if not records:
+        return Verification()
+    return Verification(held=min(each.held for each in records), computed=min(each.computed for each in records))
+
+
+def named(error: RlctlError, result: StageResult) -> RlctlError:
+    """A mismatch with the first tensor that differs, and the ranks whose part of it does or may.
+
+    ``result`` is the target's answer to a check with fingerprints; without one that says so the error stays as it is.
+    """
+    reports = {rank.coordinates.rank: rank.check.difference for rank in result.rank_results}
+    first = next((report for report in reports.values() if report.first), None)
+    if result.outcome != OUTCOME_APPLIED or first is None:
+        return error
+    holders = {rank: report.part for rank, report in reports.items() if report.part.name == first.first}
+    guilty = [rank for rank, part in holders.items() if part.differs]
+    if not guilty and len(holders) == 1:
+        guilty = list(holders)
+    error.message += f"; {_first_of(first)}"
+    error.metadata |= {"tensor": first.first, "differing": str(first.count)}
+    if guilty:
+        error.message += f", at {_ranks(guilty)}"
+        error.metadata["ranks"] = ",".join(map(str, guilty))
+    else:
+        error.message += f", of which {_ranks(list(holders))} hold a part each"
+        error.metadata["holders"] = ",".join(map(str, holders))
+    return error
+
+
+def _first_of(difference: TensorDifference) -> str:
+    if difference.count == 1:
+        return f"of {difference.tensors} tensors only {difference.first} differs"
+    return f"{difference.count} of {difference.tensors} tensors differ, first {difference.first}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _digest(result: StageResult) -> str:
+    if result.outcome != OUTCOME_APPLIED:
+        outcome = result.outcome if result.outcome == common_pb2.OUTCOME_UNKNOWN else OUTCOME_DIRTY
+        raise Reason.DIGEST_MISMATCH.error(
+            f"its weights could not be digested: {result.error.message}", outcome=outcome
+        )
+    found = {rank.check.model_digest for rank in result.rank_results}
+    inconsistent = sorted({name for rank in result.rank_results for name in rank.check.inconsistent})
+    if inconsistent:
+        raise _mismatch(
+            f"replicas of {inconsistent[0]} differ between its ranks ({len(inconsistent)} tensors do)",
+            tensors=",".join(inconsistent),
+        )
+    if len(found) != 1 or not next(iter(found)):
+        raise _mismatch("its ranks do not name one model digest")
+    return found.pop()
+
+
+def _mismatch(message: str, **metadata: str) -> RlctlError:
+    return Reason.DIGEST_MISMATCH.error(message, metadata=metadata, outcome=OUTCOME_DIRTY)
+
+
+def _name(level: Level) -> str:
+    return VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower()

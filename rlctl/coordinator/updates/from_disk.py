@@ -1,0 +1,165 @@
+"""Whole updates in one call, whose targets read from disk: a checkpoint, or an adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.outcomes import acknowledged, blame
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.transaction.planner import Planner
+from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.transaction.transfer import OpenUpdate
+from rlctl.coordinator.transaction.verification_levels import Expected
+from rlctl.coordinator.updates.manager import Updates
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_DISK,
+    BeginWeightUpdateRequest,
+    RolloutStrategy,
+    Trainer,
+)
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_ADAPTER,
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    Adapter,
+    InspectCheckpointRequest,
+    LoadAdapterRequest,
+    UpdateOptions,
+    UpdateWeightsFromDiskRequest,
+)
+
+log = logging.getLogger(__name__)
+
+Request = UpdateWeightsFromDiskRequest | LoadAdapterRequest
+
+_READ_AGAIN = ("", "auto", "safetensors")
+"""Load formats of checkpoints that engines can be launched with or healed from."""
+
+
+class FromDisk:
+    """Opens them, and is what they contain."""
+
+    def __init__(self, updates: Updates, roster: Roster, planner: Planner, clock: Clock) -> None:
+        self._updates = updates
+        self._roster = roster
+        self._planner = planner
+        self._clock = clock
+
+    async def update(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
+        """A whole update in one call: every target reads a checkpoint."""
+        target = request.header.target
+        model = self._planner.only_updatable(target)
+        begin = BeginWeightUpdateRequest(
+            header=request.header,
+            model=model,
+            version=request.weight_version or self._label(),
+            path=DATA_PATH_DISK,
+            kind=UPDATE_KIND_PARTIAL if request.target_modules else UPDATE_KIND_FULL,
+            apply=request.apply,
+            rollout=RolloutStrategy(max_unavailable=request.max_unavailable),
+            options=request.options,
+            trainer=self._nobody("disk", model),
+        )
+
+        def vet(session: Session) -> None:
+            session.levels(Expected(digest=request.expected_digest))
+            if not request.target_modules and request.load_format in _READ_AGAIN:
+                session.checkpoint = request.model_path
+
+        content = functools.partial(self._read, request=request)
+        return await self._updates.begin_whole(begin, timeout_s, request, content, vet=vet)
+
+    def _label(self) -> str:
+        """Of a version that got none: of an id's two ends the first is its time, and the same for a minute."""
+        return f"disk-{self._clock.new_id()[-12:]}"
+
+    def _nobody(self, name: str, model: str) -> Trainer:
+        """Whoever has something read from disk is no trainer that another one could have taken over from."""
+        return Trainer(name=name, incarnation=self._roster.model(model).record.trainer_incarnation)
+
+    async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
+        """A whole adapter update in one call: every stage of the model reads it from disk."""
+        model = self._planner.only_model(request.header.target)
+        version = request.version or self._label()
+        begin = BeginWeightUpdateRequest(
+            header=request.header,
+            model=model,
+            version=version,
+            path=DATA_PATH_DISK,
+            kind=UPDATE_KIND_ADAPTER,
+            adapter=request.name,
+            options=UpdateOptions(abort_all_requests=request.abort_requests),
+            trainer=self._nobody("adapters", model),
+        )
+        adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
+
+        def vet(_: Session) -> None:
+            loaded = {each.name for each in self._roster.model(model).record.adapters}
+            if request.only_new and request.name in loaded:
+                raise Reason.ADAPTER_EXISTS.error(f"{model} has an adapter {request.name} already", field="name")
+
+        content = functools.partial(self._read, request=request)
+        return await self._updates.begin_whole(begin, timeout_s, request, content, adapter=adapter, vet=vet)
+
+    async def _read(self, opened: OpenUpdate, *, request: Request) -> None:
+        """Let every target read; an abort meanwhile does not wait for them."""
+        session = opened.session
+        digest = ""
+        if isinstance(request, UpdateWeightsFromDiskRequest):
+            digest = await self._inspect(opened, request)
+        if not opened.decided.is_set():
+            await session.ready()
+        if opened.decided.is_set():
+            return
+        sent = type(request).FromString(request.SerializeToString())
+        compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets)
+        if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:
+            sent.expected_digest = digest  # what turns out to be something else is rolled back
+        reading = asyncio.create_task(session.step(sent, session.targets))
+        aborted = asyncio.create_task(opened.decided.wait())
+        await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
+        aborted.cancel()
+        if not reading.done():
+            reading.add_done_callback(_tell)
+            return
+        results = reading.result()
+        opened.received += results
+        for result in results:
+            opened.run.add(result)
+        failed = [r for r in results if not acknowledged(r, update=True)]
+        if failed and session.left - len(failed) < session.quorum:
+            raise blame(failed[0])
+        opened.decide(expected=Expected(digest=digest))
+
+    async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> str:
+        """Let every target look at the checkpoint, before anything is paused for it; returns the model digest that it
+        must have: the request's or, of a whole one, what all find that it says of itself. Raises what the first says.
+        """
+        session = opened.session
+        inspect = InspectCheckpointRequest(
+            model_path=request.model_path, load_format=request.load_format, target_modules=request.target_modules
+        )
+        results = await session.step(inspect, session.targets)
+        failed = [result for result in results if not acknowledged(result, update=False)]
+        for result in failed:
+            opened.run.add(result)
+        if failed and session.left - len(failed) < session.quorum:
+            raise blame(failed[0])
+        said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
+        wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE
+        known = len(said) == 1 and session.full and not failed and wanted
+        return request.expected_digest or (said.pop() if known else "")
+
+
+def _tell(reading: asyncio.Task[list[StageResult]]) -> None:
+    """Of a read that nobody waits for any more: what could not be recorded of it."""
+    error = None if reading.cancelled() else reading.exception()
+    if error is not None:
+        log.warning("a read whose update was aborted: %s", error)

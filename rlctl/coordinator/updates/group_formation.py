@@ -1,0 +1,174 @@
+"""One group out of the calls that come for each engine by itself, every one with its own rank offset.
+
+None of them alone says who joins where, so each waits for the others; then the group is one operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.operations.call_coalescing import Joined, Joining
+from rlctl.coordinator.operations.operations import Run, body_hash
+from rlctl.coordinator.transaction import process_groups
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
+from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
+
+Start = Callable[[InitWeightsUpdateGroupRequest], Awaitable[Run]]
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A group that is not complete.
+
+    Attributes:
+        ranks: how many each of the model's engines has, as they were at the first call.
+        offsets: where those that were called join.
+        callers: how many calls for each of them wait.
+        now: the model's engines, once they are not those of the first call any more.
+    """
+
+    body: InitWeightsUpdateGroupRequest
+    ranks: dict[str, int]
+    offsets: dict[str, int] = field(default_factory=dict)
+    callers: Counter[str] = field(default_factory=Counter)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    now: str = ""
+
+
+class Gathering:
+    """Groups that wait for the calls of further engines."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining = joining
+        self._pending: dict[tuple[str, str], _Pending] = {}
+
+    async def run(
+        self,
+        request: InitWeightsUpdateGroupRequest,
+        engine: Slot,
+        targets: Callable[[str], Sequence[Slot]],
+        start: Start,
+        timeout_s: float,
+    ) -> Joined:
+        """The operation in which the engines of a model join a group, once all of them were called.
+
+        A group of one engine alone, and of a source, waits for nobody. Raises FIELD_INVALID for a world size or offset
+        that the roster does not give, UNREACHABLE for an engine that is not there, GROUP_EXISTS for one that an engine
+        was told otherwise of, GROUP_FAILED when an engine was not called in time, or the model has other engines than
+        at the first call.
+        """
+        body = InitWeightsUpdateGroupRequest()
+        body.CopyFrom(request)
+        body.ClearField("rank_offset")
+        body.header.unkeyed = True  # a repeat waits with the first, whatever its key
+        [own] = process_groups.members([engine])
+        if request.world_size == 1 + own.num_ranks:
+            body.header.target.slots[:] = [engine.name]
+            own.rank_offset = request.rank_offset or 1
+            return await self._joining.run(body, engine.model, [engine.name], lambda: _begin(body, [own], start))
+        known = self._joining.known(body)
+        if known is not None:
+            return Joined(known, True, body)
+        wanted = targets(engine.model)
+        process_groups.refuse_world_size(request, wanted)
+        place = (engine.model, request.group_name)
+        ranks = {member.slot: member.num_ranks for member in process_groups.members(wanted)}
+        if engine.name not in ranks:
+            raise Reason.UNREACHABLE.error(f"no link to {engine.name} stands", outcome=OUTCOME_NOT_SENT)
+        pending = self._pending.get(place)
+        if pending is not None and pending.ranks != ranks:
+            pending.now = ", ".join(sorted(ranks))
+            pending.changed.set()
+            pending = None
+        if pending is None:
+            pending = self._pending[place] = _Pending(body, ranks)
+        self._refuse_contradiction(pending, request, body, engine)
+        pending.offsets[engine.name] = request.rank_offset
+        pending.callers[engine.name] += 1
+        pending.changed.set()
+
+        async def gather() -> Run:
+            try:
+                given = await _gathered(pending, timeout_s)
+            finally:
+                if self._pending.get(place) is pending:
+                    del self._pending[place]
+            return await _begin(body, given, start)
+
+        try:
+            joined = await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
+        except BaseException:
+            # Who has left joins nothing, unless a repeat of the call still waits.
+            pending.callers[engine.name] -= 1
+            if not pending.callers[engine.name]:
+                del pending.offsets[engine.name]
+            pending.changed.set()
+            if not pending.offsets and self._pending.get(place) is pending:
+                del self._pending[place]  # nobody may be gathering it: this call had joined one that was ended
+            raise
+        if self._pending.get(place) is pending:
+            del self._pending[place]  # a repeat, whose group was complete before it came: nobody gathers this one
+        return joined
+
+    @staticmethod
+    def _refuse_contradiction(
+        pending: _Pending, request: InitWeightsUpdateGroupRequest, body: InitWeightsUpdateGroupRequest, engine: Slot
+    ) -> None:
+        before = pending.offsets.get(engine.name, request.rank_offset)
+        if before != request.rank_offset:
+            raise Reason.GROUP_EXISTS.error(
+                f"{engine.name} joins {request.group_name} at rank {before}, not {request.rank_offset}",
+                field="rank_offset",
+            )
+        if body_hash(pending.body) == body_hash(body):
+            return
+        for name in ("master_address", "master_port", "backend", "world_size"):
+            there, here = getattr(pending.body, name), getattr(body, name)
+            if there != here:
+                others = ", ".join(sorted(pending.offsets))
+                raise Reason.GROUP_EXISTS.error(
+                    f"{name} is {here!r}; {others} joins {request.group_name} with {there!r}",
+                    field=name,
+                )
+        raise Reason.GROUP_EXISTS.error(f"another call asks for {request.group_name} differently", field="group_name")
+
+
+async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
+    """Who joins where, once every engine was called."""
+    ranks = pending.ranks
+    try:
+        async with asyncio.timeout(timeout_s):
+            while pending.offsets.keys() < ranks.keys():
+                if not pending.offsets:
+                    raise Reason.CANCELLED.error("every caller has left")
+                if pending.now:
+                    raise Reason.GROUP_FAILED.error(
+                        f"group {pending.body.group_name}: the model's engines are {pending.now} now, and were "
+                        f"{', '.join(sorted(ranks))} at the first call",
+                        field="world_size",
+                        next_step="Call every engine of the model again, with the world size that they make now.",
+                    )
+                pending.changed.clear()
+                await pending.changed.wait()
+    except TimeoutError:
+        missing = ", ".join(sorted(ranks.keys() - pending.offsets.keys()))
+        raise Reason.GROUP_FAILED.error(
+            f"group {pending.body.group_name}: nobody called {missing} within {timeout_s:g} s",
+            field="world_size",
+            next_step="Call every engine of the model, at the same time.",
+        ) from None
+    return [
+        GroupMember(slot=name, rank_offset=offset, num_ranks=ranks[name]) for name, offset in pending.offsets.items()
+    ]
+
+
+async def _begin(body: InitWeightsUpdateGroupRequest, given: Sequence[GroupMember], start: Start) -> Run:
+    whole = InitWeightsUpdateGroupRequest()
+    whole.CopyFrom(body)
+    whole.members.extend(given)
+    return await start(whole)

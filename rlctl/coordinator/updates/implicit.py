@@ -1,0 +1,495 @@
+"""Weight updates of clients that name none: opened by their first write, joined by others, committed by what ends it.
+
+Trainers that speak to engines as SGLang, slime or vLLM have it know pauses and buckets, not updates. What they write
+under a pause, or after a begin without an id, is one update of the model, journaled, leased and fenced as any other; it
+is committed by their end of it, by a version that they set, or by the continue that follows, whichever comes first.
+Outside of a pause a write is a whole update. Under one it is full unless its client says otherwise: half of an update
+that a trainer left behind must not be published by whoever continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from google.protobuf.message import Message
+
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, from_detail
+from rlctl.contract.outcomes import acknowledged, blame, to_blame
+from rlctl.contract.verbs import of_request
+from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.operations.call_coalescing import Joined
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.transaction.planner import Planner, in_progress
+from rlctl.coordinator.transaction.rename_version import relabel
+from rlctl.coordinator.transaction.transfer import Attempts, OpenUpdate, Write
+from rlctl.coordinator.updates.from_disk import FromDisk
+from rlctl.coordinator.updates.group_formation import Gathering
+from rlctl.coordinator.updates.manager import Updates, vet_implicit
+from rlctl.ports import Clock, Journal
+from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_BROADCAST,
+    DATA_PATH_IPC,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitWeightUpdateRequest,
+    Trainer,
+)
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    UPDATE_KIND_UNSPECIFIED,
+    ContinueGenerationRequest,
+    FlushCacheRequest,
+    GetModelInfoRequest,
+    InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    ResumeMemoryRequest,
+    TensorBucket,
+    UnloadAdapterRequest,
+    UpdateKind,
+    UpdateOptions,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+
+LEASE_S = 60.0
+"""An implicit update is aborted when nothing of it was heard for this long after its last write."""
+
+STORE_S = 60.0
+"""How long the store of a client's group may take to listen: trainers call the engines first."""
+
+ASK_S = 10.0
+
+OWNER = "a client that names no update"
+
+
+class _Came:
+    """What came of an update over groups so far: their buckets, which are numbered, and each tensor's group."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[str] = Counter()
+        self._groups: dict[str, str] = {}
+
+    def refuse_other_source(self, request: Write) -> None:
+        """Raise UPDATE_IN_PROGRESS for a tensor that came over another group: the weights would be two trainers'."""
+        for number, bucket, group in _buckets(request):
+            for place, name in enumerate(bucket.names):
+                if self._groups.get(name, group) != group:
+                    raise Reason.UPDATE_IN_PROGRESS.error(
+                        f"{name} came over group {self._groups[name]!r} in the open update; whose is {group!r}?",
+                        field=f"buckets[{number}].names[{place}]",
+                    )
+
+    def number(self, request: Write) -> set[str]:
+        """Number the buckets of every group on from those that came before; returns the tensors that are new."""
+        added = set()
+        for _, bucket, group in _buckets(request):
+            bucket.sequence = self._buckets[group]
+            self._buckets[group] += 1
+            added |= {name for name in bucket.names if name not in self._groups}
+            self._groups |= dict.fromkeys(bucket.names, group)
+        return added
+
+    def take_back(self, request: Write, added: set[str]) -> None:
+        """A write that was numbered was not accepted: those that got later numbers meanwhile leave a gap and fail."""
+        for _, _, group in _buckets(request):
+            self._buckets[group] -= 1
+        for name in added:
+            self._groups.pop(name, None)
+
+    def forget(self, request: Write, added: set[str]) -> None:
+        """A write came over groups that nobody is in: those that get their names begin anew."""
+        for _, _, group in _buckets(request):
+            self._buckets.pop(group, None)
+        for name in added:
+            self._groups.pop(name, None)
+
+
+class Implicit:
+    """The implicit updates of all models, and the calls that are one operation."""
+
+    def __init__(
+        self,
+        updates: Updates,
+        disk: FromDisk,
+        *,
+        roster: Roster,
+        peers: Peers,
+        operations: Operations,
+        fanout: Fanout,
+        planner: Planner,
+        attempts: Attempts,
+        journal: Journal,
+        clock: Clock,
+    ) -> None:
+        self._roster = roster
+        self._peers = peers
+        self._journal = journal
+        self._operations = operations
+        self._fanout = fanout
+        self._planner = planner
+        self._attempts = attempts
+        self._updates = updates
+        self._disk = disk
+        self._clock = clock
+        self.joining = updates.joining
+        self._gathering = Gathering(self.joining)
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By model: one update of it is opened at a time."""
+        self._came: dict[str, _Came] = {}
+        """What came so far, by update."""
+
+    @staticmethod
+    def takes(request: Message) -> bool:
+        """Whether a verb is carried out here: it names no update, or comes from somebody who knows engines only."""
+        header = request.header  # type: ignore[attr-defined]
+        if header.validate_only or header.fence.update_id:
+            return False
+        match request:
+            case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
+                return True
+            case UpdateWeightsFromDiskRequest():
+                return bool(header.for_slot or header.unkeyed)
+            case InitWeightsUpdateGroupRequest() | LoadAdapterRequest() | UnloadAdapterRequest():
+                return bool(header.for_slot)
+        return False
+
+    async def run(self, request: Message, timeout_s: float) -> Joined:
+        """The operation that a verb is, or is part of."""
+        header = request.header  # type: ignore[attr-defined]
+        model = self._model(header.target, header.for_slot)
+        header.target.CopyFrom(Target(model=model))
+        engines = self._engines(model)
+        match request:
+            case InitWeightsUpdateGroupRequest():
+                engine = self._roster.slot(header.for_slot, "header.for_slot")
+
+                async def form(group: InitWeightsUpdateGroupRequest) -> Run:
+                    joining = [self._roster.slot(name) for name in sorted(member.slot for member in group.members)]
+
+                    async def join(run: Run) -> None:
+                        await self._attempts.join_group(group, joining, run, timeout_s, patient_s=STORE_S)
+
+                    return await self._operations.start(
+                        request, verb="InitWeightsUpdateGroup", targets=joining, excluded=[], work=join,
+                        exclusive=False, model=model,
+                    )  # fmt: skip
+
+                return await self._gathering.run(request, engine, self._targets, form, timeout_s)
+            case UpdateWeightsFromDiskRequest():
+                disk = functools.partial(self._disk.update, request, timeout_s)
+                return await self.joining.run(request, model, engines, disk)
+            case LoadAdapterRequest():
+                load = functools.partial(self._disk.load_adapter, request, timeout_s)
+                return await self.joining.run(request, model, engines, load)
+            case UnloadAdapterRequest():
+                unload = functools.partial(self._unload, request, model, timeout_s)
+                return await self.joining.run(request, model, engines, unload)
+            case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
+                write = functools.partial(self._write, request, model, timeout_s)
+                return await self.joining.run(request, model, engines, write)
+        raise AssertionError(f"{type(request).__name__} belongs to the table's way")
+
+    async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
+        await self._updates.go_first("UnloadAdapter", self._updates.adapter_holders(request)[0], timeout_s)
+        targets, excluded = self._updates.adapter_holders(request)
+        self._updates.refuse_outsider(targets, "")
+
+        async def work(run: Run) -> None:
+            await self._updates.unload_adapter(request, targets, run, timeout_s)
+
+        return await self._operations.start(
+            request,
+            verb="UnloadAdapter",
+            targets=targets,
+            excluded=excluded,
+            work=work,
+            exclusive=True,
+            model=model,
+        )
+
+    # Open.
+
+    async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
+        """Open an implicit update, or confirm one that nothing was written in yet. Raises UPDATE_IN_PROGRESS."""
+        begin = BeginWeightUpdateRequest()
+        begin.CopyFrom(request)
+        begin.model = self._model(Target(model=request.model), request.header.for_slot)
+        async with self._opening[begin.model]:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return self._updates.get(known.operation.update_id).session.record.plan
+            opened = self._updates.implicit_of(begin.model)
+            if opened is None or not self._takes_writes(opened) or opened.session.written:
+                if request.header.validate_only:
+                    return (await self._updates.begin_validated(self._complete(begin), vet_implicit)).record.plan
+                opened = await self._open(begin, timeout_s, asked=request)
+            elif not request.header.validate_only:
+                opened.renew(self._clock.now())
+                await self._operations.join(opened.run, request)
+        return opened.session.record.plan
+
+    async def _open(
+        self, begin: BeginWeightUpdateRequest, timeout_s: float | None, asked: Message | None = None
+    ) -> OpenUpdate:
+        self._complete(begin)
+        opened = await self._updates.begin_implicit(begin, timeout_s, request=asked)
+        self._came = {update: came for update, came in self._came.items() if self._updates.is_open(update)}
+        self._came[opened.session.update_id] = _Came()
+        return opened
+
+    def _complete(self, begin: BeginWeightUpdateRequest) -> BeginWeightUpdateRequest:
+        """What such a client does not say; returns the request."""
+        model = self._roster.model(begin.model)
+        begin.implicit = True
+        begin.path = begin.path or DATA_PATH_BROADCAST
+        begin.kind = begin.kind or UPDATE_KIND_FULL
+        begin.version = begin.version or f"update-{versions.reserved(model, 0).reserved_sequence}"
+        if not begin.HasField("lease_ttl"):
+            begin.lease_ttl.CopyFrom(duration(LEASE_S))
+        begin.trainer.MergeFrom(Trainer(name=begin.trainer.name or OWNER, incarnation=model.record.trainer_incarnation))
+        return begin
+
+    # Write.
+
+    async def _write(self, request: Write, model: str, timeout_s: float) -> Run:
+        async with self._opening[model]:
+            opened = self._updates.implicit_of(model)
+            if opened is None:
+                if self._roster.models[model].update_id:
+                    raise in_progress(self._roster.models[model])
+                targets = self._targets(model)
+                begin = BeginWeightUpdateRequest(
+                    model=model, version=request.weight_version, kind=request.kind, options=request.options
+                )
+                _by_path(begin, request)
+                if not any(map(_paused_by_name, targets)):
+                    return await self._alone(begin, request, targets, timeout_s)
+                opened = await self._open(begin, None)
+            else:
+                self._refuse(opened, request)
+        return await self._into(opened, request, timeout_s)
+
+    async def _alone(
+        self, begin: BeginWeightUpdateRequest, request: Write, targets: list[Slot], timeout_s: float
+    ) -> Run:
+        """A write that is a whole update."""
+        if begin.kind == UPDATE_KIND_UNSPECIFIED:
+            begin.kind = await self._kind(request, targets)
+        begin.header.request_id = request.header.request_id
+        self._complete(begin)
+        body = type(request).FromString(request.SerializeToString())
+        _Came().number(body)
+
+        async def content(opened: OpenUpdate) -> None:
+            body.header.fence.update_id = opened.session.update_id
+            await self._attempts.receive(opened, body, opened.run, timeout_s)
+            opened.decide()
+
+        verb = of_request(request).name
+        # The operation is what was asked for: its record has the hash of that.
+        asked = type(request).FromString(request.SerializeToString())
+        return (await self._updates.begin_implicit(begin, timeout_s, request=asked, verb=verb, content=content)).run
+
+    async def _kind(self, request: Write, targets: list[Slot]) -> UpdateKind.ValueType:
+        """Whether a write has every parameter of the model; engines that list none find out by themselves."""
+        [result] = await self._fanout.run(
+            GetModelInfoRequest(reference=True),
+            targets[:1],
+            operation_id=self._clock.new_id(),
+            step="reference",
+            deadline=self._clock.now() + ASK_S,
+        )
+        if not acknowledged(result, update=False):
+            raise blame(result)
+        known = {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
+        return UPDATE_KIND_FULL if known <= _names(request) else UPDATE_KIND_PARTIAL
+
+    def _takes_writes(self, opened: OpenUpdate) -> bool:
+        """Whether further writes may become part of it: it is not decided, and not the whole of a single one."""
+        return opened.session.update_id in self._came and not opened.decided.is_set()
+
+    def _refuse(self, opened: OpenUpdate, request: Write) -> None:
+        """A write that does not fit into the update that is open."""
+        begin = opened.session.record.request
+        if not self._takes_writes(opened):
+            raise in_progress(opened.session.model)
+        if request.kind not in (UPDATE_KIND_UNSPECIFIED, begin.kind):
+            raise Reason.FIELD_CONFLICT.error(
+                f"the open update is {UpdateKind.Name(begin.kind)}, this is {UpdateKind.Name(request.kind)}",
+                field="kind",
+            )
+        other = BeginWeightUpdateRequest()
+        _by_path(other, request)
+        if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
+            return
+        if opened.session.written:
+            raise Reason.FIELD_CONFLICT.error("an update takes tensors in over groups or from memory, not both")
+        begin.path = other.path
+        begin.host_ids[:] = other.host_ids
+        self._planner.plan_path(opened.session.record.plan, begin, opened.session.targets)
+
+    async def _into(self, opened: OpenUpdate, request: Write, timeout_s: float) -> Run:
+        """A write as a part of the open update, which it keeps alive."""
+        session, came = opened.session, self._came[opened.session.update_id]
+        body = type(request).FromString(request.SerializeToString())
+        body.header.fence.update_id = session.update_id
+        came.refuse_other_source(body)
+        added = came.number(body)
+        opened.renew(self._clock.now())
+
+        async def work(run: Run) -> None:
+            if request.weight_version:
+                session.record.plan.version.label = request.weight_version
+            options = session.record.request.options
+            options.flush_cache = _flushes(options) or _flushes(request.options)
+            try:
+                await self._attempts.receive(opened, body, run, timeout_s)
+            finally:
+                opened.renew(self._clock.now())
+                failed = [result for result in run.operation.stage_results if not acknowledged(result, update=True)]
+                if opened.broken:
+                    # Nobody who names it could retry it; the next write opens another one.
+                    opened.decide(verdict=blame(to_blame(failed)) if failed else Reason.GROUP_FAILED.error())
+                    await opened.run.ended.wait()
+                elif failed:
+                    came.forget(body, added)
+
+        try:
+            return await self._operations.start(
+                request,
+                verb=of_request(request).name,
+                targets=self._updates.targets(session.update_id, request),
+                excluded=[],
+                work=work,
+                exclusive=False,
+                model=session.model.record.name,
+                update_id=session.update_id,
+            )
+        except BaseException:
+            came.take_back(body, added)
+            raise
+
+    # End.
+
+    async def commit(self, request: CommitWeightUpdateRequest) -> Joined:
+        """Commit the open implicit update of a model; where none is open, a version is the published one's new label.
+
+        Raises UPDATE_NOT_FOUND.
+        """
+        model = self._model(request.header.target, request.header.for_slot)
+        request.header.target.CopyFrom(Target(model=model))
+        commit = functools.partial(self._commit, request, model)
+        return await self.joining.run(request, model, self._engines(model), commit)
+
+    async def _commit(self, request: CommitWeightUpdateRequest, model: str) -> Run:
+        opened = self._updates.implicit_of(model)
+        if opened is not None:
+            return await self._end(opened, request)
+        if self._roster.models[model].update_id:
+            raise in_progress(self._roster.models[model])
+        if not request.version:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no update of {model} is open that was begun without a name")
+        return await relabel(
+            request,
+            model,
+            roster=self._roster,
+            peers=self._peers,
+            operations=self._operations,
+            journal=self._journal,
+        )
+
+    async def _end(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> Run:
+        async with opened.session.taken_in():  # what is being taken in is part of it
+            if request.version and not opened.decided.is_set():
+                opened.session.record.plan.version.label = request.version
+            self._updates.decide(opened, request)
+        return opened.run
+
+    async def settle(self, request: Message, targets: Iterable[Slot]) -> None:
+        """Before generation goes on, or memory that it needs is there again: commit what is open for these stages.
+
+        One that nothing was written in is dropped. Raises what kept an update from being published.
+        """
+        if not isinstance(request, ContinueGenerationRequest | ResumeMemoryRequest):
+            return
+        for model in sorted({slot.model for slot in targets}):
+            opened = self._updates.implicit_of(model)
+            if opened is None:
+                continue
+            if not opened.session.written:
+                opened.decide(verdict=Reason.CANCELLED.error("generation continues, and nothing was written"))
+                await opened.run.ended.wait()
+                continue
+            run = await self._end(opened, CommitWeightUpdateRequest())
+            await run.ended.wait()
+            if run.operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
+                error = from_detail(run.operation.error)
+                error.message = f"update {run.operation.operation_id} was not published: {error.message}"
+                raise error
+
+    def flushed_in(self, request: Message, targets: Iterable[Slot]) -> str:
+        """The open update that a flush is a step of: its client knows of none (verl flushes after its last write)."""
+        if not isinstance(request, FlushCacheRequest):
+            return ""
+        opened = [self._updates.implicit_of(model) for model in {slot.model for slot in targets}]
+        if len(opened) != 1 or opened[0] is None or opened[0].decided.is_set():
+            return ""
+        taking_part = {slot.name for slot in opened[0].session.targets}
+        return opened[0].session.update_id if all(slot.name in taking_part for slot in targets) else ""
+
+    def _engines(self, model: str) -> list[str]:
+        return [slot.name for slot in self._roster.slots.values() if slot.model == model]
+
+    def _targets(self, model: str) -> list[Slot]:
+        return self._roster.select(Target(model=model))[0]
+
+    def _model(self, target: Target, for_slot: str) -> str:
+        """The model that a call is about."""
+        if not for_slot:
+            return self._planner.only_updatable(target)
+        model = self._roster.slot(for_slot, "header.for_slot").model
+        if target.model not in ("", model):
+            raise Reason.FIELD_CONFLICT.error(f"{for_slot} serves {model}, not {target.model}", field="header.for_slot")
+        return model
+
+
+def _paused_by_name(slot: Slot) -> bool:
+    """Whether somebody keeps a stage from generating, and will let it go on."""
+    paused = slot.report is not None and slot.report.paused and not slot.held
+    return paused or slot.state == STAGE_STATE_ASLEEP
+
+
+def _by_path(begin: BeginWeightUpdateRequest, request: Write) -> None:
+    """The path that a write takes."""
+    begin.path = DATA_PATH_BROADCAST
+    if isinstance(request, UpdateWeightsFromTensorRequest) and request.segments:
+        begin.path = DATA_PATH_IPC
+        begin.host_ids[:] = sorted({segment.node for segment in request.segments})
+
+
+def _buckets(request: Write) -> Iterator[tuple[int, TensorBucket, str]]:
+    """Every bucket's place, itself and its group; what comes from memory has none."""
+    if isinstance(request, UpdateWeightsFromDistributedRequest):
+        for number, bucket in enumerate(request.buckets):
+            yield number, bucket, bucket.group_name or request.group_name
+
+
+def _names(request: Write) -> set[str]:
+    if isinstance(request, UpdateWeightsFromDistributedRequest):
+        return {name for bucket in request.buckets for name in bucket.names}
+    return {tensor.name for segment in request.segments for tensor in segment.tensors}
+
+
+def _flushes(options: UpdateOptions) -> bool:
+    return not options.HasField("flush_cache") or options.flush_cache

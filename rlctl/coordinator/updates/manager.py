@@ -1,0 +1,576 @@
+"""The open weight updates: begun, owned under a lease, written into, and ended by a commit, an abort or the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason, RlctlError, typed
+from rlctl.contract.verbs import of_request
+from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet.roster import Roster, Slot, model_put
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.healing.healer import GRACE_S, MAKE_WAY_S, Healer
+from rlctl.coordinator.healing.orphans import Orphans
+from rlctl.coordinator.operations.call_coalescing import Joining
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.transaction import adapters
+from rlctl.coordinator.transaction.adapters import FinishAdapter
+from rlctl.coordinator.transaction.commit import Finish
+from rlctl.coordinator.transaction.planner import Planner, in_progress
+from rlctl.coordinator.transaction.process_groups import GroupBook
+from rlctl.coordinator.transaction.rolling import Rolling
+from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.transaction.transfer import Attempts, OpenUpdate, Write
+from rlctl.coordinator.transaction.verification_levels import NOTHING
+from rlctl.ports import Clock, Journal
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, Target
+from rlctl.v1.coordinator_pb2 import HealStageRequest
+from rlctl.v1.journal_pb2 import UpdateRecord
+from rlctl.v1.results_pb2 import ExcludedStage
+from rlctl.v1.update_pb2 import (
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitBatchRequest,
+    CommitWeightUpdateRequest,
+    JoinWeightUpdateRequest,
+    JoinWeightUpdateResponse,
+    RenewLeaseResponse,
+    RetryWeightUpdateRequest,
+)
+from rlctl.v1.verbs_pb2 import (
+    Adapter,
+    InitWeightsUpdateGroupRequest,
+    UnloadAdapterRequest,
+)
+
+Content = Callable[[OpenUpdate], Awaitable[None]]
+"""Brings the weights of an update in one call to its targets, and decides for it."""
+
+UPDATE_S = 600.0
+
+TRAINERS_UPDATE = "WeightUpdate"
+"""What the update of a trainer, of several calls, is recorded as."""
+
+OWNER_S = 5.0
+"""Default of :attr:`Graces.owner_s`."""
+
+STOPPED_S = 1.0
+"""Whoever sees this much too late that a lease ran out was stopped itself: what the owner said meanwhile is unread."""
+
+LOOK_S = 10.0
+"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
+did not take is written again, too.
+"""
+
+
+@dataclass(frozen=True)
+class Graces:
+    """Seconds to wait for a trainer that may be dead.
+
+    Attributes:
+        owner_s: for a renewal by the owner of an update after a failed write, if its lease is longer.
+        heal_s: for the next update, before a DIRTY or quarantined stage is healed.
+    """
+
+    owner_s: float = OWNER_S
+    heal_s: float = GRACE_S
+
+
+class Updates:
+    """At most one open update per model."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        peers: Peers,
+        fanout: Fanout,
+        operations: Operations,
+        journal: Journal,
+        clock: Clock,
+        *,
+        groups: GroupBook,
+        planner: Planner,
+        attempts: Attempts,
+        heal_by_hand: Collection[str],
+        graces: Graces,
+    ) -> None:
+        """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
+        self._owner_grace_s = graces.owner_s
+        self._roster = roster
+        self._peers = peers
+        self._fanout = fanout
+        self._operations = operations
+        self._journal = journal
+        self._clock = clock
+        self._groups = groups
+        self._planner = planner
+        self._attempts = attempts
+        self._rolling = Rolling(self._groups, self._planner, roster, journal)
+        self._healer = Healer(
+            roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand, grace_s=graces.heal_s
+        )
+        self._orphans = Orphans(roster, fanout, clock, self.is_open, operations.holds)
+        self.joining = Joining(operations, clock)
+        self._open: dict[str, OpenUpdate] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    # What trainers call.
+
+    async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
+        """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
+        async with self._roster.model(request.model).opening:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return self.get(known.operation.update_id).session.record.plan
+            self._planner.refuse(request)
+            if not request.header.validate_only:
+                await self._end_predecessors(request)
+                await self._healer.make_way(request.model)
+            adapter = Adapter(name=request.adapter, version=request.version, lora_rank=request.adapter_config.lora_rank)
+            session = self._plan(request, timeout_s, adapter if request.adapter else None)
+            if not request.header.validate_only:
+                await self._start(session, request, TRAINERS_UPDATE)
+        return session.record.plan
+
+    async def begin_implicit(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        *,
+        request: Message | None = None,
+        verb: str = TRAINERS_UPDATE,
+        content: Content | None = None,
+    ) -> OpenUpdate:
+        """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
+        async with self._roster.model(begin.model).opening:
+            return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet_implicit)
+
+    async def begin_validated(
+        self,
+        begin: BeginWeightUpdateRequest,
+        vet: Callable[[Session], None],
+        adapter: Adapter | None = None,
+    ) -> Session:
+        """The update that a request would open, which nobody opens. Raises what it would be refused with."""
+        async with self._roster.model(begin.model).opening:
+            session = self._plan(begin, None, adapter)
+            vet(session)
+            return session
+
+    async def begin_whole(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        request: Message,
+        content: Content,
+        *,
+        adapter: Adapter | None = None,
+        vet: Callable[[Session], None] = lambda _: None,
+    ) -> Run:
+        """Open an update that is the whole of a verb's ``request``; a repeat of it is the operation that it was.
+
+        ``vet`` may raise what keeps a session from being accepted.
+        """
+        verb = of_request(request).name
+        if begin.header.validate_only:
+            session = await self.begin_validated(begin, vet, adapter)
+            return self._operations.hypothetical(verb, session.frozen, session.record.plan.excluded)
+        async with self._roster.model(begin.model).opening:
+            known = self._operations.known(begin.header.request_id, request)
+            if known is not None:
+                return known
+            return (await self._begin(begin, timeout_s, request, verb, content, adapter=adapter, vet=vet)).run
+
+    async def _begin(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        request: Message,
+        verb: str,
+        content: Content | None,
+        *,
+        vet: Callable[[Session], None],
+        adapter: Adapter | None = None,
+    ) -> OpenUpdate:
+        self._planner.refuse(begin)
+        await self._healer.make_way(begin.model)
+        session = self._plan(begin, timeout_s, adapter)
+        vet(session)
+        return await self._start(session, request, verb, content)
+
+    def implicit_of(self, model: str) -> OpenUpdate | None:
+        """The open update of a model, if it is one that clients join without naming it."""
+        opened = self._open.get(self._roster.model(model).update_id)
+        return opened if opened is not None and opened.session.record.request.implicit else None
+
+    async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
+        """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
+
+        def is_older(opened: OpenUpdate) -> bool:
+            begun, verb = opened.session.record.request, opened.run.operation.verb
+            older = begun.trainer.incarnation < request.trainer.incarnation
+            return begun.model == request.model and verb == TRAINERS_UPDATE and older
+
+        for opened in filter(is_older, list(self._open.values())):
+            self._planner.targets(request)  # one that is refused all the same ends nothing
+            opened.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAKE_WAY_S):
+                    await opened.run.ended.wait()
+
+    def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
+        """What a further source needs to know of an open update."""
+        session = self.get(request.update_id).session
+        sources = max(1, session.record.request.num_sources)
+        if not 0 < request.source < sources:
+            raise Reason.FIELD_INVALID.error(
+                f"source {request.source} of {sources}: further sources count from 1", field="source"
+            )
+        return JoinWeightUpdateResponse(header=self._roster.header(), update=session.record.plan)
+
+    async def retry(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
+        opened = self._own(request.update_id, request.fencing_token) or self.get(request.update_id)
+        return await self._attempts.retry(opened, request)
+
+    async def commit(self, request: CommitWeightUpdateRequest) -> Run:
+        """Decide an update for its version."""
+        opened = self._own(request.update_id, request.fencing_token)
+        if opened is None:
+            return self._operations.get(request.update_id)
+        async with opened.planning:
+            self._rolling.refuse_more(opened)
+            self.decide(opened, request)
+        return opened.run
+
+    def decide(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
+        """Decide an open update for its version. Raises what it could not be verified without."""
+        self._rolling.decide(opened, request)
+
+    async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
+        """Decide a batch for the version: the plan of the next one, or the update, which ends without one."""
+        opened = self._own(request.update_id, request.fencing_token)
+        if opened is None:
+            return self._operations.get(request.update_id)
+        return await self._rolling.commit_batch(opened, request)
+
+    async def abort(self, update_id: str, fencing_token: int, reason: str, cause: RlctlError | None = None) -> Run:
+        """Decide an update against its version; token 0 is an operator's override. One that is committing finishes.
+
+        ``cause``: the failure that the owner aborts for, with which the operation ends; CANCELLED without one.
+        """
+        opened = self._own(update_id, fencing_token, override=True)
+        if opened is None:
+            return self._operations.get(update_id)
+        cause = cause or Reason.CANCELLED.error()
+        message = f"aborted: {reason or cause.message}"
+        opened.decide(
+            verdict=cause.reason.error(message, field=cause.field, next_step=cause.next_step, metadata=cause.metadata)
+        )
+        return opened.run
+
+    def renew(self, update_id: str, fencing_token: int) -> RenewLeaseResponse:
+        """Let the lease run for its full time again. Raises LEASE_EXPIRED when the update has ended."""
+        opened = self._own(update_id, fencing_token)
+        if opened is None:
+            raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
+        opened.renew(self._clock.now())
+        return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
+
+    # What happens inside.
+
+    async def go_first(self, verb: str, slots: Sequence[Slot], within_s: float) -> None:
+        """End the heals of these stages' models that nobody has asked for, before something is done to them by name."""
+        for model in sorted({slot.model for slot in slots}):
+            await self._healer.make_way_by_itself(model, verb, within_s)
+
+    def refuse_outsider(self, slots: list[Slot], update_id: str) -> None:
+        """Raise UPDATE_IN_PROGRESS when one of these stages is in an open update other than the named one."""
+        for slot in slots:
+            model = self._roster.models[slot.model]
+            if model.update_id and model.update_id != update_id:
+                raise in_progress(model)
+
+    def refuse_target(self, slot: Slot) -> None:
+        """Raise UPDATE_IN_PROGRESS when an open update or a heal has this stage as a target."""
+        sessions = [opened.session for opened in self._open.values()]
+        for session in [*sessions, *self._healer.sessions()]:
+            if slot in (*session.targets, *session.waiting):
+                raise in_progress(session.model)
+
+    async def join_group(
+        self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
+    ) -> None:
+        """Join every rank of the targets into a group."""
+        await self._attempts.join_group(request, targets, run, timeout_s)
+
+    def adapter_holders(self, request: UnloadAdapterRequest) -> tuple[list[Slot], list[ExcludedStage]]:
+        """The stages that an adapter is unloaded at, and those that are not there. Raises ADAPTER_NOT_FOUND."""
+        model = self._roster.model(self._planner.only_model(request.header.target))
+        slots, excluded = self._roster.select(Target(model=model.record.name))
+        return adapters.holders(request, model, slots), excluded
+
+    async def unload_adapter(
+        self, request: UnloadAdapterRequest, targets: list[Slot], run: Run, timeout_s: float
+    ) -> None:
+        """Unload an adapter; the model has it no more once a stage may have."""
+        await adapters.unload(
+            request,
+            self._roster.models[targets[0].model],
+            targets,
+            run,
+            self._clock.now() + timeout_s,
+            fanout=self._fanout,
+            peers=self._peers,
+            journal=self._journal,
+            publishing=self._roster.publishing,
+        )
+
+    def attempt(self, update_id: str) -> int:
+        """The attempt of an update that is under way; 0 for one that is not open."""
+        opened = self._open.get(update_id)
+        return opened.session.record.plan.attempt if opened is not None else 0
+
+    async def receive(self, request: Write, run: Run, timeout_s: float, attempt: int) -> None:
+        """Let the targets of an update take in what its sources send in an attempt."""
+        opened = self.get(request.header.fence.update_id)
+        await self._attempts.receive(opened, request, run, timeout_s, attempt=attempt)
+
+    def is_open(self, update_id: str) -> bool:
+        """Whether an update of this id is open."""
+        return update_id in self._open or self._healer.is_open(update_id)
+
+    def targets(self, update_id: str, request: Message) -> list[Slot]:
+        """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND, NO_TARGETS."""
+        session = self.get(update_id).session
+        reached = session.reached_by(request)
+        if not reached and session.targets:
+            raise Reason.NO_TARGETS.error(
+                "no target of the update takes weights in this way; its plan says for each how they reach it"
+            )
+        return reached
+
+    async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
+        """Bring stages to the published version from a known source."""
+        return await self._healer.heal(request, timeout_s)
+
+    def set_healing(self, model: str, *, by_hand: bool) -> None:
+        """Who heals a model's stages from now on."""
+        self._healer.policy(model, by_hand=by_hand)
+
+    def look_after(self, slot: Slot) -> None:
+        """See whether a stage has something of an update that nobody owns, or needs a heal and can get one."""
+        self._orphans.look([slot])
+        self._healer.look(slot)
+
+    def _look_after(self, model: str) -> None:
+        for slot in self._roster.slots.values():
+            if slot.model == model:
+                self.look_after(slot)
+
+    def look_after_all(self, target: Target) -> None:
+        """Look after every stage of a target."""
+        for slot in self._roster.covered(target):
+            self.look_after(slot)
+
+    def start(self) -> None:
+        """Look after the stages from now on."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for slot in list(self._roster.slots.values()):
+                self.look_after(slot)
+            with contextlib.suppress(RlctlError):
+                await self._roster.record_quarantines()
+                await self._roster.pauses.record_ended()
+                await self._operations.record_ended()
+
+    async def stop(self) -> None:
+        """Abort what is open: its owner could not go on with a coordinator that has left."""
+        if self._looking is not None:
+            self._looking.cancel()
+        await self._healer.stop()
+        await self._orphans.stop()
+        for opened in list(self._open.values()):
+            opened.decide(verdict=Reason.CANCELLED.error("the coordinator is shutting down"))
+
+    def _plan(
+        self, request: BeginWeightUpdateRequest, timeout_s: float | None, adapter: Adapter | None = None
+    ) -> Session:
+        try:
+            plan, targets = self._planner.plan(request)
+        except RlctlError:
+            self._look_after(request.model)  # a heal has made way for it
+            raise
+        if adapter is not None:
+            adapter.load_id = plan.update_id
+        return Session(
+            UpdateRecord(request=request, plan=plan),
+            self._roster.models[request.model],
+            targets,
+            self._clock.now() + (timeout_s or UPDATE_S),
+            roster=self._roster,
+            peers=self._peers,
+            fanout=self._fanout,
+            journal=self._journal,
+            clock=self._clock,
+            adapter=adapter,
+        )
+
+    async def _start(
+        self,
+        session: Session,
+        request: Message,
+        verb: str,
+        content: Content | None = None,
+    ) -> OpenUpdate:
+        """Accept a planned update; from here on its own task sees to its end. ``content``: it is one of one call."""
+        begin, plan, model = session.record.request, session.record.plan, session.model
+        request.header.request_id = plan.update_id  # type: ignore[attr-defined]
+        after = versions.fenced if session.adapter is not None else versions.reserved
+        async with self._roster.publishing:
+            self._operations.refuse_held(session.frozen)  # before anything is reserved for it
+            abandoned = self._planner.add_groups(plan, begin, session.targets)
+            record = after(model, begin.trainer.incarnation)
+            await self._journal.write([model_put(record), session.put()])
+            model.record = record
+        started = asyncio.Event()
+
+        async def work(_: Run) -> None:
+            await started.wait()
+            await self._see_through(self._open[plan.update_id], content)
+
+        try:
+            run = await self._operations.start(
+                request,
+                verb=verb,
+                targets=session.frozen,
+                excluded=list(plan.excluded),
+                work=work,
+                exclusive=True,
+                model=begin.model,
+                update_id=plan.update_id,
+            )
+        except BaseException:
+            await session.forget()
+            raise
+        ttl = seconds(plan.lease_ttl)
+        lease_until = self._clock.now() + ttl if content is None else session.deadline
+        leased = content is None and not begin.implicit  # others show by their writes that they are there
+        grace_s = 0.0  # an owner that may renew less often than that is alive though it is silent
+        if leased and begin.HasField("renew_interval"):
+            grace_s = max(self._owner_grace_s, 2 * seconds(begin.renew_interval))
+        opened = self._open[plan.update_id] = OpenUpdate(
+            session, run, ttl, lease_until, abandoned=abandoned, owner_grace_s=grace_s
+        )
+        model.lease_until = lease_until
+        if run.given_up:
+            opened.decide(verdict=Reason.CANCELLED.error("cancelled while it was begun"))
+        model.update_id = plan.update_id
+        model.update_owner = begin.trainer.name or "unnamed"
+        self._roster.changed()
+        self.joining.forget(begin.model)
+        started.set()
+        return opened
+
+    async def _see_through(self, opened: OpenUpdate, content: Content | None) -> None:
+        session, run = opened.session, opened.run
+        finish = Finish if session.adapter is None else FinishAdapter
+        # Beside the rest, so that the lease is watched meanwhile. What is not left by the end the next update leaves.
+        leaving = asyncio.create_task(session.leave_groups(opened.abandoned))
+        try:
+            last = finish(session, self._roster, self._peers, self._clock)
+            if session.rolls_in_place:
+                await self._rolling.see_through(opened, last, lambda: self._written(opened, content))
+            else:
+                await self._written(opened, content)
+                await last.commit(run, opened.expected)
+        except BaseException as error:
+            if not session.published:
+                cause = typed(error)
+                opened.decide(verdict=cause)
+                await session.abort(run, cause)
+                if cause.reason is Reason.LEASE_EXPIRED:
+                    self._healer.abandoned(session.frozen)
+                await session.leave_groups(self._groups.unformed(session.record.plan))
+            raise
+        finally:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await session.forget()  # its stages are held until then: who begins meanwhile is told by whom
+            del self._open[session.update_id]
+            opened.ended = True
+            opened.turned.set()
+            self._let_go(session)
+            session.model.update_id = session.model.update_owner = ""
+            session.model.lease_until = None
+            self._roster.changed()
+            self._look_after(session.model.record.name)
+
+    def _let_go(self, session: Session) -> None:
+        """What was not to be served while the update was open is told by its state and its quarantine from now on."""
+        for slot in session.frozen:
+            if slot.restoring:
+                slot.restoring = False
+                self._peers.grant(slot)
+
+    async def _written(self, opened: OpenUpdate, content: Content | None) -> None:
+        """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
+        if content is not None and not opened.decided.is_set():
+            await content(opened)
+        await self._decision(opened)
+        async with opened.session.taken_in():  # what came of the last write is not on record before
+            opened.session.leave_out(opened.run, opened.received)
+
+    async def _decision(self, opened: OpenUpdate) -> None:
+        """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
+        while not opened.decided.is_set():
+            await opened.wait_decided(self._clock.now())
+            if opened.decided.is_set():
+                break
+            if self._clock.now() >= opened.session.deadline:
+                raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
+            late_s = self._clock.now() - opened.lease_until
+            if late_s >= 0 and (opened.is_heard or late_s > STOPPED_S):
+                opened.renew(self._clock.now())
+            if self._clock.now() >= opened.lease_until:
+                owner = opened.session.model.update_owner
+                raise Reason.LEASE_EXPIRED.error(f"{owner} {opened.silence}")
+        if opened.verdict is not None:
+            raise opened.verdict
+
+    def get(self, update_id: str) -> OpenUpdate:
+        """An open update. Raises UPDATE_NOT_FOUND."""
+        if update_id not in self._open:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no update {update_id!r} is open", field="update_id")
+        return self._open[update_id]
+
+    def _own(self, update_id: str, token: int, *, override: bool = False) -> OpenUpdate | None:
+        """The open update, if the token is its owner's. None: it has ended. Raises UPDATE_FENCED, UPDATE_NOT_FOUND."""
+        opened = self._open.get(update_id)
+        if opened is None:
+            try:
+                ended = self._operations.get(update_id).operation
+            except RlctlError:
+                return self.get(update_id)
+            return None if ended.update_id == update_id else self.get(update_id)
+        if token != opened.session.record.plan.fencing_token and not (override and token == 0):
+            raise Reason.UPDATE_FENCED.error("the fencing token is not the owner's", field="fencing_token")
+        return opened
+
+
+def vet_implicit(session: Session) -> None:
+    """Raise what keeps clients that name no update from one: they give no digest, and are better refused than told
+    after their writes.
+    """
+    if session.record.request.options.verify != VERIFICATION_LEVEL_EXPECTED:
+        session.levels(NOTHING)

@@ -1,0 +1,122 @@
+"""Continuing what is asleep: remembered, durably, and done as part of the resume that brings the last region back.
+
+Co-located trainers continue an engine before its KV cache is back, as SGLang lets them: slime updates the weights,
+which ends in a continue, and then resumes the KV cache. The engine must not hear of it earlier: requests that waited
+would run into memory that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.operations import Run
+from rlctl.ports import Clock, Put
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_SKIPPED,
+    STAGE_STATE_ASLEEP,
+    STAGE_STATE_PAUSED,
+    MemoryTag,
+)
+from rlctl.v1.journal_pb2 import SlotRecord
+from rlctl.v1.results_pb2 import RankResult, StageResult
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, ResumeMemoryRequest
+
+
+class Waking:
+    """Which stages go on when their memory is there again; a record of the slot's says so."""
+
+    def __init__(self, roster: Roster, fanout: Fanout, clock: Clock) -> None:
+        self._roster = roster
+        self._fanout = fanout
+        self._clock = clock
+
+    async def forget(self, targets: Sequence[Slot]) -> None:
+        """They are continued now, or their update leaves them paused."""
+        await self._remember([slot for slot in targets if slot.record.continue_when_resident], False)
+
+    async def go_on(
+        self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
+    ) -> None:
+        """Continue the targets, those of them later that sleep with whole weights and may wait for that."""
+        later = [slot for slot in targets if request.when_resident and _may_wait(slot)]
+        await self._remember(later, True)
+        for slot in later:
+            run.add(_later(slot))
+        await self._carry_out(request, [slot for slot in targets if slot not in later], run, "1", deadline)
+
+    async def resume(self, request: ResumeMemoryRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
+        """Resume regions, and let those go on that somebody continued and that are whole now."""
+        results = await self._carry_out(request, targets, run, "1", deadline)
+        whole = {r.slot for r in results if r.outcome == OUTCOME_APPLIED and r.state == STAGE_STATE_PAUSED}
+        free = [slot for slot in targets if slot.name in whole and slot.pause is None]
+        continued = [slot for slot in free if slot.record.continue_when_resident]
+        if continued:
+            memory = {result.slot: result for result in results}
+            for result in await self._carry_out(ContinueGenerationRequest(), continued, run, "2", deadline):
+                if result.outcome == OUTCOME_APPLIED:
+                    for rank, before in zip(result.rank_results, memory[result.slot].rank_results, strict=True):
+                        rank.memory.CopyFrom(before.memory)
+                    run.add(result)
+
+    async def _carry_out(
+        self,
+        request: ContinueGenerationRequest | ResumeMemoryRequest,
+        targets: Sequence[Slot],
+        run: Run,
+        step: str,
+        deadline: float,
+    ) -> Sequence[StageResult]:
+        operation_id = run.operation.operation_id
+        run.cancel = lambda: self._fanout.cancel(targets, operation_id, step)
+        results = await self._fanout.run(
+            request, targets, operation_id=operation_id, step=step, deadline=deadline, on_result=run.add
+        )
+        if isinstance(request, ContinueGenerationRequest):
+            done = {result.slot for result in results if result.outcome == OUTCOME_APPLIED}
+            await self.forget([slot for slot in targets if slot.name in done])
+        return results
+
+    async def remember(
+        self, slots: Sequence[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
+    ) -> None:
+        """Record that stages go on as soon as they can and no pause by name is in force for them. ``write``: as for
+        :meth:`Roster.change`.
+        """
+        await self._remember(slots, True, write)
+
+    async def _remember(
+        self,
+        slots: Sequence[Slot],
+        later: bool,
+        write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
+    ) -> None:
+        def set_(record: SlotRecord) -> None:
+            record.continue_when_resident = later
+
+        if slots or write is not None:
+            await self._roster.change(slots, set_, write)
+
+
+def _may_wait(slot: Slot) -> bool:
+    """Whether nothing but the memory that is released keeps a stage from going on."""
+    # Weights whose content is lost are of no version.
+    return slot.state == STAGE_STATE_ASLEEP and slot.report is not None and slot.report.weight_version.sequence > 0
+
+
+def _later(slot: Slot) -> StageResult:
+    assert slot.report is not None
+    names = ", ".join(MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in slot.report.released)
+    why = Reason.MEMORY_RELEASED.error(f"released: {names}; it goes on when that is resumed").detail()
+    return StageResult(
+        slot=slot.name,
+        incarnation=slot.record.incarnation,
+        outcome=OUTCOME_SKIPPED,
+        state=slot.state,
+        weight_version=slot.report.weight_version,
+        error=why,
+        rank_results=[RankResult(coordinates=worker, outcome=OUTCOME_SKIPPED, error=why) for worker in slot.workers],
+    )

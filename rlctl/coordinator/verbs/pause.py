@@ -1,0 +1,172 @@
+"""Pauses and continues by name: change the fleet's record of pauses and its stages together.
+
+The record comes first (:mod:`.pauses`), so that a stage that joins meanwhile is paused, too. A pause that a target
+does not confirm is taken back: the targets that it paused go on, and the operation has failed. Otherwise one refusal
+would leave most of the fleet paused, and no caller would know that it has to continue. Stages that were paused before
+stay paused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.outcomes import acknowledged
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
+from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.verbs.continue_when_resident import Waking
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
+from rlctl.v1.fleet_pb2 import Pause
+from rlctl.v1.journal_pb2 import PauseRecord
+from rlctl.v1.results_pb2 import ExcludedStage, StageResult
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
+
+TAKE_BACK_S = 5.0
+"""How long continuing may take, which comes after the deadline of the pause if that was used up."""
+
+PAUSED_LATER = "not there; it is paused before it serves again"
+"""Reason for which an absent stage is excluded from a pause."""
+
+
+class Pausing:
+    """Carries out pauses and continues by name."""
+
+    def __init__(self, roster: Roster, peers: Peers, fanout: Fanout, waking: Waking, clock: Clock) -> None:
+        self._roster = roster
+        self._peers = peers
+        self._fanout = fanout
+        self._waking = waking
+        self._clock = clock
+
+    async def pause(self, request: PauseGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
+        """Pause all targets or, as far as they answer, none; the results are filed in ``run``.
+
+        An absent stage of the request's target has stopped serving when this returns, and is paused before it serves
+        again.
+        """
+        target, operation_id = request.header.target, run.operation.operation_id
+        # The pause of an ended update is about to be lifted, unlike a pause by name.
+        generating = {
+            slot.name
+            for slot in targets
+            if slot.report is not None and (not slot.report.paused or slot.held) and slot.pause is None
+        }
+        with _in_hand(targets):
+            replaced = await self._roster.pauses.begin(
+                PauseRecord(
+                    target=target,
+                    pause=Pause(
+                        operation_id=operation_id,
+                        mode=request.mode or PAUSE_MODE_ABORT,
+                        since=run.operation.create_time,
+                        by=request.by,
+                        reason=request.reason,
+                        until=_end(run.operation.create_time, request),
+                    ),
+                )
+            )
+            run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
+            # Lenient: a paused stage must go on again, even if a full disk prevents the record.
+            results = await self._fanout.run(
+                request,
+                targets,
+                operation_id=operation_id,
+                step="1",
+                deadline=deadline,
+                on_result=run.add,
+                lenient=True,
+            )
+            missing = next((result.slot for result in results if not acknowledged(result, update=False)), "")
+            absent = "" if missing else await self._peers.generating(target, targets, deadline)
+            if not missing and not absent:
+                return
+            await self._roster.pauses.take_back(operation_id, replaced)
+            paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
+            again = [slot for slot in targets if slot.name in paused and slot.pause is None]
+            await self._go_on_again(again, run, missing or absent)
+        if absent:
+            raise Reason.DEADLINE_EXCEEDED.error(f"{absent} could not be told, and its serving lease had not run out")
+
+    async def _go_on_again(self, slots: Sequence[Slot], run: Run, because_of: str) -> None:
+        continued = await self._fanout.run(
+            ContinueGenerationRequest(),
+            slots,
+            operation_id=run.operation.operation_id,
+            step="2",
+            deadline=self._clock.now() + TAKE_BACK_S,
+            lenient=True,
+        )
+        for result in continued:
+            if result.outcome == OUTCOME_APPLIED:
+                run.add(_taken_back(result, because_of))
+            elif result.outcome in POSSIBLY_DONE:
+                run.add(result)  # its pause was confirmed, but its present state is not known
+
+    async def go_on(
+        self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
+    ) -> None:
+        """Continue the targets. Pauses by name end for stages that go on now or with the resume of their memory, and
+        for absent stages of the request's target.
+        """
+        target = request.header.target
+        with _in_hand(targets):
+            await self._waking.go_on(request, targets, run, deadline)
+            going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
+            refused = [slot.name for slot in targets if slot.name not in going]
+            if going:
+                await self._end(target, refused, addressed=targets)
+
+    async def go_on_later(self, target: Target) -> None:
+        """End the pauses of a target whose stages cannot go on now: each goes on as soon as it can."""
+        await self._end(target, (), addressed=())
+
+    async def _end(self, target: Target, refused: Collection[str], addressed: Collection[Slot]) -> None:
+        """End pauses. The same write records that the stages besides the ``addressed`` ones go on later."""
+        later = [slot for slot in self._roster.covered(target) if slot not in addressed and slot.pause is not None]
+        every = list(self._roster.slots.values())
+        await self._waking.remember(later, lambda puts: self._roster.pauses.end(target, every, refused, puts))
+
+
+def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
+    """Time when a pause ends by itself, or None."""
+    if not request.HasField("ttl"):
+        return None
+    end = Timestamp()
+    end.FromNanoseconds(since.ToNanoseconds() + request.ttl.ToNanoseconds())
+    return end
+
+
+def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
+    """Record that the absent stages are paused when they return."""
+    for stage in excluded:
+        stage.reason = PAUSED_LATER
+
+
+@contextlib.contextmanager
+def _in_hand(slots: Sequence[Slot]) -> Iterator[None]:
+    for slot in slots:
+        slot.in_hand += 1
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.in_hand -= 1
+
+
+def _taken_back(result: StageResult, because_of: str) -> StageResult:
+    undone = StageResult()
+    undone.CopyFrom(result)
+    why = Reason.CANCELLED.error(f"paused, then continued, because {because_of} did not pause").detail()
+    undone.outcome = OUTCOME_REJECTED
+    undone.error.CopyFrom(why)
+    for rank in undone.rank_results:
+        rank.outcome = OUTCOME_REJECTED
+        rank.error.CopyFrom(why)
+    return undone

@@ -1,0 +1,100 @@
+"""End pauses by name at their ttl, also after a restart of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from rlctl.contract.errors import RlctlError
+from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.verbs.pause import Pausing
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, RequestHeader, Target
+from rlctl.v1.journal_pb2 import PauseRecord
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two checks: the wall clock may be set in between."""
+
+AGAIN_S = (0.0, 1.0, 5.0, 15.0)
+"""Waits between attempts to lift a pause. Each attempt may be an operation on record."""
+
+
+class Lifting:
+    """One task, which sleeps while no pause has an end."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        pausing: Pausing,
+        clock: Clock,
+        go_on: Callable[[ContinueGenerationRequest], Awaitable[Operation]],
+    ) -> None:
+        """``go_on``: carries out a continue by name."""
+        self._roster = roster
+        self._pausing = pausing
+        self._clock = clock
+        self._go_on = go_on
+        self._tries: dict[str, tuple[int, float]] = {}
+        """Of each pause that is over: how often it was tried to lift it, and when that is tried again."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop the task."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._roster.until(lambda: bool(self._ending()))
+            now = self._clock.wall().ToNanoseconds()
+            ending = self._ending()
+            self._tries = {key: self._tries[key] for key in map(_key, ending) if key in self._tries}
+            for record in ending:
+                _, due = self._tries.get(_key(record), (0, 0.0))
+                if record.pause.until.ToNanoseconds() <= now and self._clock.now() >= due:
+                    await self._try(record)
+            await asyncio.sleep(LOOK_S)
+
+    def _ending(self) -> list[PauseRecord]:
+        return [record for record in self._roster.pauses.in_force if record.pause.HasField("until")]
+
+    async def _try(self, record: PauseRecord) -> None:
+        key = _key(record)
+        try:
+            await self._lift(record)
+        except RlctlError as error:
+            log.warning("pause %s is over, and cannot be lifted now: %s", key, error)
+        tries, _ = self._tries.get(key, (0, 0.0))
+        self._tries[key] = tries + 1, self._clock.now() + AGAIN_S[min(tries, len(AGAIN_S) - 1)]
+
+    async def _lift(self, record: PauseRecord) -> None:
+        """End a pause. The stages that it alone keeps paused go on, now or as soon as they can."""
+        key, pauses = _key(record), self._roster.pauses
+        kept = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
+        now = [slot.name for slot in kept if slot.state == STAGE_STATE_PAUSED]
+        if now:
+            await self._go_on(ContinueGenerationRequest(header=RequestHeader(target=Target(slots=now))))
+        later = [slot.name for slot in self._own(record) if slot in kept and slot.state != STAGE_STATE_PAUSED]
+        if later:
+            await self._pausing.go_on_later(Target(slots=later))
+        if not any(slot in kept for slot in self._own(record)):
+            await pauses.take_back(key, ())  # an older one counts again; stages that join later are free
+
+    def _own(self, record: PauseRecord) -> list[Slot]:
+        """The slots for which this pause is in force."""
+        covered = self._roster.covered(record.target)
+        return [slot for slot in covered if slot.pause is not None and slot.pause.operation_id == _key(record)]
+
+
+def _key(record: PauseRecord) -> str:
+    return record.pause.operation_id

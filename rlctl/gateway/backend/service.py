@@ -1,0 +1,231 @@
+"""What generates for the routes: samples through the SDK's pick, each with its caller's token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.sampling import MOST_SAMPLES
+from rlctl.gateway.backend.tokenizers import Tokenizers
+from rlctl.rollout.picking.admission import Admission
+from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
+from rlctl.rollout.sample import RolloutSample
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.transport.channel import refuse_large
+from rlctl.v1.rollout_pb2 import GenerateRequest
+
+MOST_BYTES = 256 << 20
+"""Of one call's samples together, as they are sent: of as many as may be under way, each with 10,000 tokens of prompt.
+Here they take some ten times as much.
+"""
+
+
+DEFAULT = "default"
+"""Model name of clients without a configured model: SkyRL's, Omni's and OpenAI's clients send it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the gateway generates.
+
+    Attributes:
+        model: for requests that name none; "": the fleet's only one.
+        policy: see :meth:`rlctl.sdk.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
+        resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
+        timeout_s: how long a request may take, waiting for a stage included.
+        max_cuts: cuts that a sample goes on from, with resume="continue"; None: any number.
+        admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
+        tokenizer: directory of the models' tokenizer, instead of their checkpoints.
+        max_inflight: most samples that are under way here at a time; more are refused.
+    """
+
+    model: str = ""
+    policy: str = "consistent_hashing"
+    admission: str | Admission = "latest"
+    resume: Resume = "return"
+    max_cuts: int | None = None
+    retries: int = 4
+    session_idle_s: float = 600.0
+    timeout_s: float = 600.0
+    max_inflight: int = 8192
+    admin_api_key: str = field(default="", repr=False)
+    tokenizer: str = ""
+
+
+class Generation:
+    """Generates with the models of one fleet. On one event loop.
+
+    Attributes:
+        fleet: the fleet, with the gateway's own token.
+        settings: as given.
+        tokenizers: of its models.
+        inflight: samples under way.
+        any_model: OpenAI's ``model`` may be any text where it can mean one model only.
+    """
+
+    def __init__(self, fleet: AsyncFleet, settings: Settings | None = None) -> None:
+        self.fleet = fleet
+        self.settings = settings or Settings()
+        self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
+        self.inflight = 0
+        self.any_model = False
+        self._rollouts: dict[str, AsyncRollout] = {}
+
+    def with_settings(self, settings: Settings) -> Generation:
+        """Generates otherwise, with the same models and tokenizers."""
+        other = Generation(self.fleet, settings)
+        other.tokenizers, other.any_model = self.tokenizers, self.any_model
+        return other
+
+    async def model(self, named: str = "") -> str:
+        """The model of a request. Beside its name, a model is named by the path of a checkpoint that its engines hold
+        or were started with, and by :data:`DEFAULT` if the gateway serves only one model.
+
+        Raises MODEL_NOT_FOUND, and FIELD_REQUIRED for an ambiguous name.
+        """
+        name = named or self.settings.model
+        known = [model.name for model in await self.fleet.models()]
+        if name in known:
+            return name
+        if name and name != DEFAULT:
+            return await self._of_checkpoint(name, known)
+        if name and self.settings.model in known:
+            return self.settings.model
+        if len(known) != 1:
+            raise Reason.FIELD_REQUIRED.error(
+                f"name one of the models: {_listed(known)}",
+                field="model",
+                next_step="Or start the gateway with --model.",
+            )
+        return known[0]
+
+    async def _of_checkpoint(self, path: str, known: Sequence[str]) -> str:
+        paths = {(model.name, model.checkpoint) for model in await self.fleet.models()}
+        for stage in await self.fleet.stages():
+            model, started = stage.registration.model, stage.registration.checkpoint
+            paths |= {(model, started), (model, stage.report.checkpoint)}
+        owners = {model for model, held in paths if model in known and _same_path(held, path)}
+        if self.settings.model in owners:
+            return self.settings.model
+        if len(owners) > 1:
+            raise Reason.FIELD_INVALID.error(f"{path!r} is the checkpoint of {_listed(sorted(owners))}", field="model")
+        if not owners:
+            raise Reason.MODEL_NOT_FOUND.error(f"there is no model {path!r}, but {_listed(known)}", field="model")
+        return owners.pop()
+
+    async def named(self, name: str = "", *, checked: bool = False) -> tuple[str, str]:
+        """The model and the adapter that an OpenAI client's ``model`` means: a model, an adapter of one, or
+        "MODEL:ADAPTER". ``checked``: also where :attr:`any_model` is true. Raises as :meth:`model`.
+        """
+        known = {model.name: {adapter.name for adapter in model.adapters} for model in await self.fleet.models()}
+        base, _, adapter = name.partition(":")
+        holders = [model for model, adapters in known.items() if name in adapters]
+        if name in known or not name:
+            return await self.model(name), ""
+        if adapter in known.get(base, ()):
+            return base, adapter
+        if len(holders) > 1 and self.settings.model in holders:
+            return self.settings.model, name
+        if len(holders) == 1:
+            return holders[0], name
+        try:
+            return await self.model(name), ""
+        except RlctlError as error:
+            only = self.settings.model or next(iter(known), "")
+            # With adapters or several models, an unknown name may be a misspelled one.
+            ambiguous = adapter or known.get(only) or (len(known) > 1 and not self.settings.model)
+            if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or checked or not self.any_model:
+                raise
+            return await self.model(), ""
+
+    def check_samples(self, wanted: Sequence[int], n: str, prompts: str) -> None:
+        """Raise FIELD_INVALID for a call with more samples of its prompts than can ever be under way together, before
+        they are made. ``n`` and ``prompts`` are the fields that say how many.
+        """
+        for count in wanted:
+            if not 1 <= count <= MOST_SAMPLES:
+                raise Reason.FIELD_INVALID.error(f"n is {count}; it must be from 1 to {MOST_SAMPLES}", field=n)
+        self.check_count(sum(wanted), n if max(wanted) > 1 else prompts)
+
+    def check_count(self, samples: int, field: str) -> None:
+        """Raise FIELD_INVALID for more samples than can ever be under way together."""
+        if samples > self.settings.max_inflight:
+            raise Reason.FIELD_INVALID.error(
+                f"{samples} samples are more than may be under way in this gateway, {self.settings.max_inflight}",
+                field=field,
+            )
+
+    @staticmethod
+    def check_bytes(size: int, together: int) -> None:
+        """Raise MESSAGE_TOO_LARGE for a request that no stage takes, and for a call whose samples' requests are
+        together larger than is taken: each of them has the prompt, and what else it is asked with.
+        """
+        refuse_large(GenerateRequest.DESCRIPTOR.name, size)
+        if together > MOST_BYTES:
+            raise Reason.MESSAGE_TOO_LARGE.error(
+                f"the requests for its samples have {together} bytes or more together; {MOST_BYTES} are taken",
+                field="body",
+                next_step="Ask for fewer at a time.",
+            )
+
+    def rollout(self, model: str) -> AsyncRollout:
+        """What generates with a model."""
+        if model not in self._rollouts:
+            settings = self.settings
+            self._rollouts[model] = self.fleet.rollout(
+                model,
+                policy=settings.policy,
+                admission=settings.admission,
+                resume=settings.resume,
+                max_cuts=settings.max_cuts,
+                retries=settings.retries,
+                session_idle_s=settings.session_idle_s,
+            )
+        return self._rollouts[model]
+
+    async def complete(
+        self, sample: RolloutSample, *, token: str | None, place: Place = ANYWHERE, told: Told | None = None
+    ) -> RolloutSample:
+        """One sample, whose request names its model, to its end, or to where it was cut.
+
+        Raises what it failed with, unless it has tokens: those are not lost; and TOO_MANY_REQUESTS.
+        """
+        if self.inflight >= self.settings.max_inflight:
+            raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
+        self.inflight += 1
+        try:
+            ended = await self.rollout(sample.request.model).complete(
+                sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
+            )
+        finally:
+            self.inflight -= 1
+        if ended.error is not None and not ended.output_ids:
+            if ended.error.reason is Reason.PROMPT_TOO_LONG:
+                ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
+            raise ended.error
+        return ended
+
+    def inflight_at(self, slot: str) -> int:
+        """Samples under way from here at a stage."""
+        return sum(rollout.inflight_at(slot) for rollout in self._rollouts.values())
+
+    async def stop(self, rids: Sequence[str]) -> list[str]:
+        """End samples by their rids; returns those that ran here."""
+        stopped = await asyncio.gather(*(rollout.stop(rids) for rollout in self._rollouts.values()))
+        return [rid for each in stopped for rid in each]
+
+    async def finish_session(self, session_id: str) -> None:
+        """The session sends nothing more."""
+        for rollout in self._rollouts.values():
+            await rollout.finish_session(session_id)
+
+
+def _same_path(one: str, other: str) -> bool:
+    return bool(one) and os.path.normpath(one) == os.path.normpath(other)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

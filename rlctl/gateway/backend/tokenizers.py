@@ -1,0 +1,128 @@
+"""Tokenizers of the models: chat templates, and the text of single tokens. Read from disk when first needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.sdk.aio import AsyncFleet
+
+T = TypeVar("T")
+
+LONG = 10_000
+"""Characters or tokens from which on work with them is done beside the event loop, where it keeps nobody waiting."""
+
+_RESERVED = ("conversation", "chat_template", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length")
+"""Settings of a template that callers do not make, as everything that begins with "return_": a template is a program,
+and the others decide what becomes of its text.
+"""
+
+
+async def beside(size: int, work: Callable[[], T]) -> T:
+    """What comes of the work, which is done on a thread where ``size`` says that it is long."""
+    return await asyncio.to_thread(work) if size >= LONG else work()
+
+
+class Tokenizer:
+    """One model's."""
+
+    def __init__(self, path: str) -> None:
+        """Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise Reason.UNSUPPORTED.error(
+                "the gateway has no transformers, whose templates chats are rendered with",
+                field="messages",
+                next_step="Install rlctl[torch] beside it, or send input_ids to /generate.",
+            ) from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"the tokenizer in {path} cannot be read: {error}",
+                next_step="Start the gateway with --tokenizer DIRECTORY.",
+            ) from error
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], size: int) -> list[int]:
+        """Token ids of a conversation of so many bytes. ``settings`` are the caller's for the template.
+
+        Raises UNSUPPORTED without a template, FIELD_INVALID for what it refuses, and for settings that are not theirs.
+        """
+        for name in settings:
+            if name in _RESERVED or name.startswith("return_"):
+                raise Reason.FIELD_INVALID.error("callers cannot set it", field=f"chat_template_kwargs.{name}")
+        return await beside(size, lambda: self._chat(messages, settings))
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise Reason.UNSUPPORTED.error(
+                "the model's tokenizer has no chat template",
+                field="messages",
+                next_step="Use /v1/completions or /generate.",
+            )
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=False, **{"add_generation_prompt": True, **settings}
+            )
+        except Exception as error:
+            raise Reason.FIELD_INVALID.error(f"the template refuses them: {error}", field="messages") from error
+        return list(ids)
+
+    def text(self, token: int) -> str:
+        """One token's text."""
+        return self.join([token])
+
+    def join(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included. Raises FIELD_INVALID for what can be none."""
+        try:
+            return str(self._tokenizer.decode(tokens))
+        except (OverflowError, TypeError) as error:
+            raise Reason.FIELD_INVALID.error(f"they hold what is no token id: {error}", field="tokens") from None
+
+    async def ids(self, text: str, *, special: bool = True) -> list[int]:
+        """A text's token ids; with those that stand around a text, if ``special``."""
+        return await beside(len(text), lambda: list(self._tokenizer.encode(text, add_special_tokens=special)))
+
+
+class Tokenizers:
+    """Those of a fleet's models, by name. ``path``: where all of them lie, instead of in their checkpoints."""
+
+    def __init__(self, fleet: AsyncFleet, path: str = "") -> None:
+        self._fleet = fleet
+        self._path = path
+        self._found: dict[str, Tokenizer] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, model: str) -> Tokenizer:
+        """A model's. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
+        async with self._lock:
+            if model not in self._found:
+                path = await self.directory(model)
+                if not path:
+                    raise Reason.CHECKPOINT_NOT_FOUND.error(
+                        f"where the tokenizer of {model} lies is not known: its latest version is not on disk",
+                        next_step="Start the gateway with --tokenizer DIRECTORY.",
+                    )
+                self._found[model] = await asyncio.to_thread(Tokenizer, path)
+        return self._found[model]
+
+    async def warm(self) -> None:
+        """Read those of the models that there are now, so that no request waits for it, nor for the import."""
+        for model in await self._fleet.models():
+            if await self.directory(model.name):
+                await self.maybe(model.name)
+
+    async def directory(self, model: str) -> str:
+        """Where a model's lies; "" where that is not known."""
+        known = {each.name: each.checkpoint for each in await self._fleet.models()}
+        return self._path or known.get(model, "")
+
+    async def maybe(self, model: str) -> Tokenizer | None:
+        """A model's, or None where there is none."""
+        try:
+            return await self.of(model)
+        except RlctlError:
+            return None

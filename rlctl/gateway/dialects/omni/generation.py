@@ -1,0 +1,68 @@
+"""SGLang-Omni's /generate, whose fields differ from SGLang's: token ids, a prompt or messages, answered by text.
+
+Written from sglang-omni 0.1.9's ``RolloutGenerateRequest``; a body with SGLang's own fields is taken too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl.contract.errors import Reason
+from rlctl.gateway.generation import openai, sglang
+from rlctl.gateway.http import bodies
+from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Answer, Reply
+
+_PROMPTS = ("prompt", "messages")
+_WITHOUT: Mapping[str, tuple[Any, ...]] = {
+    "multimodal_train_inputs": (),
+    "output_modalities": (["text"],),
+    "return_indexer_topk": (False,),
+    "return_omni_rollout": (False,),
+    "return_routed_experts": (False,),
+    "stage_params": ({},),
+    "stage_sampling": ({},),
+}
+"""Unsupported fields, and their values without effect."""
+
+
+async def generate(call: Call) -> Answer:
+    """Generate text; Omni's fields, or SGLang's, and the reply that both read."""
+    fields = await call.fields()
+    openai.refuse(fields, _WITHOUT)
+    given = dict(fields.values)
+    metadata = fields.take("metadata", dict, None)
+    named = [name for name in ("input_ids", "text", *_PROMPTS) if given.get(name) is not None]
+    if len(named) > 1:
+        raise Reason.FIELD_CONFLICT.error(f"{' and '.join(named)} exclude each other", field=named[1])
+    model = await call.generation.model(fields.take("model", str, ""))
+    if named == ["messages"]:
+        given["input_ids"] = await openai.render(call, fields, model)
+    elif named == ["prompt"]:
+        given["text"] = fields.take("prompt", str)
+    given["model"] = model
+    given["sampling_params"] = _sampling(fields.take_fields("sampling_params", {}))
+    given["return_logprob"] = fields.take("return_logprob", bool, True)
+    for name in (*_PROMPTS, *_WITHOUT, "metadata", "tools", "tool_choice", "chat_template_kwargs"):
+        given.pop(name, None)
+    fields.accept(*fields.values)  # the rest is read below
+    call.replace_body(bodies.dump(given))
+    answer = await sglang.generate(call)
+    if metadata is not None and isinstance(answer, Reply) and isinstance(answer.body, dict):
+        answer.body["meta_info"]["request_metadata"] = metadata
+    return answer
+
+
+def _sampling(params: Fields) -> dict[str, Any]:
+    """The request under SGLang's names. The default length is SGLang's."""
+    given = dict(params.values)
+    most, seed = given.pop("max_tokens", None), given.pop("seed", None)
+    if most is not None and given.get("max_new_tokens") not in (None, most):
+        raise Reason.FIELD_CONFLICT.error("max_new_tokens is another number", field=params.path("max_tokens"))
+    if most is not None:
+        given["max_new_tokens"] = most
+    if seed is not None:
+        given["sampling_seed"] = seed
+    return given

@@ -1,0 +1,198 @@
+"""SGLang's routes that pause, abort, flush, give memory back, and check weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.dialects.sglang.reads import fleet_of, stage_of, telling
+from rlctl.gateway.dialects.sglang.replies import saying_success, status_of
+from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.results_pb2 import RankResult, StageResult
+
+MODES = ("abort", "retract", "in_place")
+TAGS = ("kv_cache", "weights", "cuda_graph")
+ACTIONS = ("checksum", "snapshot", "reset_tensors", "compare")
+SELECTORS = ("target", "draft", "all")
+
+FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+"""SGLang's own words: clients look for their beginning."""
+
+
+async def pause_generation(asked: Asked) -> Reply:
+    """Stop generating."""
+    mode = common_pb2.PauseMode.Value(f"PAUSE_MODE_{asked['mode'].upper()}")
+    await asked.tell(verbs_pb2.PauseGenerationRequest(mode=mode))
+    return Reply({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(asked: Asked) -> Reply:
+    """Go on; an update that writes opened is committed first."""
+    await asked.tell(
+        verbs_pb2.ContinueGenerationRequest(torch_empty_cache=asked["torch_empty_cache"], when_resident=True)
+    )
+    return Reply({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def abort_request(asked: Asked) -> Reply:
+    """End one request, or all."""
+    rid = asked["rid"]
+    if asked["abort_all"]:
+        await asked.tell(verbs_pb2.AbortRequestsRequest(abort_all=True))
+    elif rid:
+        ran = await asked.call.generation.stop([rid])
+        if not ran:
+            await asked.tell(verbs_pb2.AbortRequestsRequest(rids=[rid]))
+    return Reply()
+
+
+async def flush_cache(asked: Asked) -> Reply:
+    """Empty the caches; 400 while requests run."""
+    wait = duration(asked["timeout"]) if asked["timeout"] else None
+    try:
+        await asked.tell(verbs_pb2.FlushCacheRequest(idle_timeout=wait))
+    except RlctlError as error:
+        if status_of(error) != 400:
+            raise
+        return Reply(f"Flush cache failed. {error}\n", 400)
+    return Reply(FLUSHED)
+
+
+async def release_memory(asked: Asked) -> Reply:
+    """Give memory regions back; refused while requests run."""
+    return await _memory(asked, verbs_pb2.ReleaseMemoryRequest())
+
+
+async def resume_memory(asked: Asked) -> Reply:
+    """Allocate them again; one that is not released is confirmed."""
+    return await _memory(asked, verbs_pb2.ResumeMemoryRequest())
+
+
+async def _memory(asked: Asked, request: verbs_pb2.ReleaseMemoryRequest | verbs_pb2.ResumeMemoryRequest) -> Reply:
+    named = asked["tags"] or []
+    for index, tag in enumerate(named):
+        if tag not in TAGS:
+            raise Reason.FIELD_INVALID.error(f"{tag!r} must be one of {', '.join(TAGS)}", field=f"tags[{index}]")
+    there = [tag for tag in named if tag != "cuda_graph" or await _captures(asked)]
+    request.tags.extend(common_pb2.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in there)
+    if there or not named:
+        await asked.tell(request)
+    return Reply(b"null", content_type="application/json")
+
+
+async def _captures(asked: Asked) -> bool:
+    """Whether an engine has captured graphs: trainers name that region whether or not, and SGLang lets them."""
+    fleet = await fleet_of(asked)
+    stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
+    return any(
+        common_pb2.MEMORY_TAG_CUDA_GRAPH in stage.registration.capabilities.memory_tags
+        or not stage.registration.capabilities.memory_tags
+        for stage in stages
+    )
+
+
+@saying_success()
+async def weights_checker(asked: Asked) -> Reply:
+    """Digest the weights, keep a snapshot, scramble them, or compare them with the snapshot."""
+    action = asked["action"]
+    request = verbs_pb2.CheckWeightsRequest(
+        action=verbs_pb2.CheckAction.Value(f"CHECK_ACTION_{action.upper()}"),
+        per_tensor=action == "checksum",
+        skip_tensors=asked["skip_tensor_list"] or [],
+        selector=common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}"),
+    )
+    operation = await asked.tell(request, partly=True)
+    results = telling(operation)
+    there = {result.slot for result in results}
+    skipped = {result.slot: result.error.message for result in operation.stage_results if result.slot not in there}
+    ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
+    wrong = sorted({name for _, rank in ranks for name in _differing(rank.check)})
+    cannot = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
+    body: dict[str, Any] = {
+        "success": not wrong and not skipped,
+        "message": f"{action} of {len(results)} engines{cannot}.",
+    }
+    if skipped:
+        body["skipped"] = skipped
+    if wrong:
+        body["message"] = f"{len(wrong)} tensors differ from the snapshot, first {wrong[0]}"
+    if action == "checksum":
+        body["ranks"] = [_checksums(slot, rank, results) for slot, rank in ranks]
+        body["model_digest"] = {result.slot: result.rank_results[0].check.model_digest for result in results}
+        if len(results) == 1:
+            [digest] = body["model_digest"].values()
+            body["per_engine_checksum"] = digest
+    return Reply(body, 200 if body["success"] else 400)
+
+
+def _differing(report: verbs_pb2.CheckReport) -> list[str]:
+    return [*report.changed, *report.missing, *report.unexpected]
+
+
+def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> dict[str, Any]:
+    [size] = [len(result.rank_results) for result in results if result.slot == slot]
+    place = rank.coordinates
+    return {
+        # Of the rank's own tensors or, where the engine gives none, of its share of the full ones.
+        "checksums": {tensor.name: tensor.sha256 for tensor in rank.check.tensors or rank.check.model_tensors},
+        "per_gpu_checksum": rank.check.rank_digest,
+        "parallelism_info": [
+            {
+                "role": "target",
+                "tp_rank": place.tp,
+                "dp_rank": place.dp,
+                "pp_rank": place.pp,
+                "rank": place.rank,
+                "size": size,
+            }
+        ],
+        "engine": slot,
+    }
+
+
+_TAGS = Field("tags", [str], None, doc=f"any of {', '.join(TAGS)}; null or []: all")
+
+ROWS = (
+    Row("POST", "/pause_generation", pause_generation, "PauseGeneration", [Field("mode", str, "abort", MODES)]),
+    Row(
+        "POST",
+        "/continue_generation",
+        continue_generation,
+        "ContinueGeneration",
+        [Field("torch_empty_cache", bool, True)],
+        note="400 where weights are stale or a mixture, and for an update that could not be published",
+    ),
+    Row(
+        "POST",
+        "/abort_request",
+        abort_request,
+        "AbortRequests",
+        [Field("rid", str, ""), Field("abort_all", bool, False)],
+        note="ids are exact; SGLang's scheduler also ends those that begin so",
+    ),
+    Row("GET POST", "/flush_cache", flush_cache, "FlushCache", query=[Field("timeout", float, 0.0)]),
+    Row("GET POST", "/release_memory_occupation", release_memory, "ReleaseMemory", [_TAGS],
+        note="400 while requests run, or a server that frees nothing; SGLang ends"),
+    Row("GET POST", "/resume_memory_occupation", resume_memory, "ResumeMemory", [_TAGS],
+        note="a region that is not released is confirmed; SGLang ends"),
+    Row(
+        "GET POST",
+        "/weights_checker",
+        weights_checker,
+        "CheckWeights",
+        [
+            Field("action", str, "checksum", ACTIONS),
+            Field("allow_quant_error", bool, False),
+            Field("skip_tensor_list", [str], None),
+            Field("selector", str, "all", SELECTORS),
+        ],
+        note="digests are rlctl's; `model_digest` is the same for every TP size",
+    ),
+)  # fmt: skip

@@ -1,0 +1,89 @@
+"""How SGLang says that something is done, or is not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError, without_frames
+from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.http.errors import headers_of
+from rlctl.gateway.http.table import Asked
+from rlctl.v1.common_pb2 import Outcome
+
+_NAMES = {Reason.STAGE_NOT_FOUND, Reason.VERB_UNKNOWN}
+"""What is not found in an address; a name inside of a body that is not known is a bad body."""
+
+_KEPT = {401, 403, 405, 408, 413, 429, 503, 504}
+
+MESSAGES = {400: "what was asked for is wrong, or cannot be done now: `message` and `error` say why"}
+
+
+def status_of(error: RlctlError) -> int:
+    """SGLang's status for an error: 400 for whatever it would find out by itself."""
+    if error.http_status in _KEPT or error.reason in (Reason.INTERNAL, Reason.JOURNAL_FAILED):
+        return error.http_status
+    if error.reason in _NAMES and error.field in ("", "header.for_slot", "header.target.slots[0]"):
+        return error.http_status
+    return 400
+
+
+def facts(error: RlctlError) -> dict[str, Any]:
+    """What SGLang has no words for: the typed reason, and what became of every engine."""
+    said: dict[str, Any] = error.described()
+    said["code"] = status_of(error)
+    if isinstance(error, OperationFailed):
+        said["operation_id"] = error.operation.operation_id
+        said["engines"] = {
+            result.slot: {
+                "outcome": Outcome.Name(result.outcome).removeprefix("OUTCOME_"),
+                "reason": result.error.reason,
+                "message": result.error.message,
+            }
+            for result in error.operation.stage_results
+        }
+    return said
+
+
+def refused(error: RlctlError) -> Reply:
+    """A request that is wrong in itself, as SGLang refuses it."""
+    status = status_of(error)
+    body = {
+        "object": "error",
+        "message": str(error),
+        "type": HTTPStatus(status).phrase,
+        "param": error.field or None,
+        "code": status,
+        "error": facts(error),
+    }
+    return Reply(body, status, headers_of(error))
+
+
+def done(message: str, **more: Any) -> Reply:
+    """``{"success": true, "message": ...}``."""
+    return Reply({"success": True, "message": message, **more})
+
+
+def not_done(error: RlctlError, **more: Any) -> Reply:
+    """``{"success": false, "message": ...}``, as SGLang's verbs of weights fail."""
+    status = status_of(error)
+    return Reply({"success": False, "message": str(error), **more, "error": facts(error)}, status, headers_of(error))
+
+
+def saying_success(
+    **more: Any,
+) -> Callable[[Callable[[Asked], Awaitable[Reply]]], Callable[[Asked], Awaitable[Reply]]]:
+    """For handlers whose failures have a ``success``, and ``more`` fields."""
+
+    def wrap(handler: Callable[[Asked], Awaitable[Reply]]) -> Callable[[Asked], Awaitable[Reply]]:
+        async def answer(asked: Asked) -> Reply:
+            try:
+                return await handler(asked)
+            except RlctlError as error:
+                return not_done(without_frames(error), **more)
+
+        answer.__doc__ = handler.__doc__
+        return answer
+
+    return wrap

@@ -1,0 +1,344 @@
+"""SGLang's routes that change weights, groups and versions; and slime's and Miles's beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.contract.errors import OperationFailed, Reason
+from rlctl.gateway.dialects.sglang.admin import SELECTORS
+from rlctl.gateway.dialects.sglang.replies import done, saying_success
+from rlctl.gateway.http import engine_urls, weight_fields
+from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.v1 import common_pb2, update_pb2, verbs_pb2
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
+
+UPDATE_S = 600.0
+"""Longest time that ending an update may take."""
+
+FORMATS = ("flattened_bucket",)
+KINDS = ("full", "partial")
+DEFAULT_GROUP = "weight_update_group"
+
+
+@saying_success(num_paused_requests=0)
+async def from_disk(asked: Asked) -> Reply:
+    """Every engine of the model reads a checkpoint: a whole update."""
+    if asked["manifest"] is not None:
+        raise Reason.UNSUPPORTED.error("checkpoints are checked by rlctl's own manifests", field="manifest")
+    options = _options(asked)
+    options.recapture_cuda_graph = asked["recapture_cuda_graph"]
+    if asked["keep_pause"]:
+        options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
+    request = verbs_pb2.UpdateWeightsFromDiskRequest(
+        header=await asked.header(model=asked.model()),
+        model_path=asked["model_path"],
+        load_format=asked["load_format"] or "",
+        weight_version=_label(asked["weight_version"]),
+        is_async=asked["is_async"],
+        token_step=weight_fields.token_step(asked["token_step"]),
+        options=options,
+    )
+    operation = await asked.call.operate(request)
+    if asked["is_async"]:
+        return done(f"Accepted as operation {operation.operation_id}.", num_paused_requests=0)
+    return done(f"Succeeded to update model weights.{_versioned(operation)}", num_paused_requests=0)
+
+
+@saying_success()
+async def begin_weight_update(asked: Asked) -> Reply:
+    """Open an update that later writes join, without pausing anything yet."""
+    request = update_pb2.BeginWeightUpdateRequest(
+        header=await asked.header(),
+        implicit=True,
+        model=asked.model(),
+        kind=_kind(asked),
+        options=verbs_pb2.UpdateOptions(selector=_selector(asked), flush_cache=False),
+    )
+    request.header.ClearField("target")
+    plan = await asked.call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
+    return done("Begin weight update succeeded.", update_id=plan.update_id)
+
+
+@saying_success()
+async def end_weight_update(asked: Asked) -> Reply:
+    """Commit it: verified, published, served."""
+    operation = await _commit(asked, "")
+    return done(f"End weight update succeeded.{_versioned(operation)}")
+
+
+@saying_success()
+async def update_weight_version(asked: Asked) -> Reply:
+    """Commit an open update under this version, or call the published one by it from now on."""
+    label = _label(asked["new_version"])
+    if not label:
+        raise Reason.FIELD_REQUIRED.error("a version has a name", field="new_version")
+    if asked["abort_all_requests"]:
+        await asked.tell(verbs_pb2.AbortRequestsRequest(abort_all=True), "abort")
+    await _commit(asked, label)
+    return done(f"Weight version updated to {label}", new_version=asked["new_version"])
+
+
+async def _commit(asked: Asked, version: str) -> Operation:
+    model = "" if asked.slot else await engine_urls.updatable(asked.call)
+    request = update_pb2.CommitWeightUpdateRequest(header=await asked.header("commit", model=model), version=version)
+    operation: Operation = await asked.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
+    asked.call.note_excluded(operation)
+    if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
+        raise OperationFailed(operation)
+    return operation
+
+
+@saying_success()
+async def init_group(asked: Asked) -> Reply:
+    """Join the engine's ranks into a group of the client's; waits until every engine was called and has joined."""
+    offset, world_size, port = asked["rank_offset"], asked["world_size"], asked["master_port"]
+    for name, value in (("rank_offset", offset), ("world_size", world_size), ("master_port", port)):
+        if not 0 <= value < 1 << 31:
+            raise Reason.FIELD_INVALID.error(f"it is {value}", field=name)
+    request = verbs_pb2.InitWeightsUpdateGroupRequest(
+        header=await asked.header(model=asked.model()),
+        master_address=asked["master_address"],
+        master_port=port,
+        rank_offset=offset,
+        world_size=world_size,
+        group_name=asked["group_name"],
+        backend=asked["backend"],
+    )
+    if not asked.slot and offset not in (0, 1):
+        raise Reason.FIELD_INVALID.error(
+            f"at the root the fleet is one server, whose ranks begin at 1, not at {offset}",
+            field="rank_offset",
+            next_step="Call every engine at its own address to say where each of them joins.",
+        )
+    await asked.call.operate(request)
+    return done("Succeeded to initialize custom process group.")
+
+
+@saying_success()
+async def destroy_group(asked: Asked) -> Reply:
+    """Leave a group."""
+    await asked.tell(verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=asked["group_name"]))
+    return done("Succeeded to destroy custom process group.")
+
+
+@saying_success()
+async def from_distributed(asked: Asked) -> Reply:
+    """Take tensors in that the client broadcasts: into the open update, or as a whole update outside of a pause."""
+    bucket = weight_fields.bucket(Fields(dict(asked.values)), format=weight_fields.FORMATS[asked["load_format"]])
+    request = verbs_pb2.UpdateWeightsFromDistributedRequest(
+        header=await asked.header(model=asked.model()),
+        group_name=asked["group_name"],
+        buckets=[bucket],
+        weight_version=_label(asked["weight_version"]),
+        options=_options(asked),
+        kind=_kind(asked),
+    )
+    operation = await asked.call.operate(request)
+    return done(f"Succeeded to update parameter online.{_versioned(operation)}")
+
+
+@saying_success()
+async def from_tensor(asked: Asked) -> Reply:
+    """Take tensors in out of memory that the engines share with the client."""
+    if not asked["segments"]:
+        raise weight_fields.pickled(
+            "serialized_named_tensors",
+            "Send over a group (update_weights_from_distributed), or name shared memory in `segments`.",
+        )
+    request = verbs_pb2.UpdateWeightsFromTensorRequest(
+        header=await asked.header(model=asked.model()),
+        weight_version=_label(asked["weight_version"]),
+        options=_options(asked),
+        kind=_kind(asked),
+        segments=weight_fields.segments(asked["segments"]),
+    )
+    operation = await asked.call.operate(request)
+    return done(f"Success{_versioned(operation)}")
+
+
+@saying_success()
+async def from_ipc(_: Asked) -> Reply:
+    """Not supported: checkpoint-engine's sockets."""
+    raise Reason.UNSUPPORTED.error(
+        "checkpoint-engine's sockets belong to one engine's own processes", next_step="Send over a group, or from disk."
+    )
+
+
+async def get_weights_by_name(_: Asked) -> Reply:
+    """Not supported: weights do not leave the engines as JSON."""
+    failure = Reason.UNSUPPORTED.error(
+        "weights do not leave the engines as JSON", field="name", next_step="/weights_checker gives every digest."
+    )
+    return Reply({"error": {"message": str(failure)}}, 400)
+
+
+@saying_success()
+async def pull_weights(asked: Asked) -> Reply:
+    """Fetch a published checkpoint or delta into a local directory; slime's."""
+    request = verbs_pb2.PullWeightsRequest(
+        source_dir=asked["source_dir"],
+        local_checkpoint_dir=asked["local_checkpoint_dir"],
+        target_version=_label(asked["target_version"]),
+    )
+    await asked.tell(request)
+    return done(f"The directory is at version {request.target_version}.")
+
+
+@saying_success()
+async def post_process_weights(_: Asked) -> Reply:
+    """Nothing is left to do: loaded weights are processed by the update's own end; slime's."""
+    return done("Weights are processed when their update ends.")
+
+
+def _options(asked: Asked) -> verbs_pb2.UpdateOptions:
+    values = asked.values
+    return verbs_pb2.UpdateOptions(
+        abort_all_requests=values["abort_all_requests"],
+        flush_cache=values["flush_cache"],
+        torch_empty_cache=values["torch_empty_cache"],
+        selector=_selector(asked) if "selector" in values else common_pb2.WEIGHT_SELECTOR_UNSPECIFIED,
+    )
+
+
+def _selector(asked: Asked) -> common_pb2.WeightSelector.ValueType:
+    return common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}")
+
+
+def _kind(asked: Asked) -> verbs_pb2.UpdateKind.ValueType:
+    kind = asked["update_kind"]
+    return verbs_pb2.UpdateKind.Value(f"UPDATE_KIND_{kind.upper()}") if kind else verbs_pb2.UPDATE_KIND_UNSPECIFIED
+
+
+def _label(version: str | int | None) -> str:
+    """Trainers give numbers, too."""
+    return "" if version is None else str(version)
+
+
+def _versioned(operation: Operation) -> str:
+    label = operation.weight_version.label
+    return f" Weight version updated to {label}." if label else ""
+
+
+_VERSION = Field("weight_version", str | int, None)
+_KIND = Field("update_kind", str, None, KINDS, "full by default under a pause: what it leaves out is missed", own=True)
+_SELECTOR = Field("selector", str, "all", SELECTORS)
+_GROUP = Field("group_name", str, DEFAULT_GROUP)
+
+
+def _flag(name: str, *, default: bool = False) -> Field:
+    return Field(name, bool, default)
+
+
+_FLUSH, _ABORT, _EMPTY = _flag("flush_cache", default=True), _flag("abort_all_requests"), _flag("torch_empty_cache")
+_LOADED: Any = {200: "done", 400: "not done, and why"}
+
+ROWS = (
+    Row(
+        "POST",
+        "/update_weights_from_disk",
+        from_disk,
+        "UpdateWeightsFromDisk",
+        [
+            Field("model_path", str),
+            Field("load_format", str, None),
+            _ABORT,
+            _VERSION,
+            Field("is_async", bool, False, doc="answer when it is accepted"),
+            _EMPTY,
+            _flag("keep_pause"),
+            _flag("recapture_cuda_graph"),
+            Field("token_step", int, 0),
+            _FLUSH,
+            Field("manifest", dict, None),
+        ],
+        note="one update of all engines of the model; is_async, keep_pause and token_step are done; verified",
+    ),
+    Row("POST", "/begin_weight_update", begin_weight_update, "BeginWeightUpdate", [_SELECTOR, _KIND],
+        note="a second one before the first write is confirmed"),
+    Row("POST", "/end_weight_update", end_weight_update, "CommitWeightUpdate",
+        note="400 unless every tensor was written and verified, or nothing was written"),
+    Row(
+        "POST",
+        "/update_weight_version",
+        update_weight_version,
+        "AbortRequests, CommitWeightUpdate",
+        [Field("new_version", str | int), _flag("abort_all_requests", default=True)],
+        note="ends an open update; else the published version keeps its sequence",
+    ),
+    Row(
+        "POST",
+        "/init_weights_update_group",
+        init_group,
+        "InitWeightsUpdateGroup",
+        [
+            Field("master_address", str),
+            Field("master_port", int),
+            Field("rank_offset", int),
+            Field("world_size", int),
+            _GROUP,
+            Field("backend", str, "nccl", ("nccl", "gloo")),
+        ],
+        note="checked against the roster before anybody waits; at the root the fleet is one server",
+    ),
+    Row("POST", "/destroy_weights_update_group", destroy_group, "DestroyWeightsUpdateGroup", [_GROUP]),
+    Row(
+        "POST",
+        "/update_weights_from_distributed",
+        from_distributed,
+        "UpdateWeightsFromDistributed",
+        [
+            Field("names", [str]),
+            Field("dtypes", [str]),
+            Field("shapes", [[int]]),
+            _GROUP,
+            _FLUSH,
+            _ABORT,
+            _VERSION,
+            Field("load_format", str, None, FORMATS),
+            _SELECTOR,
+            _EMPTY,
+            _KIND,
+        ],
+        note="needs no begin: under a pause it opens an update, outside of one it is one; the version comes last",
+    ),
+    Row(
+        "POST",
+        "/update_weights_from_tensor",
+        from_tensor,
+        "UpdateWeightsFromTensor",
+        [
+            Field("serialized_named_tensors", [str], None, doc="pickles: refused"),
+            Field("load_format", str, None),
+            _FLUSH,
+            _ABORT,
+            _VERSION,
+            _SELECTOR,
+            _EMPTY,
+            _KIND,
+            Field("segments", [dict], None, doc="rlctl.v1.TensorSegment in protobuf's JSON", own=True),
+        ],
+        note="pickles are refused; `segments` of shared memory are taken",
+    ),
+    Row("POST", "/update_weights_from_ipc", from_ipc, "",
+        [Field("zmq_handles", dict), _FLUSH, _VERSION, _EMPTY], answers={400: "not supported"}, note="refused"),
+    Row("GET POST", "/get_weights_by_name", get_weights_by_name, "",
+        [Field("name", str), Field("truncate_size", int, 100)], answers={400: "not supported"}, note="refused"),
+    Row(
+        "POST",
+        "/pull_weights",
+        pull_weights,
+        "PullWeights",
+        [Field("local_checkpoint_dir", str), Field("source_dir", str), Field("target_version", str | int)],
+        note="slime's",
+    ),
+    Row(
+        "POST",
+        "/post_process_weights",
+        post_process_weights,
+        "",
+        [_flag("restore_weights_before_load"), _flag("post_process_quantization")],
+        note="slime's; confirmed, the update's end does it",
+    ),
+)  # fmt: skip

@@ -1,0 +1,281 @@
+"""vLLM's /inference/v1/generate: token ids in and out, as a whole or as they come.
+
+Fields and replies as vLLM 0.32.0 has them (``vllm/entrypoints/scale_out/token_in_token_out``), in both of its output
+modes. Log probabilities are the fleet's: after temperature.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.contract.enums import short_name
+from rlctl.contract.errors import Reason
+from rlctl.gateway.backend.tokenizers import Tokenizer
+from rlctl.gateway.generation import logprobs, sessions
+from rlctl.gateway.generation import samples as running
+from rlctl.gateway.generation.openai import LONGEST
+from rlctl.gateway.generation.sglang import DONE, event, failed
+from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Answer, Reply, Stream
+from rlctl.rollout import continuation
+from rlctl.rollout.sample import RolloutSample
+from rlctl.sglang_api.request import assign
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishType, GenerateRequest, Sample, TokenIds, TokenLogprob
+
+MODES = ("tokens", "text")
+
+_SAMPLING = {
+    "min_tokens": "min_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+    "seed": "seed",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+}
+
+_WITHOUT: dict[str, tuple[Any, ...]] = {
+    "structured_outputs": (),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprob_token_ids": (),
+}
+"""Sampling parameters that are refused rather than ignored, and the values that ask for nothing."""
+
+_BESIDE = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+"""Fields likewise."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One call.
+
+    Attributes:
+        model: as the caller named it.
+        n: samples.
+        text: of what is generated, and of single tokens, is told too.
+        tokenizer: of single tokens.
+        tops: most likely tokens at each position of what is generated; None: no log probabilities.
+        prompt_tops: of the prompt.
+        ids: the prompt's tokens are told.
+        usage: numbers of tokens end a stream.
+        running_usage: and stand in each of its events.
+        stops: token ids that end a sample.
+    """
+
+    rid: str
+    model: str
+    n: int
+    text: bool
+    tokenizer: Tokenizer | None
+    tops: int | None
+    prompt_tops: int | None
+    ids: bool
+    usage: bool
+    running_usage: bool
+    stops: frozenset[int]
+
+    @property
+    def mode(self) -> str:
+        """As it is told."""
+        return MODES[self.text]
+
+
+async def generate(call: Call) -> Answer:
+    """Generate from token ids; vLLM's fields and reply."""
+    fields = await call.fields()
+    name = fields.take("model", str, "")
+    model, adapter = await call.generation.named(name)
+    request = GenerateRequest(model=model, adapter=adapter, min_version_seq=sessions.min_version(call))
+    request.input_ids.CopyFrom(await call.beside(lambda: _token_ids(fields)))
+    stream = fields.take("stream", bool, False)
+    asked = await _read(call, fields, request, name, stream=stream)
+    size = request.ByteSize()
+    call.generation.check_bytes(size, asked.n * size)
+    session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
+    samples = []
+    for index in range(asked.n):
+        sample = continuation.begin(request, index=index, session_id=session)
+        sample.request.rid = asked.rid if asked.n == 1 else f"{asked.rid}-{index}"
+        if index:
+            sample.request.ClearField("logprob_start_len")  # one of them tells of the prompt
+        samples.append(sample)
+    if stream:
+        return Stream(_events(call, asked, samples), failed)
+    ended = await running.whole(call, samples)
+    made = sum(len(sample.output_ids) for sample in ended)
+    reply = {
+        "request_id": asked.rid,
+        "created": int(time.time()),
+        "model": asked.model or model,
+        "output_mode": asked.mode,
+        "choices": [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)],
+        "prompt_logprobs": (
+            None if asked.prompt_tops is None else logprobs.of_prompt(ended[0].input_logprobs, asked.prompt_tops)
+        ),
+        "prompt_token_ids": list(ended[0].prompt_ids) if asked.ids else None,
+        "usage": _usage(len(ended[0].prompt_ids), made),
+    }
+    return Reply(reply)
+
+
+def _token_ids(fields: Fields) -> TokenIds:
+    try:
+        return TokenIds(ids=fields.take_list("token_ids", int))
+    except ValueError as error:
+        raise Reason.FIELD_INVALID.error(str(error), field="token_ids") from None
+
+
+async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str, *, stream: bool) -> _Asked:
+    """Fill in what is asked for beside the prompt."""
+    for each in _BESIDE:
+        _nothing(fields, each, ())
+    fields.accept("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "priority")
+    mode = fields.take("output_mode", str, MODES[0])
+    if mode not in MODES:
+        raise Reason.FIELD_INVALID.error(f"{mode!r} must be one of {', '.join(MODES)}", field="output_mode")
+    options = call.watch(fields.take_fields("stream_options", {}))
+    usage = options.take("include_usage", bool, False)
+    given = call.watch(fields.take_fields("sampling_params", {}))
+    tops, prompt_tops = given.take("logprobs", int, None), None
+    if not stream:  # a stream has no place for it
+        prompt_tops = given.take("prompt_logprobs", int, None)
+    for field, value in (("logprobs", tops), ("prompt_logprobs", prompt_tops)):
+        if value is not None:
+            request.return_logprob = True
+            number = max(request.top_logprobs_num, value) if value >= 0 else value
+            assign(request, "top_logprobs_num", number, f"sampling_params.{field}")
+    if prompt_tops is not None:
+        request.logprob_start_len = 0
+    n = _sampling(request, given)
+    call.generation.check_samples([n], "sampling_params.n", "token_ids")
+    return _Asked(
+        rid=fields.take("request_id", str, "") or uuid.uuid4().hex,
+        model=name,
+        n=n,
+        text=mode == "text",
+        tokenizer=await call.generation.tokenizers.maybe(request.model) if mode == "text" else None,
+        tops=tops,
+        prompt_tops=prompt_tops,
+        ids=fields.take("return_token_ids", bool, False),
+        usage=usage,
+        running_usage=options.take("continuous_usage_stats", bool, False) and usage,
+        stops=frozenset(request.sampling_params.stop_token_ids),
+    )
+
+
+def _sampling(request: GenerateRequest, given: Fields) -> int:
+    """Fill in the sampling parameters; returns how many samples are wanted."""
+    for name, nothing in _WITHOUT.items():
+        _nothing(given, name, nothing)
+    params = request.sampling_params
+    for name, ours in _SAMPLING.items():
+        value = given.take(name, object, None)
+        if value is not None:
+            assign(params, ours, value, f"sampling_params.{name}")
+    assign(params, "max_new_tokens", given.take("max_tokens", int, LONGEST), "sampling_params.max_tokens")
+    top_k = given.take("top_k", int, None)
+    if top_k is not None:
+        assign(params, "top_k", top_k or -1, "sampling_params.top_k")
+    stop = given.take("stop", str | list, None)
+    if stop is not None:
+        assign(params, "stop", [stop] if isinstance(stop, str) else stop, "sampling_params.stop")
+    n = given.take("n", int, 1)
+    given.accept("detokenize", "output_kind", "flat_logprobs", "extra_args")
+    return n
+
+
+def sampling_of_chat(fields: Fields) -> dict[str, Any]:
+    """The sampling parameters of a chat, under the names that they have here."""
+    given = {name: fields.take(name, object, None) for name in (*_SAMPLING, "top_k", "stop", "n")}
+    given["max_tokens"] = fields.take("max_completion_tokens", object, fields.take("max_tokens", object, None))
+    if fields.take("logprobs", bool, False):
+        given["logprobs"] = fields.take("top_logprobs", int, 0)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
+    value = fields.take(name, object, None)
+    if value is not None and value not in nothing:
+        raise Reason.UNSUPPORTED.error("nobody here can do it", field=fields.path(name))
+
+
+async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
+    """What is new of a sample in each event."""
+    head: dict[str, Any] = {"request_id": asked.rid, "output_mode": asked.mode, "usage": None}
+    prompt, made = list(samples[0].request.input_ids.ids), [0] * len(samples)
+    first = {"prompt_token_ids": prompt} if asked.ids else {}
+    news = running.streamed(call, samples)
+    try:
+        async for new in news:
+            part = new.part
+            made[new.index] += len(part.output_ids)
+            if asked.running_usage:
+                head["usage"] = _usage(len(prompt), made[new.index])
+            yield event({**head, **first, "choices": [_choice(asked, new.index, part, new.ended)]})
+            first = {}
+        if asked.usage:
+            yield event({**head, "choices": [], "usage": _usage(len(prompt), sum(made))})
+        yield DONE
+    finally:
+        await news.aclose()
+
+
+def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "token_ids": list(part.output_ids),
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+        "weight_versions": None,
+    }
+    if asked.text:
+        choice["text"] = part.text
+    if asked.tops is not None:
+        choice["logprobs"] = {"content": [_position(asked, entry) for entry in part.output_logprobs]}
+    if ended is not None:
+        reason = ended.whole.finish_reason
+        choice["finish_reason"] = short_name(FinishType.DESCRIPTOR, reason.type or FINISH_TYPE_ABORT)
+        matched = reason.WhichOneof("matched")
+        found = getattr(reason, matched) if matched else None
+        # The end of a text is no stop that anybody asked for.
+        choice["stop_reason"] = found if isinstance(found, str) or found in asked.stops else None
+        choice["weight_versions"] = [
+            {"version": span.version.label, "start": span.start, "end": span.end} for span in ended.whole.versions
+        ]
+    return choice
+
+
+def _position(asked: _Asked, entry: TokenLogprob) -> dict[str, Any]:
+    """What was generated at one position: the token itself stands first among the most likely ones, too."""
+    tops = asked.tops or 0
+    told = [_token(asked, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
+    return {**told[0], "top_logprobs": told}
+
+
+def _token(asked: _Asked, entry: TokenLogprob, rank: int) -> dict[str, Any]:
+    token, logprob = entry.token_id, logprobs.finite(entry.logprob)
+    if not asked.text:
+        return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "rank": rank}
+    if asked.tokenizer is None:
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+    text = asked.tokenizer.text(token)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _usage(prompt: int, made: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

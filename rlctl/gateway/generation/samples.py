@@ -1,0 +1,152 @@
+"""The samples of one call, side by side: as a whole, or as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.placeholders import PREFERRED, PREFILL, SLOT
+from rlctl.rollout.continuation import Progress
+from rlctl.rollout.rollout import Place
+from rlctl.rollout.sample import RolloutSample
+from rlctl.v1.rollout_pb2 import Sample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class News:
+    """What is new of one sample.
+
+    Attributes:
+        index: its number in the call.
+        part: what has come since the last time, as one: text, tokens, log probabilities, versions and counts.
+        prompt_ids: the prompt's tokens, as far as they are known.
+        ended: all of it, once it has ended.
+    """
+
+    index: int
+    part: Sample
+    prompt_ids: Sequence[int]
+    ended: RolloutSample | None = None
+
+
+class _Text:
+    """What is told of a sample's text: not what may turn out to begin a stop string, which engines hold back too, but
+    tell when they are cut.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._told = 0
+
+    def more(self, text: str) -> str:
+        """What can be told of it now."""
+        text = self._held + text
+        begun = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - begun :]
+        text = text[: len(text) - begun]
+        self._told += len(text)
+        return text
+
+    def rest(self, whole: str) -> str:
+        """What is left to be told of all of it."""
+        return whole[self._told :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text that the stop string begins with; not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
+
+
+def _joined(parts: Sequence[Sample]) -> Sample:
+    joined = Sample()
+    for each in parts:
+        joined.output_ids.extend(each.output_ids)
+        joined.output_logprobs.extend(each.output_logprobs)
+        joined.versions.extend(each.versions)
+        joined.cached_tokens, joined.retractions = each.cached_tokens, each.retractions
+    return joined
+
+
+async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+    """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
+    place = await _place(call)
+    tasks = [asyncio.create_task(call.generation.complete(sample, token=call.token, place=place)) for sample in samples]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerator[News, None]:
+    """What is new, of whichever sample has something. Raises as :func:`whole`. Closing it ends them.
+
+    A caller that reads slowly gets more at a time: what waits for it is bounded by the samples' length.
+    """
+    waiting: dict[int, list[Sample]] = {}
+    texts = [_Text(sample.request.sampling_params.stop) for sample in samples]
+    prompts = [sample.prompt_ids for sample in samples]
+    changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
+    ended: dict[int, RolloutSample] = {}
+    place = await _place(call)
+
+    async def run(index: int) -> None:
+        def tell(progress: Progress, part: Sample) -> None:
+            prompts[index] = progress.prompt_ids
+            if index not in waiting and not part.HasField(
+                "finish_reason"
+            ):  # an end is told with all that belongs to it
+                changed.put_nowait(index)
+            waiting.setdefault(index, []).append(part)
+
+        try:
+            ended[index] = await call.generation.complete(samples[index], token=call.token, place=place, told=tell)
+            changed.put_nowait(index)
+        except Exception as error:
+            if not isinstance(error, RlctlError):
+                log.exception("sample %s failed", samples[index].request.rid)
+            changed.put_nowait(without_frames(typed(error)))
+
+    tasks = [asyncio.create_task(run(index)) for index in range(len(samples))]
+    left = len(tasks)
+    try:
+        while left:
+            told = await changed.get()
+            if isinstance(told, RlctlError):
+                raise told
+            parts = waiting.pop(told, ())
+            over = ended.pop(told, None)
+            left -= over is not None
+            if parts or over is not None:
+                part = _joined(parts)
+                text = texts[told].more("".join(each.text for each in parts))
+                part.text = text if over is None else text + texts[told].rest(over.whole.text)
+                yield News(told, part, prompts[told], over)
+    finally:
+        await _end(tasks)
+
+
+async def _place(call: Call) -> Place:
+    """Where the address says. Raises STAGE_NOT_FOUND: nobody waits for an engine that there is not."""
+    if PREFERRED in call.path:
+        return Place(call.path[PREFERRED], only=False, prefill=call.path.get(PREFILL, ""))
+    slot = call.path.get(SLOT, "")
+    if slot and slot not in [stage.registration.slot for stage in await call.fleet.stages()]:
+        raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=SLOT)
+    return Place(slot)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, BaseException):
+            without_frames(ended)

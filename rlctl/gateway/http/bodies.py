@@ -1,0 +1,124 @@
+"""Bodies of requests: parsed once, their fields checked by type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Any, TypeVar, overload
+
+import orjson
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.json_values import of_kind
+
+_MISSING: Any = object()
+T = TypeVar("T")
+
+
+def parse(data: bytes) -> Any:
+    """JSON. Raises FIELD_INVALID."""
+    try:
+        return orjson.loads(data)
+    except ValueError as error:
+        raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}", field="body") from None
+
+
+def dump(value: Any, field: str = "body") -> bytes:
+    """What was read, as JSON. Raises FIELD_INVALID: less may be nested in it than can be read."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise Reason.FIELD_INVALID.error(f"it cannot be passed on: {error}", field=field) from None
+
+
+class Fields:
+    """The fields of a JSON object, taken one by one; what nobody takes is unknown.
+
+    ``where``: what stands before a field's name in errors, "init_info." say.
+    """
+
+    def __init__(self, values: Any, where: str = "") -> None:
+        """Raises FIELD_INVALID if it is no object."""
+        if not isinstance(values, dict):
+            raise Reason.FIELD_INVALID.error("it is no JSON object", field=where.rstrip(".") or "body")
+        self.values: Mapping[str, Any] = values
+        self._where = where
+        self._taken: set[str] = set()
+
+    @overload
+    def take(self, name: str, kind: type[T]) -> T: ...
+    @overload
+    def take(self, name: str, kind: type[T], default: None) -> T | None: ...
+    @overload
+    def take(self, name: str, kind: type[T], default: T) -> T: ...
+    @overload
+    def take(self, name: str, kind: UnionType, default: Any = ...) -> Any: ...
+
+    def take(self, name: str, kind: Any, default: Any = _MISSING) -> Any:
+        """A field, or its default where it is absent or null; it is required without one.
+
+        A number or a flag may come as text (:mod:`rlctl.contract.json_values`); a flag is no number. Raises
+        FIELD_REQUIRED, FIELD_INVALID.
+        """
+        self._taken.add(name)
+        value = self.values.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise Reason.FIELD_REQUIRED.error("it is missing", field=self._where + name)
+            return default
+        given, value = value, of_kind(value, kind) if isinstance(kind, type) else value
+        if not _fits(value, kind):
+            shown = kind.__name__ if isinstance(kind, type) else str(kind)
+            raise Reason.FIELD_INVALID.error(f"{_short(given)} is no {shown}", field=self._where + name)
+        return value
+
+    def take_list(self, name: str, kind: type[T], default: Sequence[T] | None = _MISSING) -> Any:
+        """A list of one type; as :meth:`take`."""
+        values = self.take(name, list, default)
+        if kind in (int, float, bool) and not all(type(value) is kind for value in values or ()):
+            values = [of_kind(value, kind) for value in values or ()]
+        for index, value in enumerate(values or ()):
+            if not _fits(value, kind):
+                raise Reason.FIELD_INVALID.error(
+                    f"{_short(value)} is no {kind.__name__}", field=f"{self._where}{name}[{index}]"
+                )
+        return values
+
+    def take_fields(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
+        """An object within."""
+        value = self.take(name, dict, default)
+        return Fields(dict(value or {}), f"{self._where}{name}.")
+
+    def accept(self, *names: str) -> None:
+        """Take note of fields that are accepted and do nothing."""
+        self._taken.update(names)
+
+    def rename(self, old: str, new: str) -> None:
+        """Take a field under another name from now on, if the object has it."""
+        if old in self.values:
+            rest = {name: value for name, value in self.values.items() if name != old}
+            self.values = {**rest, new: self.values[old]}
+
+    def path(self, name: str) -> str:
+        """A field's name as errors have it."""
+        return self._where + name
+
+    @property
+    def unknown(self) -> list[str]:
+        """Fields that nobody took."""
+        return [self._where + name for name in self.values if name not in self._taken]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_fits(value, each) for each in kind.__args__)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,207 @@
+"""The fleet's engines as addresses: each is what lies below ``/engines/SLOT`` of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Reply, Route
+from rlctl.gateway.http.placeholders import ANY, SLOT
+from rlctl.gateway.http.table import ENGINE
+from rlctl.runtime.addresses import split
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_FAILED,
+    STAGE_STATE_JOINING,
+    STAGE_STATE_RETIRED,
+    STAGE_STATE_UNREACHABLE,
+    StageState,
+)
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+
+_OF_THE_MODEL = (
+    BeginWeightUpdateRequest,
+    CommitWeightUpdateRequest,
+    InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+
+_OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
+"""The coordinator finds the model of the others."""
+
+GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_FAILED)
+_ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
+
+
+def with_engines(routes: Iterable[Route]) -> list[Route]:
+    """The rows, each for the whole fleet and for one engine: :func:`slots_of` tells which."""
+    rows = list(routes)
+    return [*rows, *(dataclasses.replace(route, path=ENGINE + route.path, doc=route.about) for route in rows)]
+
+
+def slots_of(call: Call) -> list[str]:
+    """The engine whose address was asked; none: the fleet's, or that of nobody in particular."""
+    return [call.path[SLOT]] if call.path.get(SLOT, ANY) != ANY else []
+
+
+def url_of(call: Call, slot: str) -> str:
+    """An engine's address, as this caller reaches it."""
+    scheme = call.headers.get("X-Forwarded-Proto", "http")
+    return f"{scheme}://{call.headers.get('Host', '')}{ENGINE.format(**{SLOT: quote(slot, safe='')})}"
+
+
+def slot_in(url: str) -> str:
+    """The slot that an engine's address names; "": it is none of a gateway's."""
+    found = _ADDRESS.search(url)
+    return unquote(found[1]) if found else ""
+
+
+async def is_own(call: Call, url: str) -> bool:
+    """Whether a URL without a path is this gateway's: its port, at an address that the caller's Host has, too."""
+    parsed = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        asked, asked_port = split(call.headers.get("Host", ""), "Host")
+        port = parsed.port or 80
+    except (RlctlError, ValueError):
+        return False
+    if not parsed.hostname or parsed.path not in ("", "/") or port != asked_port:
+        return False
+    if parsed.hostname == asked:
+        return True
+    of_url, of_call = await asyncio.gather(_addresses(parsed.hostname), _addresses(asked))
+    return bool(of_url & of_call)
+
+
+async def _addresses(host: str) -> set[str]:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {str(address[0]) for *_, address in found}
+
+
+def foreign(url: str) -> RlctlError:
+    """The error for an address without an engine of the fleet."""
+    return Reason.UNSUPPORTED.error(
+        f"{url} is not an engine of this fleet: an engine joins by its stage server",
+        field="url",
+        next_step="Attach to a server that runs with `rlctl stage --engine sglang --option url=URL --slot NAME"
+        " --model-path DIR --coordinator ADDRESS`, or by `external: [HOST:PORT]` in the topology.",
+    )
+
+
+async def listed(call: Call) -> list[Stage]:
+    """The stages of the fleet, in slot order: those of the gateway's model, if it has one. Retired ones are none.
+
+    A stage that cannot be reached is listed with its state.
+    """
+    return await _stages(call, call.fleet)
+
+
+async def living(call: Call) -> list[Stage]:
+    """The stages of :func:`listed` that can be reached."""
+    return [stage for stage in await listed(call) if stage.state not in GONE]
+
+
+async def find(call: Call, slot: str, field: str) -> Stage:
+    """One stage of :func:`listed`. Raises STAGE_NOT_FOUND."""
+    return _named(await listed(call), slot, field)
+
+
+async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
+    """The living stages whose address was asked. ``openly``: by a caller who needs no token.
+
+    Raises STAGE_NOT_FOUND, and UNREACHABLE for an engine at its own address.
+    """
+    stages = await _stages(call, call.generation.fleet if openly else call.fleet)
+    named = [_named(stages, slot, SLOT) for slot in slots_of(call)]
+    for stage in named:
+        if stage.state in GONE:
+            raise unreachable(stage.registration.slot, stage.state)
+    return named or [stage for stage in stages if stage.state not in GONE]
+
+
+def unreachable(slot: str, state: StageState.ValueType, reason: str = "") -> RlctlError:
+    """The error for an engine that is unreachable, or was left out for this reason."""
+    name = StageState.Name(state).removeprefix("STAGE_STATE_")
+    cause = Reason.UNREACHABLE if state in GONE else Reason.STAGE_NOT_SERVING
+    return cause.error(f"{slot} is {name}{f': {reason}' if reason else ''}")
+
+
+async def health(call: Call) -> Reply:
+    """200 if the engine lives, paused or asleep too; at the root if one does. Nothing is generated for it. Raises
+    NO_ROUTABLE_STAGE, STAGE_NOT_FOUND, UNREACHABLE.
+    """
+    for stage in await asked(call, openly=True):
+        if stage.state != STAGE_STATE_JOINING and not stage.quarantine.reason:
+            return Reply(b"")
+    raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
+
+
+async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
+    told = await fleet.status(call.generation.settings.model)
+    return [stage for stage in told.stages if stage.state != STAGE_STATE_RETIRED]
+
+
+def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:
+    for stage in stages:
+        if stage.registration.slot == slot:
+            return stage
+    raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=field)
+
+
+async def updatable(call: Call) -> str:
+    """The model whose weights change: the gateway's, else the fleet's only one that may. Raises FIELD_REQUIRED."""
+    known = [model.name for model in await call.fleet.models() if model.updatable]
+    if call.generation.settings.model or len(known) == 1:
+        return call.generation.settings.model or known[0]
+    raise Reason.FIELD_REQUIRED.error(
+        f"which of {', '.join(known) or 'no models'} is meant?",
+        field="model",
+        next_step="Start the gateway with --model.",
+    )
+
+
+async def aimed(call: Call, request: Any, step: str = "") -> Any:
+    """The request under this call's id (of a ``step`` of it), for what its address names: the model, or one engine.
+
+    Weights belong to a model: of a trainer that knows engines only, the calls for each of them are one operation.
+    Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's, and as
+    :func:`updatable`.
+    """
+    header = request.header
+    header.request_id, header.unkeyed = await call.request_id(step), not call.keyed
+    header.target.model = call.generation.settings.model
+    slots = slots_of(call)
+    if slots and isinstance(request, _OF_THE_MODEL):
+        header.for_slot = slots[0]
+        return request
+    header.target.slots.extend(slots)
+    if not slots and isinstance(request, _OF_ONE_MODEL):
+        header.target.model = await updatable(call)
+    if isinstance(request, InitWeightsUpdateGroupRequest) and request.rank_offset not in (0, 1):
+        raise Reason.FIELD_INVALID.error(
+            f"the engines' ranks follow the source's, so theirs begin at 1, not at {request.rank_offset}",
+            field="rank_offset",
+        )
+    return request

@@ -1,0 +1,84 @@
+"""Who asks, and under which id: headers of HTTP into a token and a request_id of the contract."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from rlctl.contract.errors import Reason
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.v1.coordinator_pb2 import ReserveRequestIdRequest, ReserveRequestIdResponse
+
+KEYS = ("Idempotency-Key", "X-Request-Id")
+_LONGEST = 256
+_RESERVE_S = 30.0
+
+
+def token(headers: Mapping[str, str]) -> str | None:
+    """The bearer token of a request, if it has one. Raises TOKEN_MISSING for a header that is none."""
+    given = headers.get("Authorization")
+    if given is None:
+        return None
+    scheme, _, value = given.partition(" ")
+    value = value.strip()
+    if scheme.lower() != "bearer" or not value or not (value.isascii() and value.isprintable()):
+        raise Reason.TOKEN_MISSING.error("the Authorization header is no bearer token", field="Authorization")
+    return value
+
+
+def readable(headers: Mapping[str, str]) -> None:
+    """Raise FIELD_INVALID for a header that is no UTF-8: nobody here could pass it on, or tell it."""
+    for name, value in headers.items():
+        if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
+            raise Reason.FIELD_INVALID.error("it is no UTF-8", field=name)
+
+
+def key(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The header in which the caller named its request, and the name; empty without one. Raises FIELD_INVALID."""
+    for name in KEYS:
+        given = headers.get(name)
+        if given is None:
+            continue
+        if not 0 < len(given) <= _LONGEST:
+            raise Reason.FIELD_INVALID.error(f"it must have 1 to {_LONGEST} characters", field=name)
+        return name, given
+    return "", ""
+
+
+def as_uuid7(given: str) -> str:
+    """A key that is a request_id already, in the spelling of the contract; "" for any other."""
+    try:
+        made = uuid.UUID(given)
+    except ValueError:
+        return ""
+    return str(made) if made.version == 7 else ""
+
+
+def body_digest(query: str, body: bytes) -> bytes:
+    """What two requests under one key are compared by."""
+    digest = hashlib.sha256(query.encode() + b"\0")
+    digest.update(body)
+    return digest.digest()
+
+
+async def reserved(fleet: AsyncFleet, scope: Sequence[str], body_sha256: bytes) -> str:
+    """The request_id that a key stands for at the coordinator, and so at every gateway, now and after a restart.
+
+    ``scope``: the key and all that tells it from others' (who asks for what, where); it may hold a token, and only its
+    hash is sent. Raises REQUEST_ID_REUSED where another body came under it.
+    """
+    request = ReserveRequestIdRequest(key=hashlib.sha256(orjson.dumps(scope)).hexdigest(), body_sha256=body_sha256)
+    response: ReserveRequestIdResponse = await fleet.connection.call("ReserveRequestId", request, _RESERVE_S)
+    return response.request_id
+
+
+def derived(request_id: str, step: str) -> str:
+    """The id of one of several operations that a request takes; the same for a repeat. Of the same time."""
+    made = bytearray(hashlib.sha256(f"{request_id}/{step}".encode()).digest()[:16])
+    made[:6] = uuid.UUID(request_id).bytes[:6]
+    made[6] = 0x70 | made[6] & 0x0F
+    made[8] = 0x80 | made[8] & 0x3F
+    return str(uuid.UUID(bytes=bytes(made)))

@@ -1,0 +1,151 @@
+"""Rows of a dialect whose bodies are lists of fields: read by what the row says, described by it in OpenAPI."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Reply, Route, Scope
+from rlctl.gateway.http.placeholders import SLOT
+from rlctl.v1.common_pb2 import RequestHeader, Target
+from rlctl.v1.results_pb2 import Operation
+
+REQUIRED: Any = object()
+
+ENGINE = f"/engines/{{{SLOT}}}"
+"""Before a path: the one engine that fills a slot."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a body.
+
+    Attributes:
+        kind: of its value; a list says the kind of its elements, of lists within too.
+        default: what it is without one; REQUIRED.
+        choices: what it can be.
+        own: the original does not have it.
+    """
+
+    name: str
+    kind: Any
+    default: Any = REQUIRED
+    choices: Sequence[str] = ()
+    doc: str = ""
+    own: bool = False
+
+    def read(self, fields: Fields) -> Any:
+        """Its value in a body. Raises FIELD_REQUIRED, FIELD_INVALID."""
+        default = () if self.default is REQUIRED else (self.default,)
+        if not isinstance(self.kind, list):
+            value = fields.take(self.name, self.kind, *default)
+        else:
+            [inner] = self.kind
+            value = fields.take_list(self.name, list if isinstance(inner, list) else inner, *default)
+            if value is not None and isinstance(inner, list):
+                parts = [Fields({str(index): part}, f"{self.name}.") for index, part in enumerate(value)]
+                value = [part.take_list(str(index), inner[0]) for index, part in enumerate(parts)]
+        if self.choices and value is not None and value not in self.choices:
+            known = ", ".join(self.choices)
+            raise Reason.FIELD_INVALID.error(f"{value!r} must be one of {known}", field=self.name)
+        return value
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of a row.
+
+    Attributes:
+        slot: the engine that it is for; "": the fleet.
+        values: its fields, by name.
+    """
+
+    call: Call
+    slot: str
+    values: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    async def header(self, step: str = "", *, model: str = "") -> RequestHeader:
+        """Of a group or weight verb: for an engine it joins what the calls for the others ask for."""
+        return RequestHeader(
+            request_id=await self.call.request_id(step),
+            target=Target(model=model),
+            for_slot=self.slot,
+            unkeyed=not self.call.keyed,
+        )
+
+    def model(self) -> str:
+        """The gateway's, where it has one; the coordinator knows an engine's, and the only one that is updated."""
+        return "" if self.slot else self.call.generation.settings.model
+
+    async def tell(self, request: Message, step: str = "", *, partly: bool = False) -> Operation:
+        """Carry out a verb at the engine, or at all that the gateway speaks for. Raises as :meth:`Call.operate`."""
+        slots = [self.slot] if self.slot else []
+        request_id = await self.call.request_id(step)
+        return await self.call.operate(request, partly=partly, slots=slots, model=self.model(), request_id=request_id)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: methods, path and fields onto a handler.
+
+    Attributes:
+        verbs: what of the contract it is made of, for the table in the docs.
+        answers: description by status, beside what every row can answer.
+        fields: of the body.
+        query: of the query; numbers and texts.
+        engine: also at every engine's own address; fleet: at the root.
+    """
+
+    methods: str
+    path: str
+    handler: Callable[[Asked], Awaitable[Reply]]
+    verbs: str
+    fields: Sequence[Field] = ()
+    query: Sequence[Field] = ()
+    scope: Scope = Scope.ADMIN
+    answers: Mapping[int, str] = field(default_factory=lambda: {200: "done", 400: "not done, and why"})
+    note: str = ""
+
+    @property
+    def about(self) -> str:
+        """One line about it."""
+        return (self.handler.__doc__ or "").strip().partition("\n")[0]
+
+    def routes(self, fail: Callable[[RlctlError], Reply]) -> list[Route]:
+        """At every engine's own address, and for the fleet at the root; ``fail`` says in the dialect's words what is
+        wrong with a call.
+        """
+        return [
+            Route(self.methods, prefix + self.path, self._answer, self.scope, self.about, lasting=False, fail=fail)
+            for prefix in (ENGINE, "")
+        ]
+
+    async def _answer(self, call: Call) -> Reply:
+        values: dict[str, Any] = {}
+        if self.fields or self.scope is Scope.ADMIN:
+            fields = await call.fields()
+            values = await call.beside(lambda: {each.name: each.read(fields) for each in self.fields})
+        for each in self.query:
+            values[each.name] = _of_query(each, call.query.get(each.name))
+        return await self.handler(Asked(call, call.path.get(SLOT, ""), values))
+
+
+def _of_query(each: Field, given: str | None) -> Any:
+    if given is None or given == "":
+        return each.default
+    try:
+        value = each.kind(given)
+    except ValueError:
+        value = None
+    if value is None or (isinstance(value, int | float) and not 0 <= value < 1e6):
+        raise Reason.FIELD_INVALID.error(f"{given!r} is no {each.kind.__name__} of 0 or more", field=each.name)
+    return value

@@ -1,0 +1,131 @@
+"""Weight updates as HTTP trainers ask for them, in the contract's messages. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import json_format
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.gateway.http.bodies import Fields
+from rlctl.v1.verbs_pb2 import (
+    BUCKET_FORMAT_FLATTENED,
+    BUCKET_FORMAT_TENSORS,
+    BucketFormat,
+    InitWeightsUpdateGroupRequest,
+    Shape,
+    TensorBucket,
+    TensorSegment,
+)
+
+FORMATS = {None: BUCKET_FORMAT_TENSORS, "flattened_bucket": BUCKET_FORMAT_FLATTENED}
+"""By SGLang's ``load_format`` of a bucket."""
+
+
+def bucket(
+    fields: Fields, *, dtypes: str = "dtypes", format: BucketFormat.ValueType = BUCKET_FORMAT_TENSORS
+) -> TensorBucket:
+    """The tensors that ``names``, ``dtypes`` (a field by that name) and ``shapes`` announce.
+
+    Raises FIELD_REQUIRED where one is missing or empty, FIELD_INVALID, LENGTH_MISMATCH.
+    """
+    names: Sequence[str] = fields.take_list("names", str)
+    kinds: Sequence[str] = fields.take_list(dtypes, str)
+    shapes: Sequence[list[object]] = fields.take_list("shapes", list)
+    if not names:
+        raise Reason.FIELD_REQUIRED.error("it is empty", field=fields.path("names"))
+    for field, given in ((dtypes, kinds), ("shapes", shapes)):
+        if len(given) != len(names):
+            raise Reason.LENGTH_MISMATCH.error(f"{len(given)} of them for {len(names)} names", field=fields.path(field))
+    made = TensorBucket(names=names, dtypes=map(dtype, kinds), format=format)
+    for number, shape in enumerate(shapes):
+        try:
+            made.shapes.append(Shape(dims=shape))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise Reason.FIELD_INVALID.error(f"{shape} is no shape", field=fields.path(f"shapes[{number}]")) from None
+    return made
+
+
+def packed(whole: TensorBucket, most: int) -> list[TensorBucket]:
+    """The buckets, each one broadcast, in which vLLM packs tensors: one ends with the tensor that takes it above
+    ``most`` bytes (``vllm/distributed/weight_transfer/packed_tensor.py``). Raises FIELD_INVALID for a dtype of no known
+    size, and a ``most`` below 1.
+    """
+    if most < 1:
+        raise Reason.FIELD_INVALID.error(f"{most} bytes hold nothing", field="packed_buffer_size_bytes")
+    buckets: list[TensorBucket] = []
+    size = most + 1
+    for name, kind, shape in zip(whole.names, whole.dtypes, whole.shapes, strict=True):
+        if size > most:
+            buckets.append(TensorBucket(format=whole.format))
+            size = 0
+        buckets[-1].names.append(name)
+        buckets[-1].dtypes.append(kind)
+        buckets[-1].shapes.append(shape)
+        size += math.prod(shape.dims) * itemsize(kind)
+    return buckets
+
+
+def itemsize(kind: str) -> int:
+    """Bytes of an element: dtypes' names say their bits ("torch.float8_e4m3fn"). Raises FIELD_INVALID."""
+    bits = re.fullmatch(r"torch\.[a-z]+(8|16|32|64|128)(_[a-z0-9]+)?", kind)
+    if bits is None and kind != "torch.bool":
+        raise Reason.FIELD_INVALID.error(f"{kind} is no dtype that is sent packed", field="dtypes")
+    return int(bits[1]) // 8 if bits else 1
+
+
+def dtype(name: str) -> str:
+    """ "bfloat16" and "torch.bfloat16" are the same."""
+    return name if name.startswith("torch.") else f"torch.{name}"
+
+
+def token_step(given: int) -> int:
+    """A trainer's step. Raises FIELD_INVALID for one below 0."""
+    if given < 0:
+        raise Reason.FIELD_INVALID.error(f"{given} is below 0", field="token_step")
+    return given
+
+
+def group(
+    fields: Fields, *, name: str = "weight_update_group", backend: str = "nccl", offset: int = 0
+) -> InitWeightsUpdateGroupRequest:
+    """The group that a trainer listens for; the keywords are defaults. Raises FIELD_REQUIRED, FIELD_INVALID."""
+    numbers: dict[str, int] = {
+        "master_port": fields.take("master_port", int),
+        "world_size": fields.take("world_size", int),
+        "rank_offset": fields.take("rank_offset", int, offset),
+    }
+    for field, value in numbers.items():
+        if not 0 <= value < 1 << 31 or (field != "rank_offset" and value == 0):
+            raise Reason.FIELD_INVALID.error(f"{value} is no value for it", field=fields.path(field))
+    return InitWeightsUpdateGroupRequest(
+        master_address=fields.take("master_address", str),
+        master_port=numbers["master_port"],
+        world_size=numbers["world_size"],
+        rank_offset=numbers["rank_offset"],
+        group_name=fields.take("group_name", str, name),
+        backend=fields.take("backend", str, backend),
+    )
+
+
+def segments(values: Sequence[Any]) -> list[TensorSegment]:
+    """Shared memory that ``segments`` announces, each in protobuf's JSON. Raises FIELD_INVALID."""
+    made = []
+    for index, value in enumerate(values):
+        try:
+            made.append(json_format.ParseDict(value, TensorSegment()))
+        except json_format.ParseError as error:
+            raise Reason.FIELD_INVALID.error(f"it is no TensorSegment: {error}", field=f"segments[{index}]") from None
+    return made
+
+
+def pickled(field: str, next_step: str) -> RlctlError:
+    """What is said of tensors that come as pickles."""
+    return Reason.UNSUPPORTED.error(
+        "pickles are neither read nor passed on: unpickling runs what its sender likes",
+        field=field,
+        next_step=next_step,
+    )

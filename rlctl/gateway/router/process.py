@@ -1,0 +1,240 @@
+"""The Rust gateway ``sglang-router`` (PyPI) as a child process, and its list of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rlctl.contract.errors import Reason
+from rlctl.runtime.server_process import dying_with_parent
+from rlctl.transport.channel import bearer
+
+STDERR = 2
+"""Of this process: its log, where it is a server."""
+START_S = 30.0
+CALL_S = 10.0
+LOOK_S = 0.02
+ADD_S = 10.0
+"""For a worker to be added. It is asked for again after that."""
+_PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
+"""Variables that it is started without: the web proxy that they name does not lead to its workers, which are here."""
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+_KEY = "RLCTL_ROUTER_KEY"
+_GUARDED = f"""
+import os, runpy, sys
+sys.argv = [*sys.argv[1:], "--control-plane-api-keys", "rlctl:rlctl:admin:" + os.environ.pop("{_KEY}")]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Starts it with a key, which it takes as an argument only, out of sight of whoever lists processes."""
+REGULAR, PREFILL, DECODE = "regular", "prefill", "decode"
+"""Its types of workers."""
+
+
+class SglangRouter:
+    """``with SglangRouter(policy="cache_aware") as router``: it runs inside the block. Calls block.
+
+    Attributes:
+        url: where it listens.
+        pairs: whether its workers are prefill and decode ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str = "cache_aware",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        arguments: Sequence[str] = (),
+        log: Path | None = None,
+        pairs: bool = False,
+        token: str | None = None,
+    ) -> None:
+        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output; None: stderr.
+        ``pairs``: its workers are prefill and decode ones; it sends both halves of a request at one time. ``token``:
+        whoever reads or changes its list must bring it.
+
+        It ends with this process, and with the thread that has started it.
+        """
+        self._policy = policy
+        self._host = host
+        self._port = port or _free_port(host)
+        self._arguments = [*(["--pd-disaggregation"] if pairs else ()), *arguments]
+        self.pairs = pairs
+        self._log = log
+        self._token = token
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: dict[str, float] = {}
+        self.url = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, and not by :meth:`stop`."""
+        return self._process is not None and self._process.poll() is not None
+
+    def start(self) -> None:
+        """Start it and wait until it answers. Raises UNSUPPORTED where it is not installed, ENGINE_FAILED."""
+        launch = [
+            *(*self._program(), "launch", "--host", self._host, "--port", str(self._port), "--policy", self._policy),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1"))),
+            # They count refusals of wrong requests as failures; which workers serve is said by the list.
+            *("--log-level", "warn", "--disable-circuit-breaker", *self._arguments),
+        ]
+        with contextlib.ExitStack() as stack:
+            output: Any = stack.enter_context(self._log.open("ab")) if self._log else STDERR
+            self._process = subprocess.Popen(
+                dying_with_parent(launch),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C is for the gateway, which lets requests end before it ends the router
+                env={
+                    **{name: value for name, value in os.environ.items() if name.lower() not in _PROXIES},
+                    **({_KEY: self._token} if self._token else {}),
+                },
+            )
+        self._asked.clear()
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                self.workers()
+            except OSError as error:
+                if self._process.poll() is not None:
+                    where = f"; see {self._log}" if self._log else ""
+                    raise Reason.ENGINE_FAILED.error(
+                        f"sglang-router ended with {self._process.returncode}{where}"
+                    ) from error
+                if time.monotonic() >= until:
+                    self._process.kill()
+                    self._process.wait()
+                    raise Reason.ENGINE_FAILED.error(f"sglang-router did not answer in {START_S:g} s") from error
+                time.sleep(LOOK_S)
+            else:
+                return
+
+    def _program(self) -> list[str]:
+        found = program()
+        if not self._token:
+            return [found]
+        beside = Path(found).resolve().parent / "python"  # it may be installed elsewhere than rlctl
+        return [str(beside if beside.exists() else sys.executable), "-c", _GUARDED, found]
+
+    def stop(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(CALL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def workers(self) -> dict[str, str]:
+        """Its workers: their ids by URL. Raises OSError."""
+        return {worker["url"]: worker["id"] for worker in self._listed()}
+
+    def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
+        """Make these, and no others, its regular workers. Returns when it has them so. Raises OSError,
+        DEADLINE_EXCEEDED.
+        """
+        wanted = dict.fromkeys(urls, REGULAR)
+        until = time.monotonic() + timeout_s
+        while (found := self.towards(wanted)) != (frozenset(wanted), frozenset()):
+            if time.monotonic() >= until:
+                raise Reason.DEADLINE_EXCEEDED.error(
+                    f"sglang-router has {sorted(found[0])} and not {sorted(wanted)} after {timeout_s:g} s"
+                )
+            time.sleep(LOOK_S)
+
+    def towards(self, wanted: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
+        """One step towards these workers, types by URL, and no others: (those that it had, those that it is about to
+        add).
+
+        It adds a worker some time after it was told, when that one has answered /health, and removes one at once. It is
+        not left without any of a type, as it would refuse everything: the last one goes when another one is in. Raises
+        OSError.
+        """
+        known = {worker["url"]: worker for worker in self._listed()}
+        now = time.monotonic()
+        self._asked = {url: at for url, at in self._asked.items() if url not in known and now - at < ADD_S}
+        for url in wanted.keys() - known.keys() - self._asked.keys():
+            self._call("POST", "/workers", {"url": url, "worker_type": wanted[url]})
+            self._asked[url] = now
+        there = {kind for url, kind in wanted.items() if url in known}
+        for url in known.keys() - wanted.keys():
+            if not wanted or known[url]["worker_type"] in there:
+                self._call("DELETE", f"/workers/{known[url]['id']}")
+        return frozenset(known), frozenset(self._asked)
+
+    def _listed(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self._call("GET", "/workers")["workers"]
+        return workers
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **dict(bearer(self._token))}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        try:
+            with _open(request, timeout=CALL_S) as response:
+                return json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and method == "DELETE":
+                return None
+            raise
+        except (http.client.HTTPException, ValueError) as error:
+            raise OSError(f"its answer broke off: {error!r}") from error
+
+
+def installed() -> str:
+    """The program, beside this interpreter or on the path; "" where it is not installed."""
+    beside = Path(sys.executable).parent / "sglang-router"
+    return str(beside) if beside.exists() else shutil.which("sglang-router") or ""
+
+
+def program() -> str:
+    """The same. Raises UNSUPPORTED where it is not installed."""
+    found = installed()
+    if not found:
+        raise Reason.UNSUPPORTED.error(
+            "sglang-router is not installed", field="router.backend", next_step="pip install 'rlctl[router]'"
+        )
+    return found
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now: the router takes no socket, and no port 0."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

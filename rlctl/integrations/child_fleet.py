@@ -1,0 +1,143 @@
+"""A fleet that a trainer's own process keeps: ``rlctl up`` as its child, on the Ray cluster that the trainer is on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.launch.supervisor import fleet_state as state
+from rlctl.v1.common_pb2 import ErrorDetail
+
+LOOK_S = 0.1
+STOP_S = 90.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Bundles of a placement group that the trainer has made.
+
+    Attributes:
+        id: of the group, in hexadecimal.
+        bundles: those that the engines may use, in the order of their ranks.
+        share: how much of its bundle a rank takes.
+    """
+
+    id: str
+    bundles: tuple[int, ...]
+    share: float
+
+    @property
+    def flags(self) -> list[str]:
+        """For ``rlctl up``."""
+        bundles = ",".join(map(str, self.bundles))
+        return ["--placement-group", self.id, "--bundles", bundles, "--bundle-share", f"{self.share:g}"]
+
+
+class Up:
+    """The fleet. It ends with :meth:`stop`, with the block, and with this process, however that ends."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        """Start it on this process's Ray cluster, and return when every engine serves.
+
+        ``name``: of the fleet on this machine; ``arguments``: of ``rlctl up``. Raises what that fails with.
+        """
+        self._name = name
+        command = [sys.executable, "-m", "rlctl", "-o", "json", "up", "--name", name, *arguments, "--end-with-parent"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            process_group=0,
+        )  # fmt: skip
+        self._last = ""
+        assert self._process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True)
+        self._reader.start()
+        try:
+            while not self._ready():
+                if self._process.poll() is not None:
+                    self._reader.join()
+                    raise self._failure()
+                time.sleep(LOOK_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+    @property
+    def state(self) -> state.FleetState:
+        """Where everything is now. Raises UNREACHABLE: it has ended."""
+        found = state.read(self._name)
+        if found is None or found.pid != self._process.pid or not found.alive:
+            raise Reason.UNREACHABLE.error(f"fleet {self._name!r} has ended: {self._last}", field="name")
+        return found
+
+    @property
+    def endpoint(self) -> str:
+        """Of the coordinator, for :func:`rlctl.connect`."""
+        return self.state.endpoint
+
+    def stop(self) -> None:
+        """End everything that was started; a placement group that was given stays."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # its processes end with it
+                self._process.wait()
+        self._reader.join()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def _ready(self) -> bool:
+        found = state.read(self._name)
+        return found is not None and found.pid == self._process.pid and found.phase == state.READY
+
+    def _read(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                self._last = line.rstrip("\n") or self._last
+                _log.info("%s: %s", self._name, self._last)
+
+    def _failure(self) -> RlctlError:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            error = json.loads(self._last)["error"]
+            named = {name: error[name] for name in ("reason", "message", "field", "next_step")}
+            return from_detail(ErrorDetail(**named, metadata=error["metadata"]))
+        return Reason.ENGINE_FAILED.error(f"`rlctl up` ended with {self._process.returncode}: {self._last}")
+
+
+def cluster_flags() -> list[str]:
+    """The Ray cluster that this process has joined, and its node. Raises UNREACHABLE where it has joined none."""
+    import ray
+
+    if not ray.is_initialized():
+        raise Reason.UNREACHABLE.error("this process has joined no Ray cluster", next_step="ray.init(...) does.")
+    node = str(ray.util.get_node_ip_address())
+    host = f"[{node}]" if ":" in node else node
+    address = str(ray.get_runtime_context().gcs_address)
+    return ["--launcher", "ray", "--address", address, "--listen", f"{host}:0", "--gateways", node]
+
+
+def given(group: Any, bundles: Sequence[int], share: float) -> Given:
+    """Bundles of one of Ray's placement groups."""
+    return Given(group.id.hex(), tuple(map(int, bundles)), share)

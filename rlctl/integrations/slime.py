@@ -1,0 +1,113 @@
+"""What slime's rollout functions ask for: where each model answers. And its engines, where its trainer has put them.
+
+Source of the names: slime's documentation of ``--sglang-config`` (``get_model_url``, ``args.sglang_model_routers``),
+and ``slime/ray/placement_group.py``, ``slime/ray/rollout.py`` (``start_rollout_servers``, what it is given).
+There a name that is not known becomes the default model; here it is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlctl.contract.errors import Reason
+from rlctl.engine import known_options
+from rlctl.integrations.child_fleet import Up, cluster_flags, given
+from rlctl.launch.supervisor import fleet_state
+
+SHARE = 0.2
+"""Of its bundle: what slime's own engines take, beside the 0.4 of its trainer."""
+
+_FLAGS = ("hf_checkpoint", "rollout_num_gpus", "rollout_num_gpus_per_engine", "num_gpus_per_node",
+          "prefill_num_servers", "router_policy", "sglang_config")  # fmt: skip
+_NOT_SGLANG = ("config", "model_routers", "router_", "server_concurrency")
+"""What slime calls ``sglang_...`` and is none of SGLang's arguments."""
+
+
+def start_rollout_servers(
+    args: Any,
+    pg: tuple[Any, Sequence[int], Sequence[int]],
+    *,
+    name: str = "slime",
+    share: float = SHARE,
+    flags: Sequence[str] = (),
+) -> Up:
+    """Start the engines that ``args`` describe in the bundles that slime's trainer has left for its rollout.
+
+    ``args``: slime's, of which those that ``rlctl up`` takes too are heeded; ``args.sglang_model_routers`` is filled.
+    ``pg``: ``create_placement_groups(args)["rollout"]``: (placement group, bundle indices, GPU ids); the n-th GPU of
+    the plan is the n-th of these bundles. ``name``: of the fleet on this machine. ``share``: how much of its bundle a
+    rank takes. ``flags``: further ones of ``rlctl up``, ``["--insecure"]`` say.
+
+    Returns the fleet, which ends with this process. Raises what ``rlctl up`` fails with.
+    """
+    group, bundles, _ = pg
+    fleet = Up(name, [*cluster_flags(), *given(group, bundles, share).flags, *_flags(args), *flags])
+    try:
+        set_model_routers(args, name)
+    except BaseException:
+        fleet.stop()
+        raise
+    return fleet
+
+
+def _flags(args: Any) -> Iterator[str]:
+    """slime's arguments as flags of ``rlctl up``."""
+    for name in _FLAGS:
+        if (value := getattr(args, name, None)) is not None:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    known = known_options("sglang", {})
+    for attribute, value in sorted(vars(args).items()):
+        name = attribute.removeprefix("sglang_")
+        if name == attribute or name.startswith(_NOT_SGLANG):
+            continue
+        if value is None or value is False or value in ("", []):  # a zero is one of its arguments' values
+            continue
+        if known is None or (name in known.names and name not in known.taken):
+            text = "true" if value is True else value if isinstance(value, str) else json.dumps(value)
+            yield f"--sglang-{name.replace('_', '-')}={text}"
+
+
+def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str, int]]:
+    """Fill ``args.sglang_model_routers`` with the routers of a fleet that is up on this machine, and return it.
+
+    ``fleet``: its name, as ``rlctl up --name`` or ``fleet.name`` has it. Maps model names to (host, port), as slime
+    does: of a model's router, or of its gateway where it has none. Models without a gateway are left out. Raises
+    UNREACHABLE: no fleet of that name is up.
+    """
+    found = fleet_state.read(fleet)
+    if found is None or not found.alive:
+        raise Reason.UNREACHABLE.error(
+            f"no fleet {fleet!r} is up on this machine", field="fleet", next_step="`rlctl up` starts one."
+        )
+    routers = {}
+    for model, url in {**found.gateways, **found.routers}.items():
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        routers[model] = (parts.hostname, parts.port)
+    args.sglang_model_routers = routers
+    return routers
+
+
+def get_model_url(args: Any, name: str, path: str = "/generate") -> str:
+    """URL of a path at a model's gateway, out of ``args.sglang_model_routers``.
+
+    Raises MODEL_NOT_FOUND, naming the models that there are, and FIELD_REQUIRED where nothing has filled the attribute.
+    """
+    routers: dict[str, tuple[str, int]] | None = getattr(args, "sglang_model_routers", None)
+    if routers is None:
+        raise Reason.FIELD_REQUIRED.error(
+            "args.sglang_model_routers is not set", field="sglang_model_routers",
+            next_step="rlctl.integrations.slime.set_model_routers(args, FLEET) fills it.",
+        )  # fmt: skip
+    if name not in routers:
+        raise Reason.MODEL_NOT_FOUND.error(
+            f"no model {name!r} has a gateway; there are: {', '.join(sorted(routers)) or 'none'}", field="name",
+            next_step="`gateway: HOST:PORT` in its model, or `rlctl up --gateways HOST`, gives it one.",
+        )  # fmt: skip
+    host, port = routers[name]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/{path.removeprefix('/')}"

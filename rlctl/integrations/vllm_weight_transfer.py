@@ -1,0 +1,308 @@
+"""The trainer's half of vLLM's NCCL weight transfer, over a torch process group that an rlctl fleet's ranks can join.
+
+Names and wire as vLLM has them (``vllm/distributed/weight_transfer``): a trainer imports them from here instead. vLLM's
+own communicator is a PyNccl one, which no torch process group can share; the rest of its protocol is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.vllm_groups import PACKED_BYTES, group_name
+from rlctl.weights.group.process_group import WeightGroup, join
+from rlctl.weights.tensor.tensors import as_bytes
+
+TIMEOUT_S = 300.0
+
+SAYS_S = 1.0
+"""How soon after a broadcast was cut off the engines say why."""
+
+
+class _Store:
+    """Where the engines' ranks meet, for groups of different names: under one that was used they meet what is left of
+    the earlier group.
+    """
+
+    def __init__(self, host: str, port: int, world_size: int) -> None:
+        self.names: set[str] = set()
+        self.listening: TCPStore | None = TCPStore(host, port, world_size, is_master=True, wait_for_workers=False)
+
+    def close(self) -> None:
+        """Its port is free."""
+        self.listening = None
+
+
+_stores: weakref.WeakValueDictionary[int, _Store] = weakref.WeakValueDictionary()
+"""By port, each as long as one of its groups."""
+
+
+@dataclass
+class NCCLTrainerSendWeightsArgs:
+    """How tensors are sent; ``src`` is always 0 here."""
+
+    group: WeightGroup
+    src: int = 0
+    post_iter_func: Callable[[tuple[str, torch.Tensor]], torch.Tensor] | None = None
+    packed: bool = False
+    stream: Any = None
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+
+
+def trainer_init(init_info: Any, rank: int = 0, *, stop: threading.Event | None = None) -> WeightGroup:
+    """The group of rank 0, whose store listens at ``master_address:master_port``; returns when all have come.
+
+    ``init_info``: a mapping or a dataclass with those and ``world_size``, and with ``packed`` and
+    ``packed_buffer_size_bytes`` where the engines are told so. NCCL where torch has it and a GPU is there, else gloo:
+    what the gateway forms with where a request names no backend. ``stop`` ends it early. Raises GROUP_FAILED.
+    """
+    del rank
+    info = asdict(init_info) if is_dataclass(init_info) and not isinstance(init_info, type) else dict(init_info)
+    host, port, world_size = info["master_address"], int(info["master_port"]), int(info["world_size"])
+    name = group_name(int(info.get("packed_buffer_size_bytes", PACKED_BYTES)) if info.get("packed") else 0)
+    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    store = _store(host, port, world_size, name)
+    try:
+        group = join(
+            (host, port),
+            name=name,
+            rank=0,
+            world_size=world_size,
+            backend="nccl" if nccl else "gloo",
+            timeout_s=TIMEOUT_S,
+            interface_host=host,
+            stop=stop,
+        )
+    except BaseException:
+        del store  # whoever keeps the error would keep the port
+        raise
+    group.store = store
+    return group
+
+
+def _store(host: str, port: int, world_size: int, name: str) -> _Store:
+    """One at which there was no group of this name. Raises GROUP_FAILED: it cannot listen there."""
+    store = _stores.get(port)
+    if store is not None and name in store.names:
+        store.close()
+        store = None
+    if store is None:
+        try:
+            store = _stores[port] = _Store(host, port, world_size)
+        except RuntimeError as error:
+            said = (str(error).splitlines() or [""])[0]
+            raise Reason.GROUP_FAILED.error(f"no store can listen on {host}:{port}: {said}") from error
+    store.names.add(name)
+    return store
+
+
+def packed_nccl_broadcast_producer(
+    iterator: Iterable[tuple[str, torch.Tensor]],
+    group: WeightGroup,
+    src: int = 0,
+    post_iter_func: Callable[[tuple[str, torch.Tensor]], torch.Tensor] | None = None,
+    buffer_size_bytes: int = PACKED_BYTES,
+    num_buffers: int = 2,
+) -> None:
+    """Send tensors' bytes together: a broadcast ends with the tensor that takes it above ``buffer_size_bytes``."""
+    del src, num_buffers
+    pack: list[torch.Tensor] = []
+    for item in iterator:
+        tensor = post_iter_func(item) if post_iter_func is not None else item[1]
+        pack.append(as_bytes(tensor))
+        if sum(part.numel() for part in pack) > buffer_size_bytes:
+            group.broadcast(torch.cat(pack))
+            pack = []
+    if pack:
+        group.broadcast(torch.cat(pack))
+
+
+class NCCLWeightTransferEngine:
+    """What trainers call of it."""
+
+    trainer_init = staticmethod(trainer_init)
+
+    @staticmethod
+    def trainer_send_weights(
+        iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: NCCLTrainerSendWeightsArgs | Mapping[str, Any]
+    ) -> None:
+        """Send all tensors, packed or one by one; ``update_info`` must say which."""
+        given = trainer_args
+        args = given if isinstance(given, NCCLTrainerSendWeightsArgs) else NCCLTrainerSendWeightsArgs(**given)
+        if args.packed:
+            packed_nccl_broadcast_producer(
+                iterator,
+                args.group,
+                post_iter_func=args.post_iter_func,
+                buffer_size_bytes=args.packed_buffer_size_bytes,
+            )
+            return
+        for item in iterator:
+            tensor = args.post_iter_func(item) if args.post_iter_func is not None else item[1]
+            args.group.broadcast(tensor.detach().contiguous())
+
+
+class SyncClient(Protocol):
+    """What tells the engines: vLLM's ``HTTPVLLMWeightSyncClient``, say."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Form the group; returns when it stands."""
+
+    def start_weight_update(self) -> None:
+        """Open an update."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Announce tensors; returns when they are taken in."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commit it."""
+
+
+class Weights(Protocol):
+    """vLLM's ``WeightSource``: the same tensors in each pass, as its ``metadata`` names them."""
+
+    def metadata(self) -> Sequence[Any]:
+        """``name``, ``dtype`` and ``shape`` of each."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass
+class NCCLTrainerInitInfo:
+    """Where the trainer's store is, and how it sends; as vLLM has it from 0.28 on."""
+
+    backend: ClassVar[str] = "rlctl"
+
+    master_address: str
+    master_port: int
+    world_size: int
+    packed: bool = True
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+    rank: int = field(kw_only=True)
+
+
+class NCCLTrainerWeightTransferEngine:
+    """vLLM's stateful trainer engine; ``WeightTransferTrainerFactory.register_engine("rlctl", ...)`` makes it known."""
+
+    init_info_cls = NCCLTrainerInitInfo
+
+    def __init__(self, info: NCCLTrainerInitInfo, client: SyncClient, source: Weights) -> None:
+        """Made by :meth:`trainer_init`, at every rank of the trainer; rank 0 sends."""
+        self.is_sender = info.rank == 0
+        self.model_update_group: WeightGroup | None = None
+        self._info = info
+        self._client = client
+        self._source = source
+
+    @classmethod
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: SyncClient, source: Weights) -> Self:
+        """Form the group. Raises GROUP_FAILED, and what the client raises, at once where the engines refuse."""
+        engine = cls(init_info, client, source)
+        if engine.is_sender:
+            told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
+            refused = threading.Event()
+
+            def tell() -> None:
+                try:
+                    client.init_weight_transfer_engine({**told, "rank_offset": 1})
+                except BaseException:
+                    refused.set()  # nobody comes any more
+                    raise
+
+            threads = ThreadPoolExecutor(1)
+            try:
+                joined = threads.submit(tell)
+                try:
+                    engine.model_update_group = trainer_init(init_info, stop=refused)
+                except RlctlError as error:
+                    _raise_why(error, joined)
+                    raise
+                joined.result()
+            except BaseException:
+                engine.shutdown()
+                raise
+            finally:
+                threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
+        return engine
+
+    def send_weights(self) -> None:
+        """One update: every rank goes through the weights, rank 0 sends them. Raises FIELD_CONFLICT where a pass does
+        not give what was announced, GROUP_FAILED, and what the client raises, at once where the engines refuse.
+        """
+        announced = list(self._source.metadata())
+        if not self.is_sender:
+            for _ in self._source:
+                pass
+            return
+        group = self.model_update_group
+        assert group is not None
+        update_info = {
+            "names": [each.name for each in announced],
+            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in announced],
+            "shapes": [list(each.shape) for each in announced],
+        }
+        sent = threading.Event()
+
+        def take() -> None:
+            try:
+                self._client.update_weights(update_info)
+            except BaseException:
+                if not sent.is_set():
+                    group.interrupt()  # nobody takes part any more
+                raise
+
+        self._client.start_weight_update()
+        threads = ThreadPoolExecutor(1)
+        try:
+            taken = threads.submit(take)
+            info = self._info
+            arguments = NCCLTrainerSendWeightsArgs(
+                group, packed=info.packed, packed_buffer_size_bytes=info.packed_buffer_size_bytes
+            )
+            try:
+                NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
+            except RlctlError as error:
+                _raise_why(error, taken)
+                raise
+            sent.set()
+            taken.result()
+        finally:
+            threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
+        self._client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self.model_update_group is not None:
+            self.model_update_group.close()
+            self.model_update_group = None
+
+
+def _raise_why(error: RlctlError, told: Future[None]) -> None:
+    """Raise why the engines have left a group that has failed, if they say so: it says more than that they did."""
+    if error.reason is Reason.GROUP_FAILED:
+        done, _ = wait([told], SAYS_S)
+        for each in done:
+            each.result()
+
+
+def _as_announced(source: Weights, announced: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    wanted = iter(announced)
+    for name, tensor in source:
+        expected = next(wanted, None)
+        given = (name, tensor.dtype, tuple(tensor.shape))
+        if expected is None or given != (expected.name, expected.dtype, tuple(expected.shape)):
+            raise Reason.FIELD_CONFLICT.error(f"the weights give {given} where {expected} was announced")
+        yield name, tensor
+    missing = next(wanted, None)
+    if missing is not None:
+        raise Reason.FIELD_CONFLICT.error(f"{missing} was announced and did not come")

@@ -1,0 +1,180 @@
+"""A coordinator inside the trainer's own process: no daemon to run, the same SDK in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlctl.contract.errors import Reason
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.engine import recognise
+from rlctl.launch.engine_lifecycle import REMIND_S
+from rlctl.launch.interface.spec import LOAD_S, EngineSpec
+from rlctl.launch.local.child_processes import Process, stop_all
+from rlctl.launch.local.launcher import LocalLauncher
+from rlctl.runtime.addresses import refuse_unreachable
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.sdk import aio
+from rlctl.sdk.blocking import Fleet
+from rlctl.transport.auth import load_token
+
+READY_S = 10.0
+LOOK_S = 0.05
+log = logging.getLogger(__name__)
+
+
+def embedded(
+    stages: Sequence[str] = (),
+    *,
+    model: str = "actor",
+    options: Mapping[str, str] | None = None,
+    journal: str | Path | None = None,
+    listen: str = "127.0.0.1:0",
+    token: str | None = None,
+    insecure: bool = False,
+    heal_by_hand: Collection[str] = (),
+) -> EmbeddedFleet:
+    """Start a coordinator on threads of this process and take charge of stages. Returns when each of them may serve, or
+    after 10 s: one may have to be healed first. The logger ``rlctl.launch.embedded``
+    tells of the attaching, and warns if it is slow.
+
+    Args:
+        stages: addresses (``host:port``) of stage servers that run without a coordinator (``rlctl stage``), and URLs
+            (``http://host:port``) of SGLang or vLLM servers: each of these gets a stage server in a child process,
+            which ends with this one. The server itself is attached to, and never ended.
+        model: model that the servers at URLs serve; the first one's slot is ``MODEL-0``.
+        options: the plug-in's settings for servers at URLs, as ``rlctl stage --option`` takes them (``api_key_file``).
+        journal: file of the journal; a temporary one if None, which ends with this process. The logs of child processes
+            are in ``logs`` beside it.
+        listen: where the coordinator can be reached besides, by ``rlctl`` for instance; also by stage servers that
+            register by themselves.
+        token: bearer token, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none.
+        insecure: bind where others can reach it though there is no token.
+        heal_by_hand: models whose late joiners and restarted engines wait for :meth:`Fleet.heal`; others are brought to
+            the published version without being asked.
+
+    Raises UNREACHABLE for a stage or server that does not answer, FIELD_INVALID for what is no address and for a URL at
+    which something else answers, ENGINE_FAILED or DEADLINE_EXCEEDED when a server cannot be attached to,
+    JOURNAL_FAILED, INSECURE_BIND. Then nothing is left behind.
+    """
+    token = token if token is not None else load_token()
+    for stage in stages:
+        if "://" not in stage:
+            refuse_unreachable(stage, "stages")
+    with ExitStack() as resources:
+        if journal is None:
+            journal = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-"))) / "journal.db"
+        journal = Path(journal)
+        loop = LoopThread("rlctl coordinator")
+        resources.callback(loop.stop)
+        urls = [stage for stage in stages if "://" in stage]
+        engines = loop.call(_attached(urls, model, dict(options or {})))
+        config = CoordinatorConfig(journal, listen, token, insecure, heal_by_hand=heal_by_hand)
+        server = loop.call(_start(config))
+        resources.callback(lambda: loop.call(server.stop()))
+        launcher = LocalLauncher(journal.parent / "logs", token=token, insecure=insecure, module="rlctl")
+        children: list[Process] = []
+        resources.callback(lambda: stop_all(children))
+        children.extend(launcher.launch(spec, 0, "") for spec in engines)
+        attached = [_announced(child)["address"] for child in children]
+        loop.call(_adopt(server, [*attached, *(stage for stage in stages if stage not in urls)]))
+        client_loop = LoopThread("rlctl client")
+        try:
+            client = client_loop.call(aio.connect(server.address, token=token))
+        except BaseException:
+            client_loop.stop()
+            raise
+        return EmbeddedFleet(client, client_loop, server.address, loop, resources.pop_all())
+
+
+async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) -> list[EngineSpec]:
+    found = await asyncio.gather(*(recognise(url, options) for url in urls))
+    return [
+        EngineSpec(f"{model}-{index}", checkpoint, model, engine, options={**options, "url": url})
+        for index, (url, (engine, checkpoint)) in enumerate(zip(urls, found, strict=True))
+    ]
+
+
+def _announced(child: Process) -> dict[str, str]:
+    """What a stage server says once it is attached; people are told that it goes on, and what its log says."""
+    log.info("%s: attaching; its log is %s", child.name, child.log)
+    began, remind_s = time.monotonic(), REMIND_S
+    while not child.serves and child.returncode is None and (since_s := time.monotonic() - began) < LOAD_S:
+        if since_s >= remind_s:
+            remind_s *= 2
+            said = child.said()
+            log.warning(
+                "%s: still attaching after %.0f s%s", child.name, since_s, f"; its log says: {said}" if said else ""
+            )
+        time.sleep(LOOK_S)
+    if not child.serves and child.returncode is None:
+        raise Reason.DEADLINE_EXCEEDED.error(f"{child.name} is not attached after {LOAD_S:g} s; its log is {child.log}")
+    facts = child.announced(LOOK_S)
+    log.info("%s: attached at %s", child.name, facts["address"])
+    return facts
+
+
+async def _start(config: CoordinatorConfig) -> CoordinatorServer:
+    server = CoordinatorServer(config)
+    await server.start()
+    return server
+
+
+async def _adopt(server: CoordinatorServer, addresses: Sequence[str]) -> None:
+    slots = [await server.coordinator.adopt(address) for address in addresses]
+    roster = server.coordinator.roster
+
+    def ready() -> bool:
+        versions = [roster.models[slot.model].record.latest.sequence for slot in slots]
+        return all(versions) and not any(slot.not_routable() for slot in slots)
+
+    try:
+        async with asyncio.timeout(READY_S):
+            await roster.until(ready)
+    except TimeoutError:
+        for slot in slots:
+            if why := slot.not_routable():
+                log.warning("%s may not serve yet: %s", slot.name, why)
+
+
+class EmbeddedFleet(Fleet):
+    """A :class:`rlctl.sdk.blocking.Fleet` whose coordinator lives here. Closing it stops the coordinator.
+
+    Attributes:
+        address: where the coordinator can be reached by others.
+    """
+
+    def __init__(
+        self, client: aio.AsyncFleet, client_loop: LoopThread, address: str, loop: LoopThread, resources: ExitStack
+    ) -> None:
+        """``resources``: what goes with the coordinator, which runs on ``loop``."""
+        super().__init__(client, client_loop)
+        self.address = address
+        self._coordinator_loop = loop
+        self._resources = resources
+
+    def __enter__(self) -> Self:
+        """Use it as a context manager to stop it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the client, end the child processes, stop the coordinator; stages serve until their lease has run out,
+        and servers that were attached to go on.
+        """
+        super().close()
+        if self._coordinator_loop.running:  # not where this process was forked off: they are the parent's
+            with self._closing:
+                self._resources.close()

@@ -1,0 +1,474 @@
+"""A fleet of processes: a coordinator and engines, kept as they are wanted.
+
+:meth:`LaunchedFleet.want` says which engines there are to be, :meth:`LaunchedFleet.look` brings the fleet a step nearer
+to that: new engines are started beside those that serve, changed ones are replaced one after another of each model,
+those that are not wanted any more are disabled, drained and stopped. The same steps start a fleet and restart what has
+ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from rlctl.contract.errors import NotFound, Reason, RlctlError
+from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limits, Phase
+from rlctl.launch.gateways import Gateways
+from rlctl.launch.interface.launcher import Launched, Launcher
+from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation
+from rlctl.launch.local.child_processes import STOP_S, stop_all
+from rlctl.launch.local.launcher import LocalLauncher
+from rlctl.runtime import private_files
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.sdk.blocking import Fleet, connect
+from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import EngineFailure, Stage
+from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
+
+__all__ = ["EngineSpec", "LaunchedFleet", "interrupted"]
+
+READY_S = 60.0
+POLL_S = 0.05
+CALL_S = 5.0
+ASK_S = 2.0
+
+
+def interrupted(processes: int) -> str:
+    """What a launcher says when somebody wants the end."""
+    return f"interrupted; taking {processes} process{'es' if processes != 1 else ''} down"
+
+
+class LaunchedFleet:
+    """Starts and stops the processes of a fleet. As a context manager it is up inside the block.
+
+    Nothing outlives this process: children end when it does.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineSpec],
+        *,
+        directory: Path | None = None,
+        listen: str = "127.0.0.1:0",
+        token: str | None = None,
+        insecure: bool = False,
+        on_progress: Callable[[str], None] = lambda _: None,
+        module: str = "rlctl",
+        limits: Limits | None = None,
+        launcher: Launcher | None = None,
+        reserved: Sequence[Reservation] = (),
+        gateways: Sequence[GatewaySpec] = (),
+        heal_by_hand: Sequence[str] = (),
+        graces: Mapping[str, float] = MappingProxyType({}),
+        new: bool = False,
+    ) -> None:
+        """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
+        there goes on; ``new``: it is started over.
+
+        ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
+        it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
+        coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
+        ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal. ``graces``: of the
+        coordinator, seconds by option.
+        """
+        self._new = new
+        self._graces = dict(graces)
+        self._by_hand = frozenset(heal_by_hand)
+        self._told_by_hand = self._by_hand
+        """What the coordinator goes by."""
+        self._told_slots: set[str] = set()
+        """Slots that the coordinator admits."""
+        self.engines = _placed(engines)
+        self.address = ""
+        self.runs: dict[str, EngineRun] = {}
+        self.coordinator: Launched | None = None
+        self._temporary = tempfile.TemporaryDirectory(prefix="rlctl-") if directory is None else None
+        self.directory = Path(self._temporary.name) if self._temporary else Path(str(directory))
+        self._listen = listen
+        self._token = token
+        self._say = on_progress
+        self.limits = limits or Limits(heal_s=READY_S)
+        logs = self.directory / "logs"
+        self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._launcher: Launcher = launcher or self._local
+        self._reserved = tuple(reserved)
+        self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
+        self._client: Fleet | None = None
+        self._ask_at = 0.0
+        self._replacing: set[str] = set()
+        """Slots whose engines are due for a restart."""
+        self._failures_reported: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self._tell_of_interrupt(error)
+        self.stop()
+
+    @property
+    def processes(self) -> list[Launched]:
+        """Every process, the coordinator first."""
+        coordinator = [self.coordinator] if self.coordinator is not None else []
+        engines = [process for run in self.runs.values() for process in run.processes]
+        return [*coordinator, *engines, *self.gateways.processes]
+
+    def start(self) -> str:
+        """Start everything and wait until every stage is routable; returns the coordinator's address.
+
+        Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log; then all are stopped.
+        """
+        try:
+            private_files.make_directory(self.directory)
+            self._launcher.make_room(self.engines, self._reserved)
+            resumed = self.journal.exists() and not self._new
+            self._start_coordinator(self._listen, new=self._new)
+            self._say(f"coordinator at {self.address}")
+            if resumed:
+                self._announce_resumed()
+            self.settle()
+            if resumed:
+                self._dismiss_absent()
+        except BaseException as error:
+            self._tell_of_interrupt(error)
+            self.stop()
+            raise
+        return self.address
+
+    def stop(self) -> None:
+        """End every process: gateways first, then engines, while there is a coordinator that they can take leave of."""
+        self.gateways.stop()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        engines = [process for run in self.runs.values() for process in run.processes]
+        for process in [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]:
+            self._say(
+                f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; see {process.log}"
+            )
+        self.runs.clear()
+        self.coordinator = None
+        self._launcher.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def connect(self) -> Fleet:
+        """A client of the fleet."""
+        return connect(self.address, token=self._token)
+
+    def process(self, name: str) -> Launched:
+        """One of the processes: "coordinator", "actor-0" (rank 0), "actor-0.1" (rank 1)."""
+        return next(process for process in self.processes if process.name == name)
+
+    def restart(self, slot: str) -> None:
+        """End what is left of an engine, and start it again as it was launched; returns when its server answers.
+
+        Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log.
+        """
+        old = self.runs[slot]
+        stop_all(old.processes)
+        run = self.runs[slot] = self._run(old.spec)
+        run.start()
+        while run.phase not in (Phase.HEALING, Phase.READY):
+            if run.error is not None:
+                raise run.error
+            time.sleep(POLL_S)
+            run.advance(None)
+
+    @property
+    def journal(self) -> Path:
+        """File of the coordinator's journal."""
+        return self.directory / "journal.db"
+
+    def replace(self, slots: Collection[str]) -> None:
+        """Have engines drained and started again, as they are; :meth:`look` does it. Raises STAGE_NOT_FOUND."""
+        known = [spec.slot for spec in self.engines]
+        for slot in slots:
+            if slot not in known:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"there is no engine {slot!r}; there are: {', '.join(known) or 'none'}", field="slot"
+                )
+        self._replacing |= set(slots) & self.runs.keys()
+
+    def restart_coordinator(self) -> None:
+        """Start it again at its address, with its journal, after it has ended."""
+        if self.coordinator is not None:
+            self.coordinator.wait()
+        self._start_coordinator(self.address)
+
+    # What is wanted, and the way there.
+
+    def want(
+        self,
+        engines: Sequence[EngineSpec],
+        reserved: Sequence[Reservation] = (),
+        gateways: Sequence[GatewaySpec] = (),
+        heal_by_hand: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> None:
+        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone, and one
+        that has failed is tried again at once. ``limits``: from now on, for those that run too; None: as they are.
+
+        Raises what the launcher refuses with; then nothing has changed.
+        """
+        placed = _placed(engines)
+        self._launcher.make_room(placed, reserved)
+        self.engines = placed
+        self.limits = limits or self.limits
+        self.gateways.wanted, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
+        self._by_hand = frozenset(heal_by_hand)
+        for present in self.runs.values():
+            present.healed_by(hand=present.spec.model in self._by_hand)
+            present.forgive()
+            present.limits = self.limits
+        for spec in self.engines:
+            run = self.runs.get(spec.slot)
+            if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
+                run.stop()  # nothing is to be drained
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything that is wanted is ready, or waits for a heal by hand, and nothing else runs."""
+        wanted = {spec.slot: spec for spec in self.engines}
+        engines = self.runs.keys() == wanted.keys() and all(
+            run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
+        )
+        return engines and not self._replacing and self.gateways.settled and self._told_by_hand == self._by_hand
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether none of its processes runs any more."""
+        return all(process.returncode is not None for process in self.processes)
+
+    def settle(self) -> None:
+        """Look until everything is as wanted. Raises as :meth:`settling`."""
+        for _ in self.settling():
+            time.sleep(POLL_S)
+
+    def settling(self) -> Iterator[None]:
+        """One look for each turn, until everything is as wanted; something else may be wanted in between.
+
+        Raises what the first engine that fails has failed with; the others go on, and it is up to the caller what
+        becomes of it.
+        """
+        while True:
+            self.look(restart=True)
+            if self.settled:
+                return
+            self._refuse_failed()
+            yield
+
+    def look(self, *, restart: bool = False) -> None:
+        """One step for every engine. Raises nothing for one that fails: :attr:`runs` tell.
+
+        ``restart``: engines that have failed are started again when their back-off is over.
+        """
+        wanted = {spec.slot: spec for spec in self.engines}
+        self._tell_policies()
+        stages = self._stages()
+        for slot, run in list(self.runs.items()):
+            spec = wanted.get(slot)
+            changes = spec is None or run.spec.differs(spec) or slot in self._replacing
+            if changes and (spec is None or self._may_replace(run, wanted)):
+                self._leave(run, stages)
+            self._enable(run, stages)
+            run.advance(stages.get(slot), idle=run.phase is Phase.DRAINING and self._idle(slot, stages))
+            if restart:
+                run.again()
+            if run.phase is Phase.GONE:
+                del self.runs[slot]
+                self._replacing.discard(slot)
+                self._say(f"{slot}: stopped")
+                if spec is None:
+                    self._dismiss_absent()  # a failed engine did not deregister
+        for spec in self.engines:
+            if spec.slot not in self.runs and not self._gpus_held(spec):
+                run = self.runs[spec.slot] = self._run(spec)
+                run.start()
+        self._report_failures(restart=restart)
+        self.gateways.look(self.address, restart=restart)
+
+    def _report_failures(self, *, restart: bool) -> None:
+        """Report to the coordinator why slots are empty: each failure once per coordinator process."""
+        coordinator = self.coordinator.pid if self.coordinator is not None else 0
+        for slot, run in self.runs.items():
+            failure = run.failure(restart=restart)
+            key = (run.failures, coordinator)
+            if failure is None or self._failures_reported.get(slot) == key:
+                continue
+
+            def tell(client: Fleet, slot: str = slot, failure: EngineFailure = failure) -> None:
+                with contextlib.suppress(NotFound):  # it has never registered
+                    client.report_engine_failure(slot, failure)
+
+            if self._asked(tell):
+                self._failures_reported[slot] = key
+
+    def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
+        """Take it out of routing before it is drained."""
+        slot = run.spec.slot
+        if run.phase is Phase.READY and slot in stages:
+            if not stages[slot].enabled or self._asked(
+                lambda client: client.set_enabled([slot], False, reason=REPLACED)
+            ):
+                run.drain()
+        else:
+            run.drain()
+
+    def _enable(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
+        slot = run.spec.slot
+        if run.phase not in (Phase.HEALING, Phase.STALE) or (stage := stages.get(slot)) is None:
+            return
+        ours = not stage.enabled and stage.disabled_reason == REPLACED
+        if ours and stage.registration.address == run.leader.facts["address"]:
+            self._asked(lambda client: client.set_enabled([slot], True))
+
+    def _may_replace(self, run: EngineRun, wanted: Mapping[str, EngineSpec]) -> bool:
+        """One of a model after the other, so that the others serve meanwhile; a failed one is in nobody's way."""
+        if run.phase is not Phase.READY:
+            return True
+        return all(
+            other.phase in (*UP, Phase.FAILED)
+            for slot, other in self.runs.items()
+            if other.spec.model == run.spec.model and slot in wanted
+        ) and all(
+            slot in self.runs or self._gpus_held(spec) for slot, spec in wanted.items() if spec.model == run.spec.model
+        )
+
+    def _gpus_held(self, spec: EngineSpec) -> bool:
+        """Whether another engine still has one of its GPUs."""
+        if spec.device != "cuda":
+            return False
+        return any(run.spec.device == "cuda" and set(run.spec.gpus) & set(spec.gpus) for run in self.runs.values())
+
+    def _run(self, spec: EngineSpec) -> EngineRun:
+        return EngineRun(
+            spec, self._launcher, self.address, self.limits, self._say, by_hand=spec.model in self._by_hand
+        )
+
+    def _start_coordinator(self, listen: str, *, new: bool = False) -> None:
+        arguments = ["coordinator", "--listen", listen, "--journal", str(self.journal), *(["--new"] if new else [])]
+        arguments += [part for option, grace_s in self._graces.items() for part in (option, f"{grace_s:g}s")]
+        arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
+        slots = {spec.slot for spec in self.engines}
+        arguments += ["--admit-only", ",".join(sorted(slots))]
+        self.coordinator = self._local.start("coordinator", arguments)
+        self.address = self.coordinator.announced(START_S)["address"]
+        self._told_by_hand, self._told_slots = self._by_hand, slots
+
+    def _tell_policies(self) -> None:
+        """Send the admitted slots and the models to heal by hand, if they have changed."""
+        slots = {spec.slot for spec in self.engines}
+        if slots != self._told_slots:
+            new, gone = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
+            if self._asked(lambda client: client.admit(new, gone)):
+                self._told_slots = slots
+        for model in sorted(self._told_by_hand ^ self._by_hand):
+            by_hand = model in self._by_hand
+            if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
+                self._told_by_hand ^= {model}
+
+    def _announce_resumed(self) -> None:
+        """Announce the published versions of the journal: engines that start with other weights serve nothing."""
+        fleet = self._status()
+        if fleet is None or not (models := [model for model in fleet.models if model.latest.sequence]):
+            return
+        versions = ", ".join(f"{model.name} at {model.latest.label}#{model.latest.sequence}" for model in models)
+        self._say(f"the fleet of {self.journal} goes on (epoch {fleet.header.fleet_epoch}): {versions}")
+
+    def _dismiss_absent(self) -> None:
+        """Deregister empty slots that are not in the topology: engines of an earlier topology. A stage that is only
+        unreachable registers again.
+        """
+        fleet = self._status()
+        wanted = {spec.slot for spec in self.engines}
+        for stage in fleet.stages if fleet is not None else ():
+            slot = stage.registration.slot
+            if slot in wanted or stage.state not in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE):
+                continue
+            if self._asked(lambda client, slot=slot: client.deregister(slot)):  # type: ignore[misc]
+                self._say(f"{slot}: empty and not in the topology: taken off the record")
+
+    def _refuse_failed(self) -> None:
+        if self.coordinator is not None and self.coordinator.returncode is not None:
+            raise self.coordinator.failure()
+        for run in self.runs.values():
+            if run.error is not None:
+                raise run.error
+        for error in self.gateways.errors.values():
+            raise error
+
+    # What the coordinator says.
+
+    def _stages(self) -> dict[str, Stage]:
+        """What is known of the slots; asked now and then while nobody waits for it."""
+        asking = (Phase.HEALING, Phase.DRAINING, *UP)
+        if (self.settled and time.monotonic() < self._ask_at) or not any(r.phase in asking for r in self.runs.values()):
+            return {}
+        self._ask_at = time.monotonic() + ASK_S
+        fleet = self._status()
+        return {stage.registration.slot: stage for stage in fleet.stages} if fleet is not None else {}
+
+    def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
+        """Whether nothing runs there, and no update counts on it."""
+        found: list[dict[str, str]] = []
+        asked = slot in stages and self._asked(lambda client: found.append(client.busy([slot])))
+        return asked and not found[0]
+
+    def _status(self) -> FleetMessage | None:
+        found: list[FleetMessage] = []
+
+        async def ask(client: AsyncFleet) -> None:
+            async with asyncio.timeout(CALL_S):
+                found.append(await client.status())
+
+        self._asked(lambda client: client.loop.call(ask(client.aio)))
+        return found[0] if found else None
+
+    def _asked(self, ask: Callable[[Fleet], object]) -> bool:
+        """Ask the coordinator; False when it does not answer, and is asked again at the next look.
+
+        One that has ended is not asked: the SDK would wait for it, and whoever looks is to start it again.
+        """
+        if self.coordinator is not None and self.coordinator.returncode is not None:
+            return False
+        try:
+            if self._client is None:
+                self._client = self.connect()
+            ask(self._client)
+        except RlctlError as error:
+            if error.reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
+                raise
+            return False
+        except TimeoutError:
+            return False
+        return True
+
+    def _tell_of_interrupt(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._say(interrupted(len(self.processes)))
+
+
+def _placed(engines: Sequence[EngineSpec]) -> list[EngineSpec]:
+    """Engines with GPUs: those that were given none take the next ones."""
+    placed = []
+    following = max((max(spec.gpus, default=-1) for spec in engines if spec.device == "cuda"), default=-1) + 1
+    for spec in engines:
+        if spec.device == "cuda" and not spec.gpus:
+            placed.append(replace(spec, gpus=tuple(range(following, following + spec.ranks))))
+            following += spec.ranks
+        else:
+            placed.append(spec)
+    return placed

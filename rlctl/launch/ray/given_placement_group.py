@@ -1,0 +1,258 @@
+"""A placement group that somebody else has made, a trainer say, which has given some of its bundles to a fleet.
+
+The n-th place of the plan is the n-th bundle: who made the group can tell which engine is where, and which bundles a
+placeholder keeps free for it. A rank has a bundle. Nothing here makes such a group or ends it; where it has gone, an
+engine's start fails with that until a group of that name is there again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.interface.spec import EngineSpec, Reservation
+from rlctl.launch.ray.actor import BundleActor
+from rlctl.launch.ray.placement_groups import PLACE_S, Placement, Places, need
+
+LOOK_S = 0.1
+TAKEN_S = 10.0
+"""How long is waited for a bundle that somebody else has: what was just given back is free a moment later."""
+CREATED, REMOVED = "CREATED", "REMOVED"
+"""States of a placement group, as Ray calls them; what is in another one waits for nodes."""
+_FIELD = "fleet.ray.placement_group"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What Ray says of it now."""
+
+    id: str
+    state: str
+    bundles: Mapping[int, Mapping[str, float]]
+    nodes: Mapping[int, str]
+    """Ids of nodes, by bundle."""
+
+
+class GivenGroup(Places):
+    """Its bundles, as far as they were given."""
+
+    def __init__(self, per_node: int, named: str, bundles: Sequence[int] = (), share: float = 1.0) -> None:
+        """``named``: its name or id; ``bundles``: which, in order, all by node if none; ``share``: how much of its
+        bundle a rank takes, so that others may have the rest.
+        """
+        super().__init__(per_node)
+        self._named = named
+        self._given = tuple(bundles)
+        self._share = share
+        self._by_node: dict[str, Sequence[int]] = {}
+        """Bundles in the order of their nodes as it was at the first look, by the group's id."""
+        self._held: dict[int, Placement] = {}
+        self._holders: dict[Placement, list[tuple[int, Any, Any]]] = {}
+        """Of bundles without a process: (bundle, actor, its GPUs to come)."""
+
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
+        """See that every engine can be put into its bundles. What placeholders keep free, whoever made the group has.
+
+        Raises FIELD_INVALID: there is no such group, or its bundles are too few, too small, or on other nodes;
+        PLACE_UNAVAILABLE: it was removed, or waits for nodes.
+        """
+        deadline = time.monotonic() + PLACE_S
+        while (group := self._group()).state != CREATED:
+            if time.monotonic() > deadline:
+                raise self._waits(group)
+            time.sleep(LOOK_S)
+        order = self._order(group)
+        wanted = max([place for spec in engines for place in spec.gpus]
+                     + [place for reservation in places for place in reservation.places], default=-1) + 1  # fmt: skip
+        if wanted > len(order):
+            raise Reason.FIELD_INVALID.error(
+                f"{len(order)} bundles of placement group {self._named!r} may be used, and the plan has places for "
+                f"{wanted}",
+                field="fleet.ray.bundles" if self._given else _FIELD,
+                next_step="`rlctl plan` shows them; no engine goes over the end of a node of num_gpus_per_node.",
+            )
+        for spec in engines:
+            if not spec.attached:
+                self._fits(spec, group, order)
+
+    def stands(self, placement: Placement) -> bool:
+        """Whether its bundles can be used.
+
+        Raises what :meth:`make_room` does, and PLACE_UNAVAILABLE: somebody else has them.
+        """
+        if placement.ready or placement.spec.attached:
+            return super().stands(placement)
+        if placement.group is None:
+            group = self._group()
+            if group.state != CREATED:
+                return self._wait(placement, self._waits(group))
+            bundles = self._fits(placement.spec, group, self._order(group))
+            if any(self._held.get(bundle, placement) is not placement for bundle in bundles):
+                placement.since = time.monotonic()  # an engine of ours is on its way out
+                return False
+            if taken := self._taken(placement, group, bundles):
+                return self._wait(placement, taken)
+            self._hold(placement, group, bundles)
+        holders = self._holders.get(placement, [])
+        try:
+            if any(not ray.wait([gpus], timeout=0)[0] for _, _, gpus in holders):
+                return self._wait(placement, self._late(placement), PLACE_S)
+            placement.gpus = {bundle: ray.get(gpus) for bundle, _, gpus in holders}
+        except ray.exceptions.RayError:
+            raise self._late(placement) from None
+        placement.ready = True
+        return True
+
+    def _give_back(self, placement: Placement) -> None:
+        if placement.spec.attached:
+            super()._give_back(placement)
+            return
+        self._held = {bundle: holder for bundle, holder in self._held.items() if holder is not placement}
+        for _, holder, _ in self._holders.pop(placement, ()):
+            ray.kill(holder)
+
+    def _hold(self, placement: Placement, group: _Group, bundles: Sequence[int]) -> None:
+        placement.share = self._share
+        placement.bundles = bundles
+        placement.nodes = [group.nodes[bundle] for bundle in bundles]
+        placement.group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.id)))
+        self._held.update(dict.fromkeys(bundles, placement))
+        takes = placement.takes
+        for index, bundle in enumerate(bundles):
+            if index % placement.spec.ranks_each == 0:
+                continue  # its process is there
+            holder: Any = (
+                ray.remote(BundleActor)
+                .options(
+                    num_cpus=takes.get("CPU", 0),
+                    num_gpus=takes.get("GPU", 0),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, bundle),
+                )
+                .remote()
+            )
+            self._holders.setdefault(placement, []).append((bundle, holder, holder.gpus.remote()))
+
+    def _group(self) -> _Group:
+        """Raises FIELD_INVALID: there is none, or two; PLACE_UNAVAILABLE: it was removed."""
+        table: Mapping[str, Mapping[str, Any]] = placement_group_table()
+        named = {id_: about for id_, about in table.items() if self._named in (id_, about["name"])}
+        found = {id_: about for id_, about in named.items() if about["state"] != REMOVED}
+        if len(found) == 1:
+            ((id_, about),) = found.items()
+            return _Group(id_, about["state"], about["bundles"], about["bundles_to_node_id"])
+        if found:
+            raise Reason.FIELD_INVALID.error(
+                f"{len(found)} placement groups are called {self._named!r}: {', '.join(sorted(found))}",
+                field=_FIELD, next_step="Say which one by its id.",
+            )  # fmt: skip
+        if named:
+            raise Reason.PLACE_UNAVAILABLE.error(
+                f"placement group {self._named!r} was removed, by whoever made it or with its job",
+                field=_FIELD, next_step="Engines come up again once there is one of that name.",
+            )  # fmt: skip
+        there = sorted(about["name"] or id_ for id_, about in table.items() if about["state"] != REMOVED)
+        raise Reason.FIELD_INVALID.error(
+            f"there is no placement group {self._named!r}; there are: {', '.join(there) or 'none'}", field=_FIELD
+        )
+
+    def _order(self, group: _Group) -> Sequence[int]:
+        """Bundles in the order of the plan's places. Raises FIELD_INVALID."""
+        if not self._given:
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            by_node = sorted(group.bundles, key=lambda bundle: (_number(addresses[group.nodes[bundle]]), bundle))
+            # A bundle keeps its place when it moves to another node: the others are in use.
+            return self._by_node.setdefault(group.id, by_node)
+        if unknown := sorted(set(self._given) - group.bundles.keys()):
+            raise Reason.FIELD_INVALID.error(
+                f"placement group {self._named!r} has no bundle {', '.join(map(str, unknown))}; it has 0 to "
+                f"{len(group.bundles) - 1}",
+                field="fleet.ray.bundles",
+            )
+        if len(set(self._given)) < len(self._given):
+            raise Reason.FIELD_INVALID.error("a bundle is there twice", field="fleet.ray.bundles")
+        return self._given
+
+    def _fits(self, spec: EngineSpec, group: _Group, order: Sequence[int]) -> Sequence[int]:
+        """The bundles of an engine's ranks. Raises FIELD_INVALID: too few, too small, or on several nodes."""
+        if len(spec.gpus) != spec.ranks or max(spec.gpus) >= len(order):
+            raise Reason.FIELD_INVALID.error(
+                f"{spec.slot} has {spec.ranks} ranks and places {list(spec.gpus)} of {len(order)}",
+                field="fleet.ray.bundles",
+            )
+        bundles = [order[place] for place in spec.gpus]
+        least = {name: amount * self._share for name, amount in need(spec.device, 1, spec.cpus_per_rank).items()}
+        if "GPU" in least:
+            least["GPU"] = 1.0  # a rank has one, and a bundle of several would not tell which
+        for bundle in bundles:
+            has = group.bundles[bundle]
+            if any(has.get(name, 0.0) < amount for name, amount in least.items()) or (
+                "GPU" in least and has["GPU"] != 1
+            ):
+                raise Reason.FIELD_INVALID.error(
+                    f"bundle {bundle} of placement group {self._named!r} has {_words(has)}, and a rank of {spec.slot} "
+                    f"needs one with {_words(least)}",
+                    field=_FIELD,
+                )
+        for first in range(0, spec.ranks, self._per_node):
+            part = bundles[first : first + self._per_node]
+            if len({group.nodes[bundle] for bundle in part}) > 1:
+                where = ", ".join(f"{bundle} on {self.address(group.nodes[bundle])}" for bundle in part)
+                raise Reason.FIELD_INVALID.error(
+                    f"the bundles of {spec.slot} are on several nodes: {where}", field="fleet.ray.bundles",
+                    next_step="List them so that those of an engine are on one, or say num_gpus_per_node.",
+                )  # fmt: skip
+        return bundles
+
+    def _taken(self, placement: Placement, group: _Group, bundles: Sequence[int]) -> RlctlError | None:
+        """The error when somebody else has what its ranks are to take."""
+        free: Mapping[str, float] = ray.available_resources()
+        spec = placement.spec
+        for bundle in bundles:
+            for name, amount in need(spec.device, 1, spec.cpus_per_rank).items():
+                there = free.get(f"{name}_group_{bundle}_{group.id}", 0.0)  # a bundle has a resource of its own
+                if there < amount * self._share:
+                    return Reason.PLACE_UNAVAILABLE.error(
+                        f"{spec.slot}: bundle {bundle} of placement group {self._named!r} has {there:g} of "
+                        f"{group.bundles[bundle][name]:g} {name} free, and a rank takes {amount * self._share:g}",
+                        field=spec.slot, next_step="bundle_share says how much of its bundle a rank takes.",
+                    )  # fmt: skip
+        return None
+
+    def _wait(self, placement: Placement, error: RlctlError, most_s: float = TAKEN_S) -> bool:
+        """For a while; then the error."""
+        if time.monotonic() - placement.since > most_s:
+            raise error
+        return False
+
+    def _waits(self, group: _Group) -> RlctlError:
+        return Reason.PLACE_UNAVAILABLE.error(
+            f"placement group {self._named!r} is {group.state}: its cluster has no room for it", field=_FIELD
+        )
+
+    def _late(self, placement: Placement) -> RlctlError:
+        return Reason.PLACE_UNAVAILABLE.error(
+            f"{placement.spec.slot}: its bundles {list(placement.bundles)} of placement group {self._named!r} do not "
+            "answer",
+            field=placement.spec.slot,
+        )
+
+
+def _number(address: str) -> tuple[int, str]:
+    """Addresses in the order of their numbers, as slime has them."""
+    try:
+        return int(ipaddress.ip_address(address)), address
+    except ValueError:
+        return 0, address
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    """1 GPU and 2 CPU."""
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

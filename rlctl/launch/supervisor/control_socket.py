@@ -1,0 +1,205 @@
+"""How ``rlctl up FILE`` reaches the supervisor of a fleet that runs: a socket in its state directory.
+
+One request is one line of JSON, the deployment that is wanted and the one that it was planned against; the answers are
+lines, ``{"say": ...}`` as it goes and at the end ``{"state": ...}`` or ``{"error": ...}``. Who asks may leave; what was
+begun goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.launch.deployment import Deployment
+from rlctl.launch.supervisor.fleet_state import FleetState
+from rlctl.v1.common_pb2 import ErrorDetail
+
+SOCKET = "control.sock"
+READ_S = 5.0
+
+
+class Request:
+    """What somebody wants of the fleet.
+
+    Attributes:
+        deployment: the fleet as it is wanted.
+        against: what it was planned against, as :attr:`FleetState.deployment` had it.
+        restart: slots whose engines are started again.
+    """
+
+    def __init__(
+        self, connection: socket.socket, deployment: Deployment, against: dict[str, Any], restart: Sequence[str] = ()
+    ) -> None:
+        self.deployment = deployment
+        self.against = against
+        self.restart = restart
+        self._connection = connection
+
+    def say(self, line: str) -> None:
+        """Tell how it goes."""
+        self._send({"say": line})
+
+    def done(self, state: FleetState) -> None:
+        """It is as it was wanted."""
+        self._send({"state": dataclasses.asdict(state)})
+        self._connection.close()
+
+    def failed(self, error: RlctlError) -> None:
+        """It is not."""
+        _refuse(self._connection, error)
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        _tell(self._connection, answer)
+
+
+def _refuse(connection: socket.socket, error: RlctlError) -> None:
+    detail = {
+        "reason": error.reason.name,
+        "message": error.message,
+        "field": error.field,
+        "next_step": error.next_step,
+    }
+    _tell(connection, {"error": detail})
+    connection.close()
+
+
+def _tell(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it has left
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+class Requests:
+    """The supervisor's end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+
+    def wait(self, timeout_s: float) -> Request | None:
+        """The next request, if one comes in time."""
+        self._listener.settimeout(timeout_s)
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return None
+        except OSError:  # no file descriptor is left, say: who asks waits, and the fleet goes on
+            time.sleep(timeout_s)
+            return None
+        connection.settimeout(READ_S)
+        try:
+            with connection.makefile("rb") as lines:
+                asked = json.loads(lines.readline())
+                deployment, against = Deployment.of(asked["wanted"]), dict(asked["against"])
+                restart = [str(slot) for slot in asked.get("restart", ())]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            connection.close()
+            return None
+        except RlctlError as error:
+            _refuse(connection, error)
+            return None
+        return Request(connection, deployment, against, restart)
+
+
+@contextlib.contextmanager
+def listening(directory: Path) -> Iterator[Requests]:
+    """Listen in a state directory; for this user only."""
+    path = directory / SOCKET
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener, _short(path) as name:
+        listener.bind(name)
+        path.chmod(0o600)
+        listener.listen(8)
+        try:
+            yield Requests(listener)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def apply(
+    running: FleetState,
+    deployment: Deployment,
+    say: Callable[[str], None],
+    *,
+    restart: Sequence[str] = (),
+    timeout_s: float | None = None,
+) -> FleetState:
+    """Have the supervisor bring its fleet to what is wanted; returns the fleet's state then.
+
+    ``running``: what ``deployment`` was planned against; ``restart``: slots whose engines are started again.
+
+    Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT when the supervisor is not ready, or
+    another command changes the fleet between the plan and the end of this one. Raises DEADLINE_EXCEEDED after
+    ``timeout_s``; the supervisor continues.
+    """
+    directory = Path(running.directory)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX) as connection, _short(directory / SOCKET) as name:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(name)
+        except OSError:
+            raise Reason.OPERATION_CONFLICT.error(
+                f"fleet {deployment.name!r} is still starting, or going down",
+                next_step="Try again when `rlctl up` has said Ready.",
+            ) from None
+        try:
+            asked = {"wanted": deployment.data, "against": running.deployment, "restart": list(restart)}
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                return _follow(_before(deadline, connection, lines), say)
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"it is not done after {timeout_s:g} s; the supervisor goes on", next_step="`rlctl status` shows it."
+            ) from None
+        except OSError:
+            raise _ended() from None
+
+
+def _before(deadline: float | None, connection: socket.socket, lines: IO[bytes]) -> Iterator[bytes]:
+    """The lines that come in time. Raises TimeoutError, however many there are."""
+    while True:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            connection.settimeout(left_s)
+        line = lines.readline()
+        if not line:
+            return
+        yield line
+
+
+def _follow(lines: Iterable[bytes], say: Callable[[str], None]) -> FleetState:
+    for line in lines:
+        answer = json.loads(line)
+        if "say" in answer:
+            say(answer["say"])
+        elif "state" in answer:
+            return FleetState(**answer["state"])
+        elif "error" in answer:
+            raise from_detail(ErrorDetail(**answer["error"]))
+    raise _ended()
+
+
+def _ended() -> RlctlError:
+    return Reason.UNREACHABLE.error("the supervisor has ended; the fleet is down", next_step="See its log.")
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """The path, or, as a socket's may have about 100 bytes only, one through an open directory."""
+    if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").exists():
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)

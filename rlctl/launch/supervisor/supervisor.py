@@ -1,0 +1,337 @@
+"""What owns a fleet of local processes: starts it, watches it, takes it down when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.deployment import Deployment
+from rlctl.launch.engine_lifecycle import BACKOFF_AT_MOST_S
+from rlctl.launch.supervisor import fleet_state
+from rlctl.launch.supervisor.control_socket import Request, Requests, listening
+from rlctl.launch.supervisor.fleet_state import FleetState
+from rlctl.runtime.terminal import discard_unwritten, time_limit
+
+LOOK_S = 0.5
+POLL_S = 0.05
+
+
+class Settings(Protocol):
+    """The settings of the command that owns the fleet."""
+
+    @property
+    def token(self) -> str | None:
+        """The fleet's bearer token."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Bound of the fleet's start; None is no bound."""
+
+    def say(self, text: str, /) -> None:
+        """Print a line of progress."""
+
+
+class Stopped(BaseException):
+    """A signal asked for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def supervise(
+    settings: Settings,
+    wanted: Deployment,
+    on_ready: Callable[[FleetState], None],
+    *,
+    lock: int | None = None,
+    new: bool = False,
+) -> NoReturn:
+    """Start the fleet, keep it as it is wanted until a signal comes, take it down, exit with 128 + its number.
+
+    ``on_ready`` is told once every stage is routable. ``lock``: descriptor of the fleet's lock, where whoever started
+    this process holds it already. ``new``: start over, where a fleet of this name has left a journal.
+
+    Raises OPERATION_CONFLICT when a fleet of this name is up, and what the launcher raises.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            if lock is None:
+                stack.enter_context(claimed(wanted.name))
+            else:
+                os.set_inheritable(lock, False)
+            stack.enter_context(_stop_signals())
+            stack.callback(fleet_state.remove, wanted.name)
+            _Supervisor(settings, wanted, new=new).hold(on_ready)
+    except Stopped as stopped:
+        settings.say(f"Fleet {wanted.name} is down.")
+        sys.exit(128 + stopped.number)
+
+
+@contextlib.contextmanager
+def claimed(name: str) -> Iterator[int]:
+    """Hold the fleet's lock; its descriptor. Raises OPERATION_CONFLICT when a fleet of this name is up."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(fleet_state.claimed(name))
+        except BlockingIOError:
+            raise taken(name) from None
+        yield lock
+
+
+def taken(name: str) -> RlctlError:
+    """The error when a fleet of this name is up."""
+    other = fleet_state.read(name)
+    where = f" (supervisor {other.pid}, endpoint {other.endpoint or 'not known yet'})" if other else ""
+    return Reason.OPERATION_CONFLICT.error(
+        f"fleet {name!r} is up already{where}",
+        field="name",
+        next_step=f"`rlctl up FILE` changes it; `rlctl down --name {name}` ends it. Or choose another --name.",
+    )
+
+
+class _Supervisor:
+    """Holds a fleet."""
+
+    def __init__(self, settings: Settings, wanted: Deployment, *, new: bool = False) -> None:
+        from rlctl.launch.fleet_controller import LaunchedFleet
+
+        self._settings = settings
+        self._wanted = wanted
+        self._asking: list[Request] = []
+        directory = fleet_state.state_directory(wanted.name)
+        pid = os.getpid()
+        self._state = FleetState(wanted.name, pid, fleet_state.identity(pid), fleet_state.STARTING, "", str(directory))
+        self._told: dict[str, RlctlError] = {}
+        self._coordinator_at = 0.0
+        self._coordinator_failures = 0
+        self._unwritten = False
+        self._fleet = LaunchedFleet(
+            wanted.engines,
+            directory=directory,
+            listen=wanted.listen,
+            token=settings.token,
+            insecure=wanted.insecure,
+            on_progress=self._say,
+            limits=wanted.limits,
+            launcher=wanted.launcher_of(directory / "logs", settings.token),
+            reserved=wanted.reserved,
+            gateways=wanted.gateways,
+            heal_by_hand=wanted.heal_by_hand,
+            graces={"--owner-grace": wanted.owner_grace_s, "--heal-grace": wanted.heal_grace_s},
+            new=new,
+        )
+
+    def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
+        from rlctl.launch.fleet_controller import interrupted
+
+        fleet = self._fleet
+        fleet_state.write(self._state)
+        try:
+            with time_limit(self._settings.timeout_s, "starting the fleet"):
+                self._state = dataclasses.replace(self._state, endpoint=fleet.start())
+            with listening(fleet.directory) as requests:
+                self._tell_state(fleet_state.READY)
+                try:
+                    on_ready(self._state)
+                except OSError as error:  # nobody reads it any more, or its disk is full: the fleet goes on
+                    discard_unwritten(sys.stdout)
+                    self._say(f"Ready. Warning: what there is could not be written: {error.strerror}")
+                while True:
+                    self._look()
+                    request = requests.wait(LOOK_S)
+                    if request is not None:
+                        self._apply(request, requests)
+        except Stopped:
+            if fleet.processes:  # else they were taken down while starting
+                self._settings.say(interrupted(len(fleet.processes)))
+            raise
+        finally:
+            fleet.stop()
+
+    def _apply(self, request: Request, requests: Requests) -> None:
+        """Bring the fleet to what is wanted now, or by a request that comes meanwhile and takes its place.
+
+        An engine that fails is tried again; the rest is left alone.
+        """
+        if not self._take(request):
+            return
+        self._asking = [request]
+        try:
+            for _ in self._fleet.settling():
+                self._tell_state(fleet_state.READY)
+                before, later = self._wanted, requests.wait(POLL_S)
+                if later is not None and self._take(later):
+                    if later.deployment != before:
+                        self._answer(
+                            Reason.OPERATION_CONFLICT.error(
+                                "another `rlctl up` has changed the fleet before this was done",
+                                next_step="`rlctl plan FILE` shows what is different now.",
+                            )
+                        )
+                    self._asking.append(later)
+        except RlctlError as error:
+            self._say(f"Warning: {error}")
+            self._answer(error)
+        else:
+            self._tell_state(fleet_state.READY)
+            self._answer()
+
+    def _answer(self, error: RlctlError | None = None) -> None:
+        """Tell whoever asked that it is done, or why it is not."""
+        for request in self._asking:
+            if error is not None:
+                request.failed(error)
+            else:
+                request.done(self._state)
+        self._asking.clear()
+
+    def _take(self, request: Request) -> bool:
+        """Whether what is asked for is what is wanted from now on; else it is answered with the reason."""
+        wanted = request.deployment
+        try:
+            if refused := wanted.refusal(self._wanted):
+                raise refused
+            if request.against != json.loads(json.dumps(self._deployed)):
+                # Its GPUs may be somebody's, and nobody has agreed to what it would remove.
+                raise Reason.OPERATION_CONFLICT.error(
+                    f"fleet {wanted.name!r} has been changed since this was planned",
+                    next_step="The same command again plans anew.",
+                )
+            self._fleet.want(
+                wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand, limits=wanted.limits
+            )
+            self._fleet.replace(request.restart)
+        except RlctlError as error:
+            request.failed(error)
+            return False
+        self._wanted = wanted
+        self._tell_state(fleet_state.READY)  # for whoever plans from now on
+        return True
+
+    @property
+    def _deployed(self) -> dict[str, Any]:
+        """What plans are made against."""
+        return {**self._wanted.data, "engines": [spec.data for spec in self._fleet.engines]}
+
+    def _look(self) -> None:
+        """Say what has ended, and start it again where that is wanted. Raises ENGINE_FAILED when nothing is left."""
+        fleet = self._fleet
+        self._look_at_coordinator()
+        fleet.look(restart=self._wanted.restart)
+        for slot, run in fleet.runs.items():
+            if run.error is not None and self._told.get(slot) is not run.error:
+                self._told[slot] = run.error
+                again = f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart else ""
+                self._say(f"Warning: {run.error}{again}")
+        for model, error in fleet.gateways.errors.items():
+            if self._told.get(f"gateway-{model}") is not error:
+                self._told[f"gateway-{model}"] = error
+                self._say(f"Warning: {error}")
+        self._tell_state(fleet_state.READY)
+        if not self._wanted.restart and fleet.all_ended:
+            raise Reason.ENGINE_FAILED.error(
+                "every process of the fleet has ended", next_step=f"See {fleet.directory}/logs."
+            )
+
+    def _look_at_coordinator(self) -> None:
+        fleet = self._fleet
+        ended = fleet.coordinator is not None and fleet.coordinator.returncode is not None
+        if not ended:
+            return
+        assert fleet.coordinator is not None
+        error = fleet.coordinator.failure()
+        if "coordinator" not in self._told:
+            self._told["coordinator"] = error
+            self._say(f"Warning: {error}")
+            if not self._wanted.restart:
+                self._say(
+                    "  The stages serve until their lease runs out. Start it again: "
+                    f"rlctl coordinator --listen {fleet.address} --journal {fleet.journal}"
+                )
+            if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
+                self._coordinator_failures = 0  # it had served for long: those before it say nothing of this one
+            pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
+            self._coordinator_at = time.monotonic() + pause_s
+            self._coordinator_failures += 1
+        if self._wanted.restart and time.monotonic() >= self._coordinator_at:
+            del self._told["coordinator"]
+            with contextlib.suppress(RlctlError):  # told at the next look
+                fleet.restart_coordinator()
+                self._say(f"coordinator at {fleet.address} again; the fleet goes on")
+
+    def _tell_state(self, phase: str) -> None:
+        """Keep the state file true."""
+        fleet = self._fleet
+        fresh = dataclasses.replace(
+            self._state,
+            phase=phase,
+            processes={process.name: process.pid for process in fleet.processes},
+            engines={slot: run.phase.value for slot, run in fleet.runs.items()},
+            gateways=fleet.gateways.addresses,
+            routers=fleet.gateways.routers,
+            identities=self._identities(),
+            deployment=self._deployed,
+        )
+        if fresh != self._state:
+            try:
+                fleet_state.write(fresh)
+            except OSError as error:  # a full disk, say: the fleet goes on, and what it is at is written when it can be
+                if not self._unwritten:
+                    self._say(f"Warning: the state of the fleet cannot be written: {error}")
+                self._unwritten = True
+            else:
+                self._state, self._unwritten = fresh, False
+
+    def _identities(self) -> dict[str, str]:
+        """Of processes on this machine; looked up once each."""
+        from rlctl.launch.local.child_processes import Process
+
+        here = [process for process in self._fleet.processes if isinstance(process, Process)]
+        pids, known = self._state.processes, self._state.identities
+        return {
+            each.name: known[each.name]
+            if each.name in known and pids.get(each.name) == each.pid
+            else fleet_state.identity(each.pid)
+            for each in here
+        }
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone
+            self._settings.say(line)
+        for request in self._asking:
+            request.say(line)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises Stopped; a second one leaves at once (the processes then end too)."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        os._exit(128 + number)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        for each in before:
+            signal.signal(each, leave)
+        raise Stopped(number)
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,54 @@
+"""Which versions a sample may be generated at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.fleet_pb2 import Model
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A bound on the version that new tokens come from. A stage serves admitted versions only, whatever this allows.
+
+    Attributes:
+        kind: "latest": every version that is admitted now, both of two while an update rolls; "any": no bound;
+            "max_staleness": at most ``staleness`` sequence numbers behind the latest one.
+    """
+
+    kind: Literal["latest", "any", "max_staleness"] = "latest"
+    staleness: int = 0
+
+    def floor(self, model: Model | None, min_version: int = 0) -> int:
+        """The least sequence number that a stage must be at; ``model`` None: nothing is known of it yet."""
+        if model is None or self.kind == "any":
+            return min_version
+        latest = model.latest.sequence
+        if self.kind == "max_staleness":
+            return max(min_version, latest - self.staleness)
+        return max(min_version, min((version.sequence for version in model.admitted), default=latest))
+
+
+def max_staleness(versions: int) -> Admission:
+    """At most so many versions behind the latest one. Raises FIELD_INVALID for a negative number."""
+    if versions < 0:
+        raise Reason.FIELD_INVALID.error(f"max_staleness is {versions}; it must be 0 or more", field="admission")
+    return Admission("max_staleness", versions)
+
+
+def parse(given: str | Admission) -> Admission:
+    """From "latest", "any" or "max_staleness=2". Raises FIELD_INVALID."""
+    if isinstance(given, Admission):
+        return given
+    if given == "latest":
+        return Admission()
+    if given == "any":
+        return Admission("any")
+    if found := re.fullmatch(r"max_staleness=(\d+)", given):
+        return max_staleness(int(found[1]))
+    raise Reason.FIELD_INVALID.error(
+        f"admission is {given!r}; it must be latest, any or max_staleness=VERSIONS", field="admission"
+    )

@@ -1,0 +1,82 @@
+"""What picks look at of each stage, taken once from what the coordinator told: picks come by the thousand a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlctl.rollout.picking.pairs import decodes, prefills
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DRAINING,
+    STAGE_STATE_FAILED,
+    STAGE_STATE_JOINING,
+    STAGE_STATE_RETIRED,
+    STAGE_STATE_UNREACHABLE,
+)
+from rlctl.v1.fleet_pb2 import Stage
+
+_AWAY = (
+    STAGE_STATE_JOINING,
+    STAGE_STATE_UNREACHABLE,
+    STAGE_STATE_DRAINING,
+    STAGE_STATE_RETIRED,
+    STAGE_STATE_FAILED,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A stage.
+
+    Attributes:
+        sequence: of the version that it says it is at.
+        revision: of its report.
+        adapters: names of those that it holds.
+        member: it is there, though it may be paused for a moment.
+        prefills, decodes: it is one half of pairs.
+    """
+
+    stage: Stage
+    slot: str
+    incarnation: int
+    routable: bool
+    sequence: int
+    revision: int
+    adapters: frozenset[str]
+    member: bool
+    prefills: bool
+    decodes: bool
+
+    @classmethod
+    def of(cls, stage: Stage) -> Candidate:
+        """From what the coordinator told."""
+        return cls(
+            stage,
+            stage.registration.slot,
+            stage.incarnation,
+            stage.routable,
+            stage.report.weight_version.sequence,
+            stage.report.revision,
+            frozenset(adapter.name for adapter in stage.report.adapters),
+            stage.enabled and stage.state not in _AWAY,
+            prefills(stage),
+            decodes(stage),
+        )
+
+
+class Candidates:
+    """The stages of a model ("": of all), in slot order.
+
+    Attributes:
+        all: every one.
+        members: slots of those that are there and generate.
+        prefill_members: of those that compute prompts for others.
+        paired: some generate in pairs.
+    """
+
+    def __init__(self, stages: Sequence[Stage], model: str) -> None:
+        ours = (Candidate.of(stage) for stage in stages if model in ("", stage.registration.model))
+        self.all = sorted(ours, key=lambda each: each.slot)
+        self.members = [each.slot for each in self.all if each.member and not each.prefills]
+        self.prefill_members = [each.slot for each in self.all if each.member and each.prefills]
+        self.paired = any(each.prefills or each.decodes for each in self.all)

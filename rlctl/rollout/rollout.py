@@ -1,0 +1,490 @@
+"""Samples for a trainer: version-aware, continued over pauses and failures, straight from the stages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Unpack
+
+from rlctl.contract.errors import (
+    InvalidRequest,
+    NotFound,
+    Reason,
+    RlctlError,
+    Unauthenticated,
+    Unsupported,
+    without_frames,
+)
+from rlctl.rollout.continuation import Progress, begin, check_continuable, check_resumable
+from rlctl.rollout.dispatch import Attempt, Dispatch, Lines
+from rlctl.rollout.picking.admission import Admission, parse
+from rlctl.rollout.picking.policies import policy as policy_of
+from rlctl.rollout.picking.router import FAULTS, Router, Wanted
+from rlctl.rollout.requests import GENERATE_S, Sampling, batch_of, build_request
+from rlctl.rollout.sample import RolloutFailed, RolloutSample
+from rlctl.rollout.stage_stream import Line
+from rlctl.transport.channel import bearer
+from rlctl.v1.fleet_pb2 import Model
+from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
+
+STOP_S = 2.0
+"""How long a sample that is stopped may take to end at its engine, which then says what else belongs to it."""
+
+OVERTAKEN_S = 0.02
+"""After so long an abort that has overtaken its request is repeated."""
+
+RETRIES = 4
+"""Failures of stages that one sample survives: one that brings down whoever takes it meets no more of them."""
+
+T = TypeVar("T")
+
+Prompt = str | Sequence[int]
+Resume = Literal["continue", "return"]
+Metadata = tuple[tuple[str, str], ...]
+
+
+_REFUSALS = (InvalidRequest, NotFound, Unauthenticated, Unsupported)
+
+
+class Asking(Sampling, total=False):
+    """What the methods of :class:`AsyncRollout` take beside prompts. ``n`` samples of each."""
+
+    session_id: str
+    adapter: str
+    min_version: int
+    return_logprob: bool
+    top_logprobs_num: int
+    engine_fields: Mapping[str, Any]
+    timeout_s: float
+
+
+Told = Callable[[Progress, Sample], None]
+"""Called with all that is had of a sample and what is new of it, as it comes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a sample is to be generated.
+
+    Attributes:
+        slot: at this stage, "": at any.
+        only: and nowhere else; otherwise it is preferred as long as it may be asked.
+        prefill: of a pair, the stage that is to compute the prompt, if it can.
+    """
+
+    slot: str = ""
+    only: bool = True
+    prefill: str = ""
+
+
+ANYWHERE = Place()
+
+
+class _Job:
+    """One sample under way.
+
+    Attributes:
+        metadata: what its calls carry.
+        place: where it is to be generated.
+        told: called with what comes.
+        running: line and id of the request that runs now.
+        stopped: the caller wants no more of it.
+        waiting: ends what it waits for while nothing runs.
+    """
+
+    def __init__(
+        self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
+    ) -> None:
+        self.sample = sample
+        self.metadata = metadata
+        self.place = place
+        self.told = told
+        self.progress = Progress(sample)
+        self.running: tuple[Line, str] | None = None
+        self.stopped = False
+        self.waiting: asyncio.Timeout | None = None
+
+    def stop_waiting(self) -> None:
+        """It is stopped, and not generated anywhere."""
+        if self.waiting is not None and not self.waiting.expired():
+            self.waiting.reschedule(asyncio.get_running_loop().time())
+
+
+class AsyncRollout:
+    """Generates samples of one model; made by ``fleet.rollout``. For one event loop."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        model: str,
+        *,
+        policy: str = "least_connections",
+        admission: str | Admission = "latest",
+        resume: Resume = "continue",
+        max_inflight_samples: int | None = None,
+        max_cuts: int | None = None,
+        retries: int = RETRIES,
+        session_idle_s: float = 600.0,
+    ) -> None:
+        """See :meth:`rlctl.sdk.aio.AsyncFleet.rollout`. Raises FIELD_INVALID."""
+        if resume not in ("continue", "return"):
+            raise Reason.FIELD_INVALID.error(f"resume is {resume!r}; it must be continue or return", field="resume")
+        if max_inflight_samples is not None and max_inflight_samples < 1:
+            raise Reason.FIELD_INVALID.error(
+                f"max_inflight_samples is {max_inflight_samples}; it must be 1 or more", field="max_inflight_samples"
+            )
+        for name, value in (("retries", retries), ("max_cuts", max_cuts)):
+            if value is not None and value < 0:
+                raise Reason.FIELD_INVALID.error(f"{name} is {value}; it must be 0 or more", field=name)
+        self.model = model
+        self.admission = parse(admission)
+        self._resume = resume
+        self._max_cuts = math.inf if max_cuts is None else max_cuts
+        self._retries = retries
+        self._most = max_inflight_samples
+        self._places = None if max_inflight_samples is None else asyncio.Semaphore(max_inflight_samples)
+        self._lines = lines
+        self._router = Router(
+            policy_of(policy, session_idle_s=session_idle_s), prefill=policy_of(policy, session_idle_s=session_idle_s)
+        )
+        self._dispatch = Dispatch(lines, self._router)
+        self._named: dict[str, _Job] = {}
+
+    @property
+    def latest(self) -> int:
+        """Sequence number of the model's latest version as the coordinator last told it; 0: not known yet."""
+        model = self._known
+        return 0 if model is None else model.latest.sequence
+
+    @property
+    def _known(self) -> Model | None:
+        """The model as it was last told; without a name, the only one that there is."""
+        view = self._lines.view
+        if self.model:
+            return view.model(self.model)
+        return view.models[0] if len(view.models) == 1 else None
+
+    async def generate(self, prompt: Prompt, **asking: Unpack[Asking]) -> list[RolloutSample]:
+        """The ``n`` samples of one prompt, in order. Each is a request of its own, wherever there is room.
+
+        ``prompt`` is text or token ids. ``min_version``: least sequence number, beside the admission. ``session_id``
+        keeps the turns of a conversation at one stage (policy consistent_hashing); a sample without one gets its own.
+        Log probabilities come with it unless ``return_logprob`` is false. Waits for a stage, also while an update is in
+        progress, no longer than ``timeout_s`` (600).
+
+        Raises what a stage refuses a request with, and what kept samples from being finished; with resume="return"
+        the latter are returned, cut, their ``error`` saying why. Where any sample has tokens that is raised as
+        :class:`rlctl.rollout.sample.RolloutFailed`, which carries all of them.
+        """
+        return (await self.generate_batch([prompt], **asking))[0]
+
+    async def generate_batch(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[list[RolloutSample]]:
+        """:meth:`generate` for every prompt, side by side; the samples of each, in the prompts' order."""
+        timeout_s = asking.get("timeout_s", GENERATE_S)
+        prompts = batch_of(prompts)
+        jobs = self._jobs(prompts, asking)
+        samples = await self._run_all(jobs, timeout_s)
+        self._refuse_failed(samples)
+        n = len(samples) // max(len(prompts), 1)
+        return [samples[start : start + n] for start in range(0, len(samples), n or 1)]
+
+    async def resume(
+        self, samples: Iterable[RolloutSample], *, timeout_s: float = GENERATE_S, min_version: int = 0
+    ) -> list[RolloutSample]:
+        """Go on with samples that were cut, from the tokens that they have; finished ones are returned as they are.
+
+        Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot go on from their tokens.
+        """
+        samples = list(samples)
+        jobs = [self._again(sample, min_version) for sample in samples if not sample.finished]
+        done = iter(await self._run_all(jobs, timeout_s))
+        results = [sample if sample.finished else next(done) for sample in samples]
+        self._refuse_failed(results)
+        return results
+
+    async def generate_until(
+        self, count: int, prompts: Iterable[Prompt | RolloutSample], **asking: Unpack[Asking]
+    ) -> tuple[list[RolloutSample], list[RolloutSample]]:
+        """Generate until ``count`` samples have finished, then stop the others: (finished, the rest, to be resumed).
+
+        ``prompts`` may contain samples of earlier calls: those that were cut go on, those that have finished count and
+        are returned as they are. The rest keep tokens, log probabilities
+        and versions; some have none yet. More than ``count`` may have finished. No step waits for the longest samples.
+        Source: Zhou et al., "APRIL: Active Partial Rollouts in Reinforcement Learning", 2025.
+
+        Raises as :meth:`resume`; RolloutFailed when fewer than ``count`` could be finished.
+        """
+        timeout_s = asking.get("timeout_s", GENERATE_S)
+        prompts = batch_of(prompts)
+        fresh = [prompt for prompt in prompts if not isinstance(prompt, RolloutSample)]
+        earlier = [sample for sample in prompts if isinstance(sample, RolloutSample)]
+        before = [sample for sample in earlier if sample.finished]
+        cut = [sample for sample in earlier if not sample.finished]
+        jobs = [self._again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
+        most = len(before) + len(jobs)
+        if not 1 <= count <= most:
+            raise Reason.FIELD_INVALID.error(f"count is {count}; it must be from 1 to {most}", field="count")
+        tasks = {asyncio.create_task(self._run(job, _deadline(timeout_s), timeout_s)): job for job in jobs}
+        running = set(tasks)
+        try:
+            finished = len(before)
+            while running and finished < count:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    finished += task.result().finished
+                if any(_refused(task.result()) for task in done):
+                    break
+            await self._stop([tasks[task] for task in running])
+            if running:
+                await asyncio.wait(running, timeout=STOP_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        samples = before + [
+            job.progress.result(self.latest) if task.cancelled() else task.result() for task, job in tasks.items()
+        ]
+        ended = [sample for sample in samples if sample.finished]
+        rest = [sample for sample in samples if not sample.finished]
+        refusal = next((sample.error for sample in rest if _refused(sample)), None)
+        if refusal is not None or len(ended) < count:
+            cause = refusal or next((sample.error for sample in rest if sample.error), None)
+            raise _failed(cause or Reason.CANCELLED.error("they were aborted"), samples)
+        return ended, rest
+
+    async def complete(
+        self,
+        sample: RolloutSample,
+        *,
+        timeout_s: float = GENERATE_S,
+        token: str | None = None,
+        place: Place = ANYWHERE,
+        told: Told | None = None,
+    ) -> RolloutSample:
+        """One sample of :func:`rlctl.rollout.continuation.begin`, as it ended; what cut it is its ``error``, not
+        raised.
+
+        For whoever passes on requests of others: ``token`` is the caller's, ``told`` gets what comes as it comes. The
+        first request to a stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
+        """
+        job = _Job(sample, bearer(token), told, place)
+        rid = sample.request.rid
+        if rid in self._named:
+            raise Reason.RID_IN_USE.error(f"a request with rid {rid!r} is running", field="rid")
+        if rid:
+            self._named[rid] = job
+        try:
+            return await self._run(job, _deadline(timeout_s), timeout_s)
+        finally:
+            if rid:
+                del self._named[rid]
+
+    def inflight_at(self, slot: str) -> int:
+        """Samples of this rollout that run at a stage."""
+        return self._router.load[slot]
+
+    async def stop(self, rids: Sequence[str]) -> list[str]:
+        """End samples of :meth:`complete` by their rids; returns those that ran here. They come back cut."""
+        ours = [rid for rid in rids if rid in self._named]
+        await self._stop([self._named[rid] for rid in ours])
+        return ours
+
+    async def finish_session(self, session_id: str) -> None:
+        """The session sends nothing more; without this it is forgotten once it was idle for long enough."""
+        self._router.finish(session_id)
+
+    # One sample.
+
+    def _jobs(self, prompts: Sequence[Prompt], asking: Asking) -> list[_Job]:
+        settings: dict[str, Any] = dict(asking)
+        settings.pop("timeout_s", None)
+        n, session = settings.pop("n", 1), settings.pop("session_id", "")
+        if n < 1:
+            raise Reason.FIELD_INVALID.error(f"n is {n}; it must be 1 or more", field="sampling_params.n")
+        fields = {
+            "model": self.model,
+            "adapter": settings.pop("adapter", ""),
+            "min_version_seq": settings.pop("min_version", 0),
+            "return_logprob": settings.pop("return_logprob", True),
+            "top_logprobs_num": settings.pop("top_logprobs_num", 0),
+            "engine_fields": settings.pop("engine_fields", None),
+        }
+        jobs: list[_Job] = []
+        for number, prompt in enumerate(prompts):
+            request, group = build_request(prompt, settings, **fields), secrets.token_hex(16)
+            if self._resume == "continue":
+                check_continuable(request.sampling_params)
+            samples = (begin(request, prompt=number, index=i, group=group, session_id=session) for i in range(n))
+            jobs += (_Job(sample, self._lines.metadata) for sample in samples)
+        return jobs
+
+    def _again(self, sample: RolloutSample, min_version: int) -> _Job:
+        if sample.whole.output_ids:
+            check_resumable(sample.request.sampling_params, sample.prompt_ids)
+        request = GenerateRequest()
+        request.CopyFrom(sample.request)
+        request.min_version_seq = max(request.min_version_seq, min_version)
+        return _Job(dataclasses.replace(sample, request=request, error=None), self._lines.metadata)
+
+    async def _run_all(self, jobs: Sequence[_Job], timeout_s: float) -> list[RolloutSample]:
+        deadline = _deadline(timeout_s)
+        if len(jobs) == 1:  # which needs no task of its own
+            return [await self._run(jobs[0], deadline, timeout_s)]
+        return await asyncio.gather(*(self._run(job, deadline, timeout_s) for job in jobs))
+
+    async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:
+        """The sample as it ended, why it was cut inside."""
+        error: RlctlError | None = None
+        placed: bool | None = False
+        try:
+            if self._places is not None or not self._lines.view.is_known:
+                placed = await self._wait(job, self._place(deadline, timeout_s))
+            error = await self._attempts(job, deadline, timeout_s)
+        except RlctlError as failure:
+            error = without_frames(failure)
+        finally:
+            if placed and self._places is not None:
+                self._places.release()
+            if job.sample.own_session:
+                self._router.finish(job.sample.session_id)
+        return job.progress.result(self.latest, error)
+
+    async def _wait(self, job: _Job, work: Awaitable[T]) -> T | None:
+        """What comes of something that is waited for; None: the sample was stopped meanwhile."""
+        try:
+            async with asyncio.timeout(0 if job.stopped else None) as job.waiting:
+                return await work
+        except TimeoutError:
+            if not job.stopped:
+                raise
+            return None
+        finally:
+            job.waiting = None
+
+    async def _place(self, deadline: float, timeout_s: float) -> bool:
+        """Wait until the fleet is known, and for one of the places that ``max_inflight_samples`` leaves, if it does;
+        whether one is taken.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._lines.view.known()
+                return self._places is not None and await self._places.acquire()
+        except TimeoutError:
+            what = "the coordinator told nothing of the fleet"
+            if self.latest:
+                what = f"there was no place among max_inflight_samples={self._most}"
+            raise Reason.DEADLINE_EXCEEDED.error(f"{what} within {timeout_s:g} s") from None
+
+    async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
+        """Try until the sample has ended, or may not be tried again; returns why."""
+        progress, faults, cuts = job.progress, 0, 0
+        while not job.stopped:
+            found = self._dispatch.at_once(self._wanted(job), deadline) or await self._wait(
+                job, self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s)
+            )
+            if found is None:
+                return None
+            with found as attempt:
+                had = progress.tokens
+                request = progress.attempt(attempt.floor)
+                failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
+                if progress.finished or job.stopped:
+                    return None
+                if failure is None and progress.ended:
+                    cuts += 1
+                    if self._resume == "return" or cuts > self._max_cuts:
+                        return None
+                    if progress.tokens == had:
+                        attempt.failed(Reason.STAGE_NOT_SERVING.error("it aborts what it takes"))
+                    continue
+                failure = failure or Reason.ENGINE_FAILED.error("the stream ended before the sample")
+                if progress.full(failure):
+                    return None
+                if not attempt.failed(failure):
+                    return failure
+                faults += failure.reason in FAULTS
+                if faults > self._retries:
+                    return failure
+        return None
+
+    def _wanted(self, job: _Job) -> Wanted:
+        request = job.sample.request
+        floor = self.admission.floor(self._known, request.min_version_seq)
+        place = job.place
+        return Wanted(
+            self.model,
+            adapter=request.adapter,
+            slot=place.slot if place.only else "",
+            preferred="" if place.only else place.slot,
+            floor=floor,
+            session=job.sample.session_id,
+            prefill=place.prefill,
+        )
+
+    async def _stream(
+        self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float
+    ) -> RlctlError | None:
+        """Take in what a stage generates; returns why it did not go on to an end, or None."""
+        job.running = attempt.line, request.rid
+        try:
+            async with contextlib.aclosing(attempt.stream(request, deadline, job.metadata)) as parts:
+                async for response in parts:
+                    attempt.answered()
+                    job.progress.take(response)
+                    if job.told is not None:
+                        for part in response.samples:
+                            job.told(job.progress, part)
+                    if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
+                        return None  # at a stop that the engine has not seen
+        except RlctlError as error:
+            return without_frames(error)
+        finally:
+            job.running = None
+        return None
+
+    async def _stop(self, jobs: Sequence[_Job]) -> None:
+        """End samples at their engines, which then say what else belongs to them."""
+        calls = []
+        for job in jobs:
+            job.stopped = True
+            if job.running is not None:
+                calls.append(self._abort(job, *job.running))
+            else:
+                job.stop_waiting()
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(ended, BaseException) and not isinstance(ended, RlctlError):
+                raise ended  # otherwise its stage is gone: what is had is had
+
+    async def _abort(self, job: _Job, line: Line, rid: str) -> None:
+        """End the request of a sample at its engine, also where it comes there after its abort."""
+        until = _deadline(STOP_S)
+        while not await line.abort(rid, job.metadata, STOP_S):
+            await asyncio.sleep(OVERTAKEN_S)
+            if job.running != (line, rid) or asyncio.get_running_loop().time() >= until:
+                return
+
+    def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
+        """Raise what is wrong with a request, and, unless they are to be returned, what cut samples."""
+        cause = next((sample.error for sample in samples if _refused(sample)), None)
+        if cause is None and self._resume == "continue":
+            cause = next((sample.error for sample in samples if sample.error is not None), None)
+        if cause is not None:
+            raise _failed(cause, samples)
+
+
+def _failed(cause: RlctlError, samples: Sequence[RolloutSample]) -> RlctlError:
+    """The cause, with the samples where they have anything to lose."""
+    return RolloutFailed(cause, samples) if any(sample.output_ids for sample in samples) else cause
+
+
+def _refused(sample: RolloutSample) -> bool:
+    """Whether something is wrong with the request itself."""
+    return isinstance(sample.error, _REFUSALS) and not sample.output_ids
+
+
+def _deadline(timeout_s: float) -> float:
+    return asyncio.get_running_loop().time() + timeout_s

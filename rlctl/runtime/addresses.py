@@ -1,0 +1,94 @@
+"""Addresses: parsing, and the rule that a bind which others can reach needs a token."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from rlctl.contract.errors import Reason, unbound
+
+PROBE_S = 1.0
+
+
+def split(address: str, field: str = "address") -> tuple[str, int]:
+    """``host:port`` (``[::1]:port`` for IPv6) as a pair. Raises FIELD_INVALID."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if (
+        not colon
+        or not host
+        or "/" in host
+        or not (port.isascii() and port.isdigit())
+        or len(port) > 5
+        or int(port) > 65535
+    ):
+        raise Reason.FIELD_INVALID.error(f"{address!r} is not host:port", field=field)
+    return host, int(port)
+
+
+def refuse_taken(listen: str) -> None:
+    """Raise FIELD_INVALID for ``unix:PATH`` where somebody answers: gRPC would put its own socket in that place, and
+    whoever dials would reach somebody else.
+    """
+    if not listen.startswith("unix:"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(listen.removeprefix("unix:"))
+        except (TimeoutError, BlockingIOError):
+            pass  # somebody is too busy to answer
+        except OSError:
+            return
+    raise Reason.FIELD_INVALID.error(f"{listen} is in use by another process", field="listen")
+
+
+def refuse_unreachable(address: str, field: str = "address") -> None:
+    """Raise FIELD_INVALID for what nobody can be dialled at: neither ``host:port`` nor ``unix:PATH``.
+
+    gRPC takes the port of what names none to be 443, and of one that is too large its lowest 16 bits.
+    """
+    if not address.startswith("unix:"):
+        split(address, field)
+
+
+def join(host: str, port: int) -> str:
+    """``host:port``, with brackets where IPv6 needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach it. A name counts if all it resolves to is loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in found)
+
+
+def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
+    """Raise INSECURE_BIND for an address that others can reach, without a token and without saying so."""
+    if bind.startswith("unix:"):
+        return
+    host, _ = split(bind, "listen")
+    if token is None and not insecure and not is_loopback(host):
+        raise Reason.INSECURE_BIND.error(f"{bind} is reachable from other hosts and no token is set", field="listen")
+
+
+def refuse_used(listen: str) -> None:
+    """Raise FIELD_INVALID when an address cannot be bound, since another process listens there say."""
+    if listen.startswith("unix:"):
+        refuse_taken(listen)
+        return
+    host, port = split(listen, "listen")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise unbound(listen, error) from None

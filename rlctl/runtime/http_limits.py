@@ -1,0 +1,277 @@
+"""Callers of an HTTP server that hold a connection and neither ask nor listen are cut off; bodies come within bounds.
+
+aiohttp bounds neither how long a request may take to come nor how long a caller may take nothing of an answer. So each
+of its connections is looked after by a :class:`Guard` that stands between it and the transport, and bodies are had from
+:func:`body`. For whatever serves HTTP: the gateway, and the sidecar of a plug-in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
+
+from aiohttp import web
+
+from rlctl.contract.errors import Reason, unbound
+
+HEAD_S = 30.0
+"""Longest from a connection's beginning, or from the first byte after a request, to the end of a request's head."""
+
+WRITE_S = 60.0
+"""A caller that takes nothing of an answer for so long is gone."""
+
+IDLE_S = 3600.0
+"""A connection without a request is kept for so long: trainers come again after a step."""
+
+READ_S = 30.0
+"""A body that takes longer between two pieces belongs to a caller that is gone or does us harm."""
+
+SLOWEST_BYTES_S = 16 << 10
+"""Beside that, a body comes at this pace at least."""
+
+LARGE = 256 << 10
+"""Bytes of a body from which on it is read on a thread: 64 MiB of numbers take seconds."""
+
+T = TypeVar("T")
+
+_reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+_LENGTH = re.compile(rb"(?im)^content-length:[ \t]*(\d{1,18})")
+_CHUNKED = re.compile(rb"(?im)^transfer-encoding:.*chunked")
+_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
+
+
+async def body(request: web.Request, most: int) -> bytes:
+    """The whole body. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow one, FIELD_INVALID for one that is
+    not compressed, or cut into chunks, as its headers say.
+    """
+    if (request.content_length or 0) > most:
+        raise _too_large(request.content_length or 0, most)
+    parts: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        while True:
+            allowed = READ_S + size / SLOWEST_BYTES_S
+            async with asyncio.timeout_at(began + allowed):
+                part = await request.content.readany()
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise _too_large(size, most)
+    except TimeoutError:
+        failure = Reason.DEADLINE_EXCEEDED.error(
+            f"{size} bytes of the body came within {loop.time() - began:.0f} s", field="body"
+        )
+        failure.http_status = 408
+        raise failure from None
+    except web.RequestPayloadError as error:
+        raise Reason.FIELD_INVALID.error(f"the body is not coded as its headers say: {error}", field="body") from None
+
+
+async def beside(size: int, work: Callable[[], T]) -> T:
+    """The result of work with a body of this size. Large bodies are worked with beside the event loop, one at a time.
+
+    Parsed, a body takes several times its size. A parser holds the interpreter for one call at most, not for many.
+    """
+    if size < LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_reader, work)
+
+
+def _too_large(size: int, most: int) -> Exception:
+    return Reason.MESSAGE_TOO_LARGE.error(f"the body has {size} bytes or more; {most} are taken", field="body")
+
+
+BACKLOG = 4096
+"""Connections that may wait to be taken in: a trainer sends its batch in one go."""
+
+
+class Site(web.BaseSite):
+    """A listener whose connections are guarded."""
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int, *, share_port: bool = False) -> None:
+        """``share_port``: other processes listen there too (SO_REUSEPORT). The application has :func:`answering`."""
+        super().__init__(runner, backlog=BACKLOG)
+        self._host = host
+        self._port = port
+        self._share_port = share_port
+
+    @property
+    def name(self) -> str:
+        """Where it was told to listen."""
+        return f"http://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen. Raises FIELD_INVALID where that address cannot be bound."""
+        await super().start()
+        make = self._runner.server
+        assert make is not None
+        loop, shared = asyncio.get_running_loop(), self._share_port or None
+        try:
+            self._server = await loop.create_server(
+                lambda: Guard(make()), self._host, self._port, reuse_port=shared, backlog=self._backlog
+            )
+        except OSError as error:
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            raise unbound(f"{host}:{self._port}", error) from None
+
+
+class Guard(asyncio.Protocol):
+    """One connection of aiohttp's."""
+
+    def __init__(self, inner: asyncio.Protocol) -> None:
+        self._inner = inner
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._heads = _Heads()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._answering = 0  # how many requests
+        self._turns = 0  # how often one has begun to be answered, or has been
+        self._seen = 0  # of these, when the head was last looked for
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Await a head."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._await_head()
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Await the end of a head that has begun, wherever in the data."""
+        if self._heads.feed(data):
+            self._in_time("head")
+        if self._heads.begun and "head" not in self._timers:
+            self._await_head()
+        self._inner.data_received(data)
+
+    @contextlib.contextmanager
+    def answer(self) -> Iterator[None]:
+        """While a request is answered its connection may be silent."""
+        self._answering += 1
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            self._turns += 1
+
+    def _await_head(self) -> None:
+        self._seen = self._turns
+        self._timers["head"] = self._loop.call_later(HEAD_S, self._late)
+
+    def _late(self) -> None:
+        assert self._transport is not None
+        if self._answering or self._turns != self._seen or "write" in self._timers:
+            self._await_head()  # what came before it has not been answered yet, or only just
+        else:
+            self._transport.close()
+
+    def _in_time(self, what: str) -> None:
+        if what in self._timers:
+            self._timers.pop(what).cancel()
+
+    def pause_writing(self) -> None:
+        """The caller takes less than it is told."""
+        self._await_reading()
+        self._inner.pause_writing()
+
+    def _await_reading(self) -> None:
+        assert self._transport is not None
+        waiting = self._transport.get_write_buffer_size()
+        self._timers["write"] = self._loop.call_later(WRITE_S, self._unread, waiting)
+
+    def _unread(self, before: int) -> None:
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size() < before:
+            self._await_reading()
+        else:
+            self._transport.abort()
+
+    def resume_writing(self) -> None:
+        """It has taken what waited."""
+        self._in_time("write")
+        self._inner.resume_writing()
+
+    def eof_received(self) -> bool | None:
+        """It sends nothing more."""
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is there."""
+        for what in ("head", "write"):
+            self._in_time(what)
+        self._inner.connection_lost(exc)
+
+
+class _Heads:
+    """Finds the heads of requests in what a connection brings: as much of HTTP/1.1 as that takes.
+
+    aiohttp's parser does not tell whether it is within a head. Where the two disagree the request is malformed, and
+    aiohttp ends the connection.
+    """
+
+    def __init__(self) -> None:
+        self._within = "head"  # or "chunk", the line with its size, or "trailer", a line after the last one
+        self._part = b""  # of it, as far as it has come
+        self._skip = 0  # bytes of a body that come before it
+
+    @property
+    def begun(self) -> bool:
+        """Whether a head has begun and not ended."""
+        return self._within == "head" and bool(self._part.strip())
+
+    def feed(self, data: bytes) -> bool:
+        """Whether a head has ended in these."""
+        ended, at, data = False, 0, self._part + data
+        self._part = b""
+        while at < len(data):
+            skipped = min(self._skip, len(data) - at)
+            self._skip -= skipped
+            at += skipped
+            mark = b"\r\n\r\n" if self._within == "head" else b"\r\n"
+            end = data.find(mark, at)
+            if self._skip or end < 0:
+                self._part = data[at:]
+                break
+            part, at = data[at:end], end + len(mark)
+            if self._within == "head":
+                ended = ended or bool(part.strip())
+                self._after_head(part)
+            else:
+                self._after_line(part)
+        return ended
+
+    def _after_head(self, head: bytes) -> None:
+        length = _LENGTH.search(head)
+        if _CHUNKED.search(head):
+            self._within = "chunk"
+        elif length:
+            self._skip = int(length[1])
+
+    def _after_line(self, line: bytes) -> None:
+        size = _SIZE.match(line) if self._within == "chunk" else None
+        if size and (more := int(size[0], 16)):
+            self._skip = more + len(b"\r\n")
+        elif size:
+            self._within = "trailer"
+        elif not line or self._within == "chunk":  # the trailers have ended, or it is no HTTP
+            self._within = "head"
+
+
+@web.middleware
+async def answering(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """The outermost of an application's middlewares: tells a connection's guard of its requests."""
+    guard = request.transport.get_protocol() if request.transport is not None else None
+    if not isinstance(guard, Guard):
+        return await handler(request)
+    with guard.answer():
+        return await handler(request)

@@ -1,0 +1,241 @@
+"""The SDK for asyncio. :mod:`rlctl.sdk.blocking` is the same for blocking code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+
+from rlctl.client.admin import AsyncAdmin
+from rlctl.client.connection import Connection
+from rlctl.contract.errors import Reason
+from rlctl.rollout.dispatch import Lines
+from rlctl.rollout.picking.admission import Admission
+from rlctl.rollout.requests import GENERATE_S, Generator, Sampling, batch_of, build_request
+from rlctl.rollout.rollout import AsyncRollout, Resume
+from rlctl.runtime.addresses import refuse_unreachable
+from rlctl.sdk.sglang_names import AsyncEngine
+from rlctl.transport.auth import load_token
+from rlctl.v1.fleet_pb2 import Model, Stage
+from rlctl.v1.rollout_pb2 import GenerateResponse
+
+if TYPE_CHECKING:
+    from rlctl.trainer.publisher import AsyncPublisher
+
+CONNECT_S = 10.0
+
+
+class Generating(Sampling, total=False):
+    """What :meth:`AsyncFleet.generate` takes beside the prompt."""
+
+    model: str
+    adapter: str
+    rid: str
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    min_version_seq: int
+    engine_fields: Mapping[str, Any]
+    return_engine_meta: bool
+    slot: str
+    timeout_s: float
+
+
+class Rollouts(TypedDict, total=False):
+    """The settings of :meth:`AsyncFleet.rollout`."""
+
+    policy: str
+    admission: str | Admission
+    resume: Resume
+    max_inflight_samples: int | None
+    max_cuts: int | None
+    retries: int
+    session_idle_s: float
+
+
+async def connect(address: str, *, token: str | None = None, timeout_s: float = CONNECT_S) -> AsyncFleet:
+    """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
+
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE; FIELD_INVALID for
+    what is no such address.
+    """
+    refuse_unreachable(address)
+    connection = Connection(address, token if token is not None else load_token())
+    try:
+        await connection.ready(timeout_s)
+        return AsyncFleet(connection)
+    except BaseException:
+        await connection.close()
+        raise
+
+
+class AsyncFleet(AsyncAdmin):
+    """A fleet: its admin verbs (:class:`rlctl.client.admin.AsyncAdmin`), generation, and publishers of weights."""
+
+    def __init__(self, connection: Connection, lines: Lines | None = None) -> None:
+        """``lines``: those of another, to share them."""
+        super().__init__(connection)
+        self._lines = lines or Lines(connection)
+        self._generator = Generator(self._lines)
+
+    async def __aenter__(self) -> Self:
+        """Use it as a context manager to close it."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        await self.close()
+
+    def on_behalf_of(self, token: str | None) -> AsyncFleet:
+        """The same fleet, asked with another caller's token. Not to be closed by itself."""
+        if (token or None) == (self.connection.token or None):
+            return self
+        return AsyncFleet(self.connection.on_behalf_of(token), self._lines.on_behalf_of(token))
+
+    async def close(self) -> None:
+        """Close the connection, when updates that are being committed have ended, or after 10 s."""
+        await self.committed()
+        await self._lines.close()
+        await self.connection.close()
+
+    def publisher(self, model: str, **settings: Any) -> AsyncPublisher:
+        """What sends a model's weights from this process; see :class:`rlctl.trainer.publisher.AsyncPublisher`."""
+        from rlctl.trainer.publisher import AsyncPublisher  # loads torch
+
+        return AsyncPublisher(self, model, **settings)
+
+    async def engine(self, slot: str) -> AsyncEngine:
+        """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
+        for stage in (await self.status()).stages:
+            if stage.registration.slot == slot:
+                return AsyncEngine(self, self._generator, slot, stage.registration.model)
+        raise Reason.STAGE_NOT_FOUND.error(f"there is no stage {slot!r}", field="slot")
+
+    async def models(self, timeout_s: float = CONNECT_S) -> list[Model]:
+        """The models as the coordinator last told them, by name. Raises DEADLINE_EXCEEDED."""
+        await self._told(timeout_s)
+        return self._lines.view.models
+
+    async def stages(self, timeout_s: float = CONNECT_S) -> list[Stage]:
+        """The stages as the coordinator last told them, by slot. Raises DEADLINE_EXCEEDED."""
+        await self._told(timeout_s)
+        return list(self._lines.view.stages)
+
+    async def _told(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._lines.view.known()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
+
+    # Generation.
+
+    def rollout(self, model: str, **settings: Unpack[Rollouts]) -> AsyncRollout:
+        """What generates samples of a model for a trainer, over pauses, updates and failures.
+
+        ``policy``: least_connections (default), round_robin, or consistent_hashing, which keeps a session at one stage
+        and forgets it after ``session_idle_s`` (600). ``admission``: at which versions tokens may be generated: latest
+        (default), max_staleness=VERSIONS, any. ``resume``: a sample that is cut by a pause or an abort goes on where it
+        was, at any admitted stage (continue, default), or is returned (return). ``max_inflight_samples`` bounds how
+        many are generated at a time, over all calls. ``max_cuts``: pauses and aborts that a sample goes on from (None:
+        all). ``retries``: failures of stages that a sample survives (4). Raises
+        FIELD_INVALID.
+        """
+        return AsyncRollout(self._lines, model, **settings)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        adapter: str = "",
+        rid: str = "",
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int = 0,
+        min_version_seq: int = 0,
+        engine_fields: Mapping[str, Any] | None = None,
+        return_engine_meta: bool = False,
+        slot: str = "",
+        timeout_s: float = GENERATE_S,
+        **sampling: Unpack[Sampling],
+    ) -> GenerateResponse:
+        """Generate on a routable stage. ``sampling`` are the fields of SamplingParams: max_new_tokens, n, stop, ...
+
+        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. ``engine_fields``: further ones of
+        the engine's, in its names. ``return_engine_meta``: return what it says itself of each sample. ``slot``: at this
+        stage only. Raises MODEL_NOT_FOUND, ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within
+        ``timeout_s``.
+        """
+        request = build_request(
+            prompt,
+            sampling,
+            model=model,
+            adapter=adapter,
+            rid=rid,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            min_version_seq=min_version_seq,
+            engine_fields=engine_fields,
+            return_engine_meta=return_engine_meta,
+        )
+        return await self._generator.generate(request, timeout_s, slot=slot)
+
+    async def generate_batch(
+        self, prompts: Iterable[str | Sequence[int]], **settings: Unpack[Generating]
+    ) -> list[GenerateResponse]:
+        """:meth:`generate` for every prompt, side by side; results in the prompts' order. Raises what the first one to
+        fail fails with, when the others have been ended.
+
+        With a ``seed``, prompt i gets ``seed + i``: equal prompts are sampled independently, and the batch repeatably.
+        """
+        prompts = batch_of(prompts)
+        requests: list[Generating] = [settings.copy() for _ in prompts]
+        for index, request in enumerate(requests):
+            if request.get("seed") is not None:
+                request["seed"] += index
+        try:
+            async with asyncio.TaskGroup() as group:
+                calls = zip(prompts, requests, strict=True)
+                tasks = [group.create_task(self.generate(prompt, **request)) for prompt, request in calls]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        adapter: str = "",
+        rid: str = "",
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int = 0,
+        min_version_seq: int = 0,
+        engine_fields: Mapping[str, Any] | None = None,
+        return_engine_meta: bool = False,
+        slot: str = "",
+        timeout_s: float = GENERATE_S,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """As :meth:`generate`, but yields what is new as it comes."""
+        request = build_request(
+            prompt,
+            sampling,
+            model=model,
+            adapter=adapter,
+            rid=rid,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            min_version_seq=min_version_seq,
+            engine_fields=engine_fields,
+            return_engine_meta=return_engine_meta,
+        )
+        async for response in self._generator.stream(request, timeout_s, slot=slot):
+            yield response

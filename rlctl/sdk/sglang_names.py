@@ -1,0 +1,264 @@
+"""One engine under the names of SGLang's own Python API, for code that was written against that.
+
+The names are those of ``sglang.srt.entrypoints.engine.Engine`` and of SGLang's HTTP routes; behind each is an operation
+of the fleet, for engines of every kind. What is different stays different: they return operations and raise
+:class:`rlctl.contract.errors.OperationFailed`, weights belong to a model and reach all of its engines under one
+version, and tensors are handed over whole: rlctl announces, sends and verifies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlctl.client.admin import AsyncAdmin
+from rlctl.contract.enums import number
+from rlctl.contract.errors import Reason
+from rlctl.ports import new_uuid7
+from rlctl.rollout.requests import GENERATE_S, Generator, build_request
+from rlctl.trainer.update_result import UpdateResult
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.results_pb2 import Operation, RankResult
+from rlctl.v1.rollout_pb2 import GenerateResponse
+
+if TYPE_CHECKING:
+    import torch
+
+PAUSE = "retract"
+
+
+class AsyncEngine:
+    """One engine of a fleet.
+
+    Attributes:
+        slot: its stage.
+        model: the model that it serves.
+    """
+
+    def __init__(self, fleet: AsyncAdmin, generator: Generator, slot: str, model: str) -> None:
+        """Use :meth:`rlctl.sdk.aio.AsyncFleet.engine`."""
+        self._fleet = fleet
+        self._generator = generator
+        self.slot = slot
+        self.model = model
+
+    # Requests.
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        input_ids: Sequence[int] | None = None,
+        *,
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int = 0,
+        lora_path: str = "",
+        rid: str = "",
+        engine_fields: Mapping[str, Any] | None = None,
+    ) -> GenerateResponse:
+        """Generate at this engine, with what it says itself of each sample in ``engine_meta``.
+
+        ``lora_path``: name of a loaded adapter. ``engine_fields``: further fields of the engine's. Raises
+        FIELD_REQUIRED without a prompt, FIELD_CONFLICT with two, and as :meth:`rlctl.sdk.aio.AsyncFleet.generate`.
+        """
+        if prompt is not None and input_ids is not None:
+            raise Reason.FIELD_CONFLICT.error("set either prompt or input_ids", field="input_ids")
+        given = input_ids if prompt is None else prompt
+        if given is None:
+            raise Reason.FIELD_REQUIRED.error("there is neither prompt nor input_ids", field="prompt")
+        request = build_request(
+            given,
+            sampling_params or {},
+            adapter=lora_path,
+            rid=rid,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            engine_fields=engine_fields,
+            return_engine_meta=True,
+        )
+        return await self._generator.generate(request, GENERATE_S, slot=self.slot)
+
+    async def abort_request(self, rid: str = "", abort_all: bool = False) -> Operation:
+        """End a request, or all."""
+        return await self._fleet.abort_requests([rid] if rid else [], abort_all=abort_all, slots=[self.slot])
+
+    async def pause_generation(self, mode: str = "abort") -> Operation:
+        """Stop generation. Modes: abort, retract, in_place; drain where the engine has it."""
+        return await self._fleet.pause_generation(mode, slots=[self.slot])
+
+    async def continue_generation(self, torch_empty_cache: bool = True) -> Operation:
+        """Start generation again."""
+        request = verbs_pb2.ContinueGenerationRequest(torch_empty_cache=torch_empty_cache)
+        return await self._fleet.call(request, slots=[self.slot])
+
+    async def flush_cache(self, idle_timeout_s: float = 0.0) -> Operation:
+        """Empty the KV caches, waiting so many seconds for requests to end."""
+        return await self._fleet.flush_cache(idle_timeout_s=idle_timeout_s or None, slots=[self.slot])
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Operation:
+        """Give memory regions back: kv_cache, weights, cuda_graph; None: all."""
+        return await self._fleet.release_memory(tags or (), slots=[self.slot])
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> Operation:
+        """Allocate memory regions again."""
+        return await self._fleet.resume_memory(tags or (), slots=[self.slot])
+
+    # Weights: of the model, at every engine that serves it.
+
+    async def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+        torch_empty_cache: bool = False,
+        keep_pause: bool = False,
+        recapture_cuda_graph: bool = False,
+        token_step: int = 0,
+        flush_cache: bool = True,
+    ) -> Operation:
+        """Every engine of the model reads a checkpoint; ``model_path`` is as they see it.
+
+        Requests that run are retracted, and go on with the new weights, unless they are to be aborted.
+        """
+        options = verbs_pb2.UpdateOptions(
+            pause=_pause(abort_all_requests),
+            abort_all_requests=abort_all_requests,
+            flush_cache=flush_cache,
+            after=verbs_pb2.AFTER_UPDATE_STAY_PAUSED if keep_pause else verbs_pb2.AFTER_UPDATE_RESUME,
+            recapture_cuda_graph=recapture_cuda_graph,
+            torch_empty_cache=torch_empty_cache,
+        )
+        request = verbs_pb2.UpdateWeightsFromDiskRequest(
+            model_path=model_path,
+            load_format=load_format or "",
+            weight_version=weight_version or "",
+            token_step=token_step,
+            options=options,
+        )
+        return await self._fleet.call(request, model=self.model)
+
+    async def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        weight_version: str = "",
+        abort_all_requests: bool = False,
+    ) -> UpdateResult:
+        """Full tensors under checkpoint names, out of memory that the engines share with this process.
+
+        ``weight_version``: "" for a label that is made of the time. Raises UNSUPPORTED for a load format.
+        """
+        return await self._update("ipc", named_tensors, load_format, flush_cache, weight_version, abort_all_requests)
+
+    async def update_weights_from_distributed(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        weight_version: str = "",
+        abort_all_requests: bool = False,
+    ) -> UpdateResult:
+        """Full tensors under checkpoint names, broadcast over a process group that is formed for it.
+
+        SGLang's own takes names, dtypes and shapes, and its caller broadcasts; here the pairs are given. Otherwise as
+        :meth:`update_weights_from_tensor`. Raises FIELD_INVALID for names, dtypes and shapes.
+        """
+        return await self._update(
+            "broadcast", named_tensors, load_format, flush_cache, weight_version, abort_all_requests
+        )
+
+    async def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> Operation:
+        """Join the engine's ranks into a group of the caller's own, who listens at the address.
+
+        Updates need none: they form their own.
+        """
+        request = verbs_pb2.InitWeightsUpdateGroupRequest(
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+        )
+        return await self._fleet.call(request, slots=[self.slot])
+
+    async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Operation:
+        """Leave a group."""
+        request = verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=group_name)
+        return await self._fleet.call(request, slots=[self.slot])
+
+    # Adapters: of the model, at every engine that serves it.
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> Operation:
+        """Every engine of the model reads a LoRA adapter; ``lora_path`` is as they see it."""
+        return await self._fleet.load_adapter(lora_name, lora_path, pinned=pinned, model=self.model)
+
+    async def unload_lora_adapter(self, lora_name: str) -> Operation:
+        """Unload an adapter at every engine of the model."""
+        return await self._fleet.unload_adapter(lora_name, model=self.model)
+
+    # Reads.
+
+    async def get_model_info(self) -> verbs_pb2.ModelInfo:
+        """What is loaded."""
+        return (await self._first(verbs_pb2.GetModelInfoRequest())).model_info
+
+    async def get_server_info(self) -> verbs_pb2.ServerInfo:
+        """How the engine was started."""
+        return (await self._first(verbs_pb2.GetServerInfoRequest())).server_info
+
+    async def _first(self, request: Any) -> RankResult:
+        operation = await self._fleet.call(request, slots=[self.slot])
+        return operation.stage_results[0].rank_results[0]
+
+    async def _update(
+        self,
+        path: str,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        load_format: str | None,
+        flush_cache: bool,
+        weight_version: str,
+        abort_all_requests: bool,
+    ) -> UpdateResult:
+        if isinstance(named_tensors, Sequence) and any(isinstance(named, str) for named in named_tensors):
+            raise Reason.FIELD_INVALID.error(
+                "pairs of name and tensor are given here, not names with their dtypes and shapes",
+                field="named_tensors",
+                next_step="Give the tensors too: rlctl forms the group, announces and broadcasts them.",
+            )
+        if load_format:
+            raise Reason.UNSUPPORTED.error(
+                "how tensors travel is rlctl's choice; full tensors are given", field="load_format"
+            )
+        from rlctl.trainer.publisher import AsyncPublisher  # loads torch
+
+        publisher = AsyncPublisher(self._fleet, self.model, path=path)
+        try:
+            return await publisher.update(
+                named_tensors,
+                version=weight_version or f"tensors-{new_uuid7()[-12:]}",
+                pause="abort" if abort_all_requests else PAUSE,
+                abort_all_requests=abort_all_requests,
+                flush=flush_cache,
+            )
+        finally:
+            await publisher.close()
+
+
+def _pause(abort: bool) -> Any:
+    return number(common_pb2.PauseMode.DESCRIPTOR, "abort" if abort else PAUSE, "pause")

@@ -1,0 +1,272 @@
+"""From a body of SGLang's /generate to requests, one for each prompt. Pure."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.json_values import of_kind
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
+
+_EACH = ("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+"""Fields that a batch may give for each prompt."""
+
+_KNOWN = frozenset({*_EACH, "text", "input_ids", "input_tokens", "stream", "return_prompt_token_ids"})
+
+_SAMPLING = {
+    **{name: name for name in SamplingParams.DESCRIPTOR.fields_by_name if name != "seed"},
+    "sampling_seed": "seed",
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """What an engine has beyond the contract.
+
+    Attributes:
+        product: its name, for messages.
+        fields: further fields of a body that it has.
+        sampling: the same of ``sampling_params``.
+        without: fields that it has nothing for, and the values that ask for nothing.
+        sampling_without: the same of ``sampling_params``.
+        strict: an unknown field is refused; else it is listed in :attr:`Asking.unknown`, as SGLang ignores it.
+    """
+
+    product: str
+    fields: frozenset[str] = frozenset()
+    sampling: frozenset[str] = frozenset()
+    without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    sampling_without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt.
+
+    Attributes:
+        rid: the caller's name for it.
+        request: what is asked, in the contract's words.
+        sampling: the engine's sampling parameters that the contract has no words for.
+        fields: the engine's other fields.
+        show_prompt: the prompt's token ids are to be told.
+    """
+
+    rid: str
+    request: GenerateRequest
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    show_prompt: bool = False
+
+    @property
+    def samples(self) -> int:
+        """How many samples of it are wanted."""
+        return self.request.sampling_params.n or 1
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One call of /generate.
+
+    Attributes:
+        prompts: what it asks for.
+        listed: the answer is a list.
+        stream: it comes as it is made.
+        unknown: fields that nobody knows.
+    """
+
+    prompts: Sequence[Asked]
+    listed: bool
+    stream: bool
+    unknown: Sequence[str] = ()
+
+
+def read(
+    body: Any,
+    words: Words,
+    *,
+    check_prompts: Callable[[int, str], None] = lambda _count, _field: None,
+    check_bytes: Callable[[int, int], None] = lambda _size, _together: None,
+) -> Asking:
+    """A parsed body. Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED.
+
+    ``check_prompts`` may refuse their number, before anything is made of them. ``check_bytes`` may refuse the size of
+    a prompt's request, or that of all samples so far: a short body may ask for much.
+    """
+    if not isinstance(body, dict):
+        raise Reason.FIELD_INVALID.error("the body is no JSON object", field="body")
+    unknown = _unknown(body, _KNOWN | words.fields, words.without, "", words)
+    stream = _flag(body, "stream")
+    name, prompts, batch = _prompts(body)
+    check_prompts(len(prompts), name)
+    together = 0
+    each = [_fields_of(body, index, len(prompts) if batch else None) for index in range(len(prompts))]
+    made = []
+    for index, (prompt, fields) in enumerate(zip(prompts, each, strict=True)):
+        rid = fields.get("rid")
+        if rid is not None and (not isinstance(rid, str) or not rid):
+            raise Reason.FIELD_INVALID.error("it must be a text, not empty", field="rid")
+        if rid and batch and not isinstance(body["rid"], list):
+            rid = f"{rid}_{index}"
+        made.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
+        size = made[-1].request.ByteSize()
+        together += size * made[-1].samples
+        check_bytes(size, together)
+    rids = [asked.rid for asked in made]
+    if len(set(rids)) < len(rids):
+        raise Reason.FIELD_INVALID.error("two prompts have the same rid", field="rid")
+    return Asking(made, batch or made[0].samples > 1, stream, list(dict.fromkeys(unknown)))
+
+
+def _prompts(body: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
+    """(field, prompts, whether they are a batch)."""
+    given = [name for name in ("text", "input_ids", "input_tokens") if body.get(name) is not None]
+    if given == ["input_ids", "input_tokens"] and body["input_ids"] == body["input_tokens"]:
+        given = ["input_ids"]
+    if not given:
+        raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+    if len(given) > 1:
+        raise Reason.FIELD_CONFLICT.error(f"{given[0]} and {given[1]} differ; give one of them", field=given[1])
+    name = given[0]
+    value = body[name]
+    if name == "text":
+        batch = isinstance(value, list)
+        prompts = value if batch else [value]
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise Reason.FIELD_INVALID.error("it must be a text, or a list of texts", field=name)
+    else:
+        batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+        prompts = value if batch else [value]
+        if not all(isinstance(prompt, list) for prompt in prompts):
+            raise Reason.FIELD_INVALID.error("it must be a list of token ids, or a list of those", field=name)
+    if not prompts:
+        raise Reason.FIELD_REQUIRED.error("there is no prompt", field=name)
+    return name, prompts, batch
+
+
+def _fields_of(body: Mapping[str, Any], index: int, size: int | None) -> dict[str, Any]:
+    """The fields of one prompt; ``size``: of the batch."""
+    fields = {}
+    for name in _EACH:
+        value = body.get(name)
+        if isinstance(value, list):
+            if size is None:
+                raise Reason.FIELD_INVALID.error("a list is for a batch of prompts", field=name)
+            if len(value) != size:
+                raise Reason.LENGTH_MISMATCH.error(f"{len(value)} of them for {size} prompts", field=name)
+            value = value[index]
+        fields[name] = value
+    return fields
+
+
+def _asked(
+    body: Mapping[str, Any],
+    name: str,
+    prompt: Any,
+    fields: Mapping[str, Any],
+    rid: str,
+    words: Words,
+    unknown: list[str],
+) -> Asked:
+    given = fields["sampling_params"]
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        raise Reason.FIELD_INVALID.error("it must be an object", field="sampling_params")
+    unknown += _unknown(given, words.sampling | _SAMPLING.keys(), words.sampling_without, "sampling_params.", words)
+    request = GenerateRequest(rid=rid, sampling_params=_sampling(given))
+    if name == "text":
+        request.text = prompt
+    else:
+        request.input_ids.CopyFrom(_made(TokenIds, "ids", prompt, name))
+    request.return_logprob = _flag(fields, "return_logprob")
+    tops = fields["top_logprobs_num"]
+    start = fields["logprob_start_len"]
+    if request.return_logprob:  # without it SGLang looks at neither
+        if tops is not None:
+            assign(request, "top_logprobs_num", tops, "top_logprobs_num")
+        if start is not None:
+            assign(request, "logprob_start_len", start, "logprob_start_len")
+    extra = {key: given[key] for key in sorted(words.sampling) if given.get(key) is not None}
+    other = {key: body[key] for key in sorted(words.fields) if body.get(key) is not None}
+    return Asked(rid, request, extra, other, _flag(body, "return_prompt_token_ids"))
+
+
+def _sampling(given: Mapping[str, Any]) -> SamplingParams:
+    params = SamplingParams()
+    for name, ours in _SAMPLING.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        assign(params, ours, value, f"sampling_params.{name}")
+    if given.get("n") is not None and params.n < 1:
+        raise Reason.FIELD_INVALID.error("n is 0; it must be 1 or more", field="sampling_params.n")
+    return params
+
+
+_KINDS = {
+    **dict.fromkeys(
+        (
+            FieldDescriptor.CPPTYPE_INT32,
+            FieldDescriptor.CPPTYPE_INT64,
+            FieldDescriptor.CPPTYPE_UINT32,
+            FieldDescriptor.CPPTYPE_UINT64,
+        ),
+        int,
+    ),
+    **dict.fromkeys((FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE), float),
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+}
+
+
+def assign(message: Any, name: str, value: Any, field_: str) -> None:
+    """Set a field, or raise FIELD_INVALID for ``field_``. A bool is no number, and no number is a bool."""
+    descriptor = message.DESCRIPTOR.fields_by_name[name]
+    flag = descriptor.cpp_type == descriptor.CPPTYPE_BOOL
+    given, value = value, of_kind(value, _KINDS.get(descriptor.cpp_type, str))
+    if isinstance(value, bool) is flag:
+        try:
+            message.MergeFrom(type(message)(**{name: value}))
+        except (TypeError, ValueError):
+            pass
+        else:
+            return
+    raise Reason.FIELD_INVALID.error(f"{given!r} is no value for it", field=field_)
+
+
+def _made(kind: Any, name: str, value: Any, field_: str) -> Any:
+    try:
+        return kind(**{name: value})
+    except (TypeError, ValueError):
+        raise Reason.FIELD_INVALID.error("it holds what is no token id", field=field_) from None
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = of_kind(given.get(name), bool)
+    if value is not None and not isinstance(value, bool):
+        raise Reason.FIELD_INVALID.error(f"{value!r} is neither true nor false", field=name)
+    return bool(value)
+
+
+def _unknown(
+    given: Mapping[str, Any], known: frozenset[str], without: Mapping[str, tuple[Any, ...]], where: str, words: Words
+) -> list[str]:
+    """Fields that nobody knows. Raises FIELD_INVALID where those are refused, UNSUPPORTED."""
+    unknown = []
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name not in without:
+            if words.strict:
+                raise Reason.FIELD_INVALID.error("there is no such field", field=f"{where}{name}")
+            unknown.append(f"{where}{name}")
+        elif not any(value is nothing for nothing in without[name]):
+            raise Reason.UNSUPPORTED.error(f"{words.product} cannot do what {name} asks for", field=f"{where}{name}")
+    return unknown

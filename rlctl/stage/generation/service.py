@@ -1,0 +1,90 @@
+"""RolloutService on a stage: generation on its own event loop, behind the gate of what the stage may serve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import cast
+
+from google.protobuf.message import Message
+
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason
+from rlctl.contract.partial_responses import Merged
+from rlctl.contract.sampling import check_pair_version
+from rlctl.contract.validation import check
+from rlctl.engine import Engine
+from rlctl.ports import Clock
+from rlctl.stage.generation.gate_watch import Ongoing
+from rlctl.stage.generation.request_stream import Multiplexed
+from rlctl.stage.serving_state import Serving
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
+
+
+class Generation:
+    """The service's methods. ``engine`` gives the one that runs now; ``serving`` the stage's present state, which is
+    read at every message.
+    """
+
+    def __init__(self, engine: Callable[[], Engine], serving: Callable[[], Serving], clock: Clock) -> None:
+        self._engine = engine
+        self._serving = serving
+        self._clock = clock
+        self._ongoing = Ongoing(serving, clock)
+        self._many: set[Multiplexed] = set()
+        self._closed = False
+
+    async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
+        """All samples of a prompt, whole."""
+        whole = Merged()
+        async with contextlib.aclosing(self.stream(request, remaining_s)) as parts:
+            async for part in parts:
+                whole.add(part)
+        return whole.message()
+
+    async def many(self, requests: AsyncIterator[Message]) -> AsyncGenerator[GenerateManyResponse, None]:
+        """Many requests of one caller: what is new of each."""
+        together = Multiplexed(self.stream)
+        self._many.add(together)
+        if self._closed:
+            together.end()
+        try:
+            async with contextlib.aclosing(together.serve(requests)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._many.discard(together)
+
+    def close(self) -> None:
+        """The stage ends: streams of many requests end with the last of those that run."""
+        self._closed = True
+        for together in self._many:
+            together.end()
+
+    async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
+        """What is new, message by message. When the time is up the request is aborted at the engine."""
+        request = cast(GenerateRequest, request)
+        check(request)
+        started = self._clock.now()
+        serving = self._serving()
+        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter)
+        check_pair_version(request, serving.version.sequence)
+        if request.WhichOneof("prompt") is None:
+            raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
+        deadline = float("inf") if remaining_s is None else started + remaining_s
+        ongoing = self._ongoing.begin(deadline, request.adapter)
+        try:
+            async with contextlib.aclosing(self._engine().generate(request)) as parts:
+                while (part := await ongoing.next(parts)) is not None:
+                    part.slot, part.incarnation = serving.slot, serving.incarnation
+                    part.elapsed.CopyFrom(duration(self._clock.now() - started))
+                    yield part
+        finally:
+            self._ongoing.end(ongoing)
+
+    async def abort(self, request: Message, _remaining_s: float | None) -> Message:
+        """End requests early."""
+        request = cast(AbortRequest, request)
+        if request.abort_all == bool(request.rids):
+            raise Reason.FIELD_CONFLICT.error("set either rids or abort_all", field="rids")
+        return await self._engine().abort(request)

@@ -1,0 +1,103 @@
+"""What may be generated at a stage now, and told of: read at every request, also from another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_JOINING,
+    STAGE_STATE_READY,
+    STAGE_STATE_STALE,
+    STAGE_STATE_UPDATING,
+    StageState,
+    WeightVersion,
+)
+
+_OUT_OF_SERVICE = (STAGE_STATE_JOINING, STAGE_STATE_STALE, STAGE_STATE_DIRTY)
+
+
+class Serving(NamedTuple):
+    """What generation needs to know of the stage; immutable, read from another thread.
+
+    Attributes:
+        state: the stage's.
+        version: what the weights are at.
+        vouched: whether what they have generated may be told, whatever the state.
+        lease_until: until when it may serve, on the clock's ``now``.
+        obstacle: why it must not be routed to though it answers, or None.
+        adapters: version by name of the adapters that may be generated with.
+        held: names of the adapters that the ranks hold.
+        awaited: names of the adapters that the fleet serves, here or elsewhere.
+        spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
+        closed_adapter: adapter that an update is about to replace, and that takes no new request. "": none.
+        sealed: the engine generates nothing with that adapter until the update ends.
+    """
+
+    slot: str
+    model: str
+    incarnation: int
+    state: StageState.ValueType
+    version: WeightVersion
+    vouched: bool
+    lease_until: float
+    obstacle: RlctlError | None
+    adapters: Mapping[str, str]
+    held: frozenset[str]
+    awaited: frozenset[str]
+    spoiling: str
+    closed_adapter: str = ""
+    sealed: bool = False
+
+    def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
+        """Raise why nothing is generated now, or return."""
+        if model and model != self.model:
+            raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
+        if self.obstacle is not None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
+        if self.state != STAGE_STATE_READY:
+            name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
+        if self.spoiling:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is carrying out {self.spoiling}")
+        self._refuse_without_lease(now)
+        if min_version_seq > self.version.sequence:
+            raise Reason.VERSION_TOO_OLD.error(
+                f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
+                field="min_version_seq",
+            )
+        if adapter and adapter == self.closed_adapter:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot}: an update is replacing adapter {adapter!r}")
+        if adapter and adapter not in self.adapters:
+            self._refuse_adapter(adapter)
+
+    def _refuse_adapter(self, adapter: str) -> None:
+        if adapter in self.held and adapter in self.awaited:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds adapter {adapter!r} at another version")
+        there = ", ".join(sorted(self.adapters)) or "none"
+        raise Reason.ADAPTER_NOT_FOUND.error(
+            f"{self.slot} serves no adapter {adapter!r}; it serves: {there}", field="adapter"
+        )
+
+    def refuse_ongoing(self, now: float, adapter: str = "") -> None:
+        """Raise STAGE_NOT_SERVING when nothing more may be told of what is being generated.
+
+        What was generated before a pause may still be told; what comes from weights that nobody vouches for, or that
+        are not to be served any more, may not.
+        """
+        if self.obstacle is not None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
+        if self.state in _OUT_OF_SERVICE or not self.vouched:
+            name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
+        # Between the publication of its next version and the commit here, the engine generates nothing with an adapter.
+        replaced = self.sealed and adapter == self.closed_adapter and adapter in self.held
+        if adapter and adapter not in self.adapters and not replaced and self.state != STAGE_STATE_UPDATING:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")
+        self._refuse_without_lease(now)
+
+    def _refuse_without_lease(self, now: float) -> None:
+        if now >= self.lease_until:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds no serving lease: no coordinator renews it")

@@ -1,0 +1,428 @@
+"""The stage's state machine: what a command meets on its way to the ranks, and what its outcome changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.contract import memory_regions, outcomes
+from rlctl.contract.durations import seconds, set_duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.validation import check
+from rlctl.contract.verbs import Verb, of_request, spoils
+from rlctl.engine import Call, Engine
+from rlctl.ports import Clock, Link
+from rlctl.stage.facts import Facts
+from rlctl.stage.relay import Relay
+from rlctl.stage.serving_state import Serving
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_UNSPECIFIED,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    StageState,
+)
+from rlctl.v1.control_pb2 import (
+    Attach,
+    Attached,
+    CommandResult,
+    ControlRequest,
+    ControlResponse,
+    ServingGrant,
+)
+from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.version import CONTRACT_VERSION
+
+MOST_AHEAD = 100
+"""Most that the epoch of a commander may exceed the epoch at the registration: restarts raise it."""
+
+MOST_EPOCH = 1 << 63
+"""Highest epoch that is accepted. No fleet reaches it, and a higher epoch can still follow."""
+
+_LOOKED = (OUTCOME_APPLIED, OUTCOME_REJECTED)
+"""Outcomes of a check that has looked: it may have found something else than was expected."""
+
+
+class Stage:
+    """One stage. Everything but ``serving`` belongs to the admin event loop."""
+
+    def __init__(
+        self,
+        registration: StageRegistration,
+        engine: Engine,
+        relay: Relay,
+        ranks: Sequence[RankStatus],
+        clock: Clock,
+    ) -> None:
+        self.registration = registration
+        self.incarnation = 0
+        self.home_epoch: int | None = None
+        """Epoch of the stage's own coordinator at the last registration; None: the stage has none."""
+        self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
+        self.attached = asyncio.Event()
+        self.left = asyncio.Event()
+        """A coordinator holds the stage; none does. Exactly one of the two is set: who waits for one after the other
+        misses nothing, however soon a link ends again.
+        """
+        self.left.set()
+        self._engine = engine
+        self._relay = relay
+        self._ranks = list(ranks)
+        self._clock = clock
+        self._link: Link[ControlResponse, ControlRequest] | None = None
+        self._turn = asyncio.Lock()
+        self._waiting: dict[str, bool] = {}  # command ids that wait their turn; True once withdrawn
+        self._lease_until = float("-inf")
+        self._grant_number = 0
+        self._confirmed_grant = 0
+        self._obstacle: RlctlError | None = None
+        self._engine_failure: EngineFailure | None = None
+        self._spoiling = self._closing = ""
+        self._writing = self._written = 0
+        """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
+        self._revision = 0
+        self._reported: bytes = b""
+        self._standing: tuple[object, ...] = ()
+        """What a grant can change of what was reported last."""
+        self.serving = self._serving()
+
+    # What the coordinator does to the stage.
+
+    async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
+        """Accept a coordinator of the same or a higher epoch; the link of an earlier one is closed."""
+        try:
+            if not attach.incarnation:  # somebody who wants to know what to register
+                return Attached(registration=self.registration, report=self.report())
+            self._refuse_attach(attach)
+        except RlctlError as error:
+            return Attached(error=error.detail())
+        former, self._link = self._link, link
+        if attach.fleet_epoch > self.facts.fleet_epoch:
+            self._confirmed_grant = 0  # every coordinator counts its own grants
+        if former is not link:
+            # Grants count over the link that was accepted last only. A number from another link would keep every later
+            # grant from being heard.
+            self._grant_number = 0
+        self.facts.fleet_epoch = attach.fleet_epoch
+        self.facts.joined = True
+        self.incarnation = attach.incarnation
+        self.left.clear()
+        self.attached.set()
+        self._changed(tell=False)
+        if former is not None and former is not link:
+            await former.close()  # last: a higher epoch may attach meanwhile, and nothing of this one comes after it
+        return Attached(registration=self.registration, report=self.report())
+
+    def _refuse_attach(self, attach: Attach) -> None:
+        most = MOST_EPOCH
+        if self.home_epoch is not None:
+            most = min(max(self.home_epoch, self.facts.fleet_epoch) + MOST_AHEAD, MOST_EPOCH)
+        if attach.fleet_epoch > most:
+            home = "" if self.home_epoch is None else f": the fleet's coordinator is at {self.home_epoch}"
+            raise Reason.EPOCH_FENCED.error(
+                f"epoch {attach.fleet_epoch} is not this fleet's{home}", field="attach.fleet_epoch"
+            )
+        if attach.fleet_epoch < self.facts.fleet_epoch:
+            raise Reason.EPOCH_FENCED.error(
+                f"epoch {attach.fleet_epoch} is over: the stage is held by epoch {self.facts.fleet_epoch}",
+                field="attach.fleet_epoch",
+            )
+        if attach.slot and attach.slot != self.registration.slot:
+            raise Reason.STAGE_NOT_FOUND.error(
+                f"this is {self.registration.slot!r}, not {attach.slot!r}", field="attach.slot"
+            )
+        if abs(attach.contract_version - CONTRACT_VERSION) > 1:
+            raise Reason.FIELD_INVALID.error(
+                f"the coordinator speaks contract {attach.contract_version}, this stage {CONTRACT_VERSION}",
+                field="attach.contract_version",
+            )
+
+    def obeys(self, link: object) -> bool:
+        """Whether this is the coordinator's link."""
+        return self._link is not None and link is self._link
+
+    def detached(self, link: object) -> None:
+        """A stream has ended. If it was the coordinator's, the lease runs out by itself."""
+        if link is self._link:
+            self._link = None
+            self.attached.clear()
+            self.left.set()
+
+    async def leave(self) -> None:
+        """End the coordinator's stream from this side."""
+        if self._link is not None:
+            await self._link.close()
+
+    def grant(self, grant: ServingGrant) -> None:
+        """Take a serving grant; one of another epoch, or that a later one has overtaken, is ignored."""
+        if grant.fleet_epoch != self.facts.fleet_epoch or grant.number <= self._grant_number:
+            return
+        self._grant_number = grant.number
+        if grant.confirm:
+            self._confirmed_grant = grant.number
+        adopt = grant.adopt if grant.HasField("adopt") else None
+        self.facts.admit(grant.admitted, adopt, grant.adapters)
+        if adopt is not None and self.facts.version == adopt:
+            self._engine.set_version(adopt)
+        lease_s = seconds(grant.lease)
+        self._lease_until = grant.echo / 1e6 + lease_s if lease_s > 0 and grant.echo else float("-inf")
+        self._changed(granted=adopt is None)
+
+    async def carry_out(self, request: Message, call: Call) -> CommandResult:
+        """Check, relay, aggregate, take in."""
+        started = self._clock.now()
+        try:
+            result = await self._carry_out(of_request(request), request, call)
+        except RlctlError as error:
+            result = self._refused(error)
+        set_duration(result.stage.elapsed, self._clock.now() - started)
+        return result
+
+    def refuse(self, error: RlctlError) -> CommandResult:
+        """A result for a command that was refused before it was looked at."""
+        return self._refused(error)
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up a command that waits its turn or was not ordered yet."""
+        if command_id in self._waiting:
+            self._waiting[command_id] = True
+        await self._relay.withdraw(command_id)
+
+    # What happens to the stage by itself.
+
+    def rank_seen(self, rank: int, pid: int) -> None:
+        """A follower said who it is."""
+        self._ranks[rank].pid = pid
+        self._changed()
+
+    def rank_lost(self, rank: int, error: RlctlError) -> None:
+        """A rank's process or engine is gone: nothing is served and nothing changed until the engine is restarted."""
+        status = self._ranks[rank]
+        status.alive = False
+        status.reason = status.reason or error.message
+        if self._obstacle is None:
+            self._obstacle = Reason.RANK_LOST.error(outcomes.of_rank(rank, error.message))
+        self._changed()
+
+    def engine_failed(self, failure: EngineFailure) -> None:
+        """Take in the failure of an engine whose ranks are lost."""
+        self._engine_failure = failure
+        self._changed()
+
+    # What it says about itself.
+
+    @property
+    def state(self) -> StageState.ValueType:
+        """FAILED if a rank is lost, else the state that follows from the facts."""
+        return common_pb2.STAGE_STATE_FAILED if self._obstacle is not None else self.facts.state
+
+    def report(self) -> StageReport:
+        """The facts."""
+        facts = self.facts
+        return StageReport(
+            incarnation=self.incarnation,
+            state=self.state,
+            weight_version=facts.version,
+            model_digest=facts.model_digest,
+            checkpoint=facts.checkpoint,
+            update_id=facts.update.update_id if facts.update else "",
+            update_committed=facts.update is not None and facts.update.committed,
+            paused=facts.paused,
+            pause_mode=facts.pause_mode,
+            released=sorted(facts.released),
+            cache_in_doubt=facts.cache_in_doubt,
+            quarantine=self._obstacle.detail() if self._obstacle else None,
+            ranks=self._ranks,
+            revision=self._revision,
+            fleet_epoch=facts.fleet_epoch,
+            lease_held=self._clock.now() < self._lease_until,
+            paused_by_update=facts.paused_by,
+            grant_number=self._confirmed_grant,
+            update_staged=facts.update is not None and facts.update.aside,
+            update_prepared=facts.update is not None and facts.update.prepared,
+            adapters=[adapter for _, adapter in sorted(facts.adapters.items())],
+            closed_adapter=self._closed_adapter,
+            engine_failure=self._engine_failure,
+        )
+
+    @property
+    def _closed_adapter(self) -> str:
+        """The adapter for which the stage takes no new requests, or ""."""
+        update = self.facts.update
+        return self._closing or (update.closed_adapter if update is not None else "")
+
+    def _serving(self) -> Serving:
+        return Serving(
+            self.registration.slot,
+            self.registration.model,
+            self.incarnation,
+            self.facts.state,
+            self.facts.version,
+            self.facts.vouched,
+            self._lease_until,
+            self._obstacle,
+            self.facts.servable_adapters,
+            frozenset(self.facts.adapters),
+            frozenset(self.facts.admitted_adapters),
+            self._spoiling,
+            self._closed_adapter,
+            self.facts.update is not None and self.facts.update.prepared,
+        )
+
+    def _changed(self, *, tell: bool = True, granted: bool = False) -> None:
+        """``granted``: by a grant alone, most of which only prolong the lease."""
+        self.serving = self._serving()
+        held = self._clock.now() < self._lease_until
+        standing = (self.serving.state, held, self._confirmed_grant, self.facts.update is None)
+        if granted and standing == self._standing:
+            return
+        self._standing = standing
+        report = self.report()
+        report.ClearField("revision")
+        content = report.SerializeToString(deterministic=True)
+        if content == self._reported:
+            return
+        self._reported = content
+        self._revision += 1
+        report.revision = self._revision
+        if tell and self._link is not None:
+            with contextlib.suppress(RlctlError):
+                self._link.send(ControlResponse(report=report))
+
+    async def _carry_out(self, verb: Verb, request: Message, call: Call) -> CommandResult:
+        check(request)
+        mutates = verb.mutates(request)
+        if mutates and request.header.validate_only:  # type: ignore[attr-defined]
+            raise Reason.FIELD_INVALID.error(
+                "a stage carries out what it is told, and tries nothing",
+                field="header.validate_only",
+                next_step="Ask the coordinator.",
+            )
+        if isinstance(request, verbs_pb2.ReleaseMemoryRequest):
+            unkept = memory_regions.unkept(self.registration.capabilities, request)
+            if unkept is not None:
+                raise unkept
+        if mutates and self._obstacle is not None:
+            raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
+        if not mutates or not verb.waits or verb.interrupts:
+            return await self._relayed(verb, request, call)
+        if self._turn.locked() or self._waiting:  # a turn that is free may be promised to who waits already
+            await self._wait_for_turn(call)
+        else:
+            await self._turn.acquire()
+        try:
+            return await self._relayed(verb, request, call)
+        finally:
+            self._turn.release()
+
+    async def _wait_for_turn(self, call: Call) -> None:
+        self._waiting[call.command_id] = False
+        try:
+            async with asyncio.timeout(call.deadline - self._clock.now()):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error("another command kept the stage busy until the time was up") from None
+        finally:
+            withdrawn = self._waiting.pop(call.command_id)
+        if withdrawn:
+            self._turn.release()
+            raise Reason.CANCELLED.error("cancelled before it was started")
+
+    async def _relayed(self, verb: Verb, request: Message, call: Call) -> CommandResult:
+        self.facts.refuse(verb, request)
+        self._place(request)
+        aside, spoiling = self.facts.is_aside(verb, request), spoils(request)
+        if spoiling:  # a rank may have done it long before the last one answers
+            self._spoiling = verb.name
+        # Close the adapter first: the ranks would otherwise have to stop requests that came meanwhile.
+        closing = self.facts.closes(request)
+        if closing:
+            self._closing = closing
+        if closing:
+            self._changed()
+        if spoiling:
+            self.serving = self._serving()
+        written = self._written
+        writes = verb.writes_weights or spoiling
+        self._writing += writes
+        try:
+            results = await self._relay.run(verb, request, call)
+        finally:
+            self._writing -= writes
+            self._written += writes
+            if closing:
+                self._closing = ""
+            if spoiling:
+                self._spoiling = ""  # seen once it is settled what has become of it
+        outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
+        if isinstance(request, verbs_pb2.GetModelInfoRequest):
+            self._name_version(results)
+        steady = not self._writing and self._written == written
+        if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome in _LOOKED and steady:
+            outcome = self._contradicted(request, results) or outcome
+        changed = self.facts.settle(verb, request, outcome, results, steady=steady)
+        if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
+            self._engine.set_version(self.facts.version)
+        if changed or spoiling or closing:
+            self._changed()
+        return self._result(outcome, results, outcomes.explain(outcome, results))
+
+    def _contradicted(
+        self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]
+    ) -> common_pb2.Outcome.ValueType | None:
+        """The outcome of a check that has found what cannot be; its results are made to say why. None of any other."""
+        contradiction = self.facts.contradiction(request, results)
+        if contradiction is None:
+            return None
+        for result in results:
+            result.outcome = contradiction.outcome
+            result.error.CopyFrom(contradiction.detail())
+        return contradiction.outcome
+
+    def _name_version(self, results: Sequence[RankResult]) -> None:
+        """The version that a rank names is the stage's: ranks are written and confirmed together.
+
+        An engine names the version that it was told last, also where the weights are a mixture now. Followers are told
+        none.
+        """
+        for result in results:
+            if result.HasField("model_info"):
+                result.model_info.weight_version.CopyFrom(self.facts.version)
+
+    def _place(self, request: Message) -> None:
+        """A group's members are named for the whole fleet; the ranks are told where their own stage begins."""
+        if isinstance(request, verbs_pb2.InitWeightsUpdateGroupRequest):
+            for member in request.members:
+                if member.slot == self.registration.slot:
+                    request.rank_offset = member.rank_offset
+                    request.num_ranks = member.num_ranks
+
+    def _refused(self, error: RlctlError) -> CommandResult:
+        outcome = error.outcome or OUTCOME_REJECTED
+        return self._result(outcome, [], error.detail())
+
+    def _result(
+        self,
+        outcome: common_pb2.Outcome.ValueType,
+        results: Sequence[RankResult],
+        error: common_pb2.ErrorDetail | None,
+    ) -> CommandResult:
+        # Filled in place: a message that is put into another one is copied, and every command has such a result.
+        answer = CommandResult()
+        result, header = answer.stage, answer.stage.header
+        header.fleet_epoch = self.facts.fleet_epoch
+        header.served_by = result.slot = self.registration.slot
+        header.observed_at.CopyFrom(self._clock.wall())
+        result.incarnation = self.incarnation
+        result.outcome = outcome
+        result.evidence = outcomes.evidence_of(results) if results else EVIDENCE_UNSPECIFIED
+        if error is not None:
+            result.error.CopyFrom(error)
+        result.state = self.facts.state
+        result.weight_version.CopyFrom(self.facts.version)
+        result.rank_results.extend(results)
+        return answer

@@ -1,0 +1,135 @@
+"""A whole fleet inside one event loop: real servers on loopback ports, by default with fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.coordinator.updates.manager import Graces
+from rlctl.engine import EngineConfig, brings_ranks
+from rlctl.stage.server import StageConfig, StageServer
+from rlctl.transport import grpc
+from rlctl.transport.channel import open_channel
+from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.worker.server import WorkerConfig, WorkerServer
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSpec:
+    """One stage of an in-process fleet."""
+
+    slot: str
+    model_path: str
+    tp_size: int = 1
+    model: str = "actor"
+    engine: str = "fake"
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    frozen: bool = False
+    worker_type: str = "regular"
+
+
+class InProcessFleet:
+    """``async with InProcessFleet(journal, [StageSpec(...)]) as fleet``: started, every stage routable."""
+
+    def __init__(
+        self,
+        journal: Path,
+        stages: Sequence[StageSpec],
+        *,
+        token: str | None = None,
+        lease_s: float = 10.0,
+        heal: bool = True,
+        graces: Graces | None = None,
+    ) -> None:
+        """``heal``: late joiners and restarted engines of model "actor" are healed without being asked; ``graces``: how
+        long is waited for trainers that may be gone.
+        """
+        self.journal = journal
+        self.specs = list(stages)
+        self.token = token
+        self.lease_s = lease_s
+        self.heal = heal
+        self.graces = graces or Graces()
+        self.stages: dict[str, StageServer] = {}
+        self.workers: dict[tuple[str, int], WorkerServer] = {}
+
+    async def __aenter__(self) -> Self:
+        """Start everything."""
+        await self.start_coordinator()
+        await asyncio.gather(*(self.start_stage(spec) for spec in self.specs))
+        await self.until(lambda stages: all(stage.routable for stage in stages))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop everything."""
+        await self.channel.close()
+        await asyncio.gather(*(stage.stop() for stage in self.stages.values()))
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        await self.server.stop()
+
+    async def start_coordinator(self, listen: str = "127.0.0.1:0") -> None:
+        """Start a coordinator on the fleet's journal."""
+        config = CoordinatorConfig(
+            self.journal,
+            listen,
+            token=self.token,
+            serving_lease_s=self.lease_s,
+            heal_by_hand=() if self.heal else ("actor",),
+            graces=self.graces,
+        )
+        self.server = CoordinatorServer(config)
+        await self.server.start()
+        self.channel: grpc.aio.Channel = open_channel(self.server.address)
+        self.stub = CoordinatorServiceStub(self.channel)
+
+    async def start_stage(self, spec: StageSpec) -> StageServer:
+        """Start a stage with its followers and let it register."""
+        config = EngineConfig(spec.model_path, tp_size=spec.tp_size, options=spec.options)
+        followers = []
+        for rank in range(1, 1 if brings_ranks(spec.engine) else spec.tp_size):
+            worker = WorkerServer(WorkerConfig(spec.engine, dataclasses.replace(config, rank=rank), token=self.token))
+            followers.append(await worker.start())
+            self.workers[spec.slot, rank] = worker
+        stage = StageServer(
+            StageConfig(
+                slot=spec.slot,
+                model=spec.model,
+                engine=spec.engine,
+                engine_config=config,
+                followers=followers,
+                coordinator=self.server.address,
+                frozen=spec.frozen,
+                worker_type=spec.worker_type,
+                token=self.token,
+            )
+        )
+        await stage.start()
+        self.stages[spec.slot] = stage
+        return stage
+
+    async def until(self, condition: object, timeout_s: float = 10.0) -> list[Stage]:
+        """Wait until the coordinator's view of the stages satisfies ``condition(stages)``."""
+        assert callable(condition)
+        async with (
+            asyncio.timeout(timeout_s),
+            contextlib.aclosing(self.server.coordinator.roster.watch()) as events,
+        ):
+            async for _ in events:
+                stages = list(self.server.coordinator.roster.fleet().stages)
+                if len(stages) >= len(self.specs) and condition(stages):
+                    return stages
+        raise AssertionError("the watch ended")
+
+    def stage(self, slot: str) -> Stage:
+        """The coordinator's view of one stage."""
+        stages = self.server.coordinator.roster.fleet().stages
+        return next(stage for stage in stages if stage.registration.slot == slot)

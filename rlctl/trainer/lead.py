@@ -1,0 +1,591 @@
+"""The lead's side of an update: from the sources' offers to the coordinator's answer, attempt by attempt.
+
+Trainer rank 0 opens the update with the coordinator, has every source join its group and send, commits, and tells the
+other trainer ranks how it ended. A trainer of one process is a lead without members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from rlctl.client.admin import AsyncAdmin
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
+from rlctl.contract.fingerprints import fingerprints
+from rlctl.ports import new_uuid7
+from rlctl.trainer.bucket_plan import (
+    Offered,
+    Published,
+    by_members,
+    changed,
+    combined,
+    digests_of,
+    fit,
+    in_one_order,
+    refuse_full,
+    shared_devices,
+)
+from rlctl.trainer.member_streams import Members
+from rlctl.trainer.mismatch_report import blame_ranks, parts_in_question
+from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.source_rank import STOP_S, Part, Ship, cut_off, detail, explained, refuse_unpublished, stopped
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.trainer_pb2 import Attempt, JoinResponse, Sent, Shipped
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_BROADCAST,
+    DATA_PATH_IPC,
+    AbortWeightUpdateRequest,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitBatchRequest,
+    CommitBatchResponse,
+    CommitWeightUpdateRequest,
+    RenewLeaseRequest,
+    RetryWeightUpdateRequest,
+    Trainer,
+)
+from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.group.rendezvous import GroupStore
+from rlctl.weights.shared_memory.sender import SHARES
+from rlctl.weights.tensor import buckets, finite
+from rlctl.weights.tensor.buckets import Bucket
+from rlctl.weights.tensor.finite import local_values
+from rlctl.weights.tensor.placement import host_id
+from rlctl.weights.tensor.source import WeightSource, atomic_lists, spares_of
+from rlctl.weights.tensor.tensors import TensorMeta, from_proto
+
+ABORT_S = 60.0
+"""How long the coordinator may take to end an update that is given up, while the update's time is not up."""
+
+RENEW_S = 2.0
+"""Longest time between two renewals of the lease: after a failed write a coordinator waits 5 s for the owner."""
+
+LATE_S = 5.0
+"""And after that: a trainer does not wait for a coordinator that is gone."""
+
+HEAD_START_S = 0.002
+"""The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
+makes the targets ready, which takes longer than that, is on its way first."""
+
+LINGERS_S = 1.0
+"""How long the store of an attempt that broke off stays, for ranks that were told to come there."""
+
+
+class Leading:
+    """Runs the updates of one model, one after the other."""
+
+    def __init__(
+        self,
+        fleet: AsyncAdmin,
+        model: str,
+        part: Part,
+        members: Members,
+        *,
+        host: str,
+        trainer: Trainer,
+        bucket_bytes: int,
+    ) -> None:
+        """``part``: this process's own; ``host``: address at which new groups meet."""
+        self._fleet = fleet
+        self._model = model
+        self._part = part
+        self._members = members
+        self._host = host
+        self._trainer = trainer
+        self._bucket_bytes = bucket_bytes
+        self._progress = Progress()
+        self._going_on = False
+        self._local = True
+        self._finite = True
+        self._passes = 0
+        self._reference: tuple[str, list[TensorMeta]] = ("", [])
+        self._ordered: tuple[tuple[list[Offered], list[list[str]]], list[verbs_pb2.TensorBucket]] = (([], []), [])
+        self._sent = Published()
+        self._renew_identity()
+
+    async def run(
+        self,
+        source: WeightSource,
+        request: BeginWeightUpdateRequest,
+        progress: Progress,
+        *,
+        checkpoint: str,
+        finite_only: bool,
+        deadline_s: float,
+    ) -> tuple[Operation, Sent]:
+        """Lead an update, inside of :meth:`Members.update`, from the offers to its end, and tell the members of it.
+
+        ``finite_only``: weights with values that are not finite are refused.
+        """
+        self._progress, self._passes = progress, 0
+        self._going_on = progress.watched
+        self._finite = finite_only
+        request.trainer.CopyFrom(self._trainer)
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        try:
+            offers = await self._offers(source)
+            if checkpoint:
+                operation, sent = await self._from_disk(source, offers, request, checkpoint, deadline)
+            else:
+                operation, sent = await self._broadcast(source, offers, request, deadline)
+        except BaseException:
+            # Our groups may be gone: the next update must not count on any.
+            self._renew_identity()
+            raise
+        self._members.end(JoinResponse(ended=operation))
+        return operation, sent
+
+    async def _offers(self, source: WeightSource) -> list[Offered]:
+        """What each source sends, once every trainer rank has come to this update."""
+        found: dict[int, Offered] = {}
+        self._local = local_values(source) is not None
+        if self._part.source is not None:
+            found[self._part.source] = Offered(
+                source.metas(), atomic_lists(source), host_id(), self._part.room, spares_of(source)
+            )
+        for offer in (await self._members.offers()).values():
+            self._going_on |= offer.goes_on
+            self._local &= offer.local
+            if offer.HasField("source"):
+                if offer.source in found:
+                    raise Reason.FIELD_CONFLICT.error(f"two trainer ranks are source {offer.source}", field="source")
+                found[offer.source] = Offered.of(offer)
+        if sorted(found) != list(range(len(found))) or not found:
+            raise Reason.FIELD_INVALID.error(f"the sources are {sorted(found)}; count them from 0 on", field="source")
+        return [found[index] for index in range(len(found))]
+
+    async def _from_disk(
+        self,
+        source: WeightSource,
+        offers: list[Offered],
+        request: BeginWeightUpdateRequest,
+        checkpoint: str,
+        deadline: float,
+    ) -> tuple[Operation, Sent]:
+        """The sources only digest what the checkpoint must contain."""
+        wire = fit(self._model, offers, await self._ask_reference(), partial=False)
+        metas = [meta for offered in wire for meta in offered.metas]
+        digests = await self._digest(source, metas, last=True)
+        self._progress.decided = True
+        operation = await self._fleet.update_weights_from_disk(
+            checkpoint,
+            version=request.version,
+            options=request.options,
+            expected_digest=combined(digests),
+            apply=request.apply,
+            max_unavailable=request.rollout.max_unavailable,
+            model=self._model,
+            timeout_s=deadline - asyncio.get_running_loop().time(),
+        )
+        self._sent = Published(operation.weight_version, digests)
+        return operation, Sent()
+
+    async def _digest(self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool) -> dict[str, str]:
+        """A pass of the sources in which they only digest what they have, in these dtypes; ``last``: the only one.
+        Raises WEIGHTS_NOT_FINITE.
+        """
+        listed = [buckets.to_proto(Bucket(0, list(metas), True))]
+        attempt = Attempt(number=self._next_pass(), buckets=listed, last=last, finite=self._finite)
+        return digests_of(_all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas))
+
+    async def _refuse_not_finite(self, source: WeightSource, metas: Sequence[TensorMeta]) -> None:
+        """Raise WEIGHTS_NOT_FINITE. The trainer's ranks look at what they hold themselves, or in a pass of the sources
+        where one of them only has its weights by gathering.
+        """
+        attempt = Attempt(
+            number=self._next_pass(),
+            buckets=[buckets.to_proto(Bucket(0, list(metas), True))],
+            without_digests=True,
+            finite=True,
+            local=self._local,
+        )
+        _all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas)
+
+    def _next_pass(self) -> int:
+        """Number of the next pass of this update through the sources."""
+        self._passes += 1
+        return self._passes
+
+    async def _broadcast(
+        self,
+        source: WeightSource,
+        offers: list[Offered],
+        request: BeginWeightUpdateRequest,
+        deadline: float,
+    ) -> tuple[Operation, Sent]:
+        request.num_sources = len(offers)
+        hosts = {offered.host_id for offered in offers}
+        if request.path == DATA_PATH_IPC:
+            refuse_full(offers)
+        # Broadcasting is better than segments that fill up what others need.
+        roomy = request.path == DATA_PATH_IPC or all(offered.fits(SHARES * len(offers)) for offered in offers)
+        if request.path != DATA_PATH_BROADCAST and len(hosts) == 1 and roomy:
+            request.host_ids.extend(hosts)
+        partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
+        if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
+            self._sent.refuse_as_base(request.base.label)
+            request.base.CopyFrom(self._sent.version)
+        plan = await self._begin(request, deadline)
+        digests: dict[str, str] = {}
+        sent = [Sent()]
+        try:
+            async with self._renewing(plan):
+                reference = [] if request.adapter else await self._get_reference(plan)
+                wire = fit(self._model, offers, reference, partial)
+                metas = [meta for offered in wire for meta in offered.metas]
+                if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
+                    digests = await self._digest(source, metas, last=False)
+                    wire = changed(wire, self._sent.digests, digests)
+                elif self._finite:
+                    await self._refuse_not_finite(source, metas)
+                while True:  # once; batch by batch when it rolls in place
+                    plan, sent = await self._deliver(source, wire, plan, request, deadline)
+                    taken = digests_of(sent)
+                    digests |= taken
+                    said: dict[str, Any] = {
+                        "update_id": plan.update_id,
+                        "fencing_token": plan.fencing_token,
+                        "expected_digest": "" if partial else combined(digests),
+                        "sent_digest": combined(taken),
+                        "fingerprints": b"" if partial else fingerprints(digests),
+                    }
+                    if not _more_batches(plan):
+                        self._say_delivered()
+                        operation = await self._commit(CommitWeightUpdateRequest(**said), deadline)
+                        break
+                    answer = await self._commit_batch(CommitBatchRequest(batch=plan.batch.number, **said), deadline)
+                    if answer.HasField("ended"):
+                        operation = answer.ended
+                        break
+                    plan = answer.next
+                await self._name_ranks(source, wire, operation, digests, deadline)
+                refuse_unpublished(operation)
+                self._note(request, operation, digests)
+                return operation, sent[0]
+        except BaseException as error:
+            cause = error if isinstance(error, RlctlError) else None
+            reason = cause.message if cause else f"{type(error).__name__}: {error}"
+            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline, cause)))
+            self._progress.told = ended
+            if ended is not None and ended.state == OPERATION_STATE_OK:
+                # It was being committed: the coordinator has seen it to its end, and only its answer is missing.
+                self._note(request, ended, digests)
+                if isinstance(error, Exception):
+                    return ended, sent[0]
+            if ended is not None and _failed_at_the_fleet(error):
+                if ended.weight_version.sequence:
+                    # It rolled in place, and the batches before serve the version.
+                    self._renew_identity()
+                    return ended, Sent()
+                itself = isinstance(error, OperationFailed) and error.operation.operation_id == ended.operation_id
+                if not itself and reason not in ended.error.message:
+                    # It had been ended by its lease, an operator or another trainer: that is why we were cut off.
+                    refuse_unpublished(ended)
+            raise
+
+    def _note(self, request: BeginWeightUpdateRequest, operation: Operation, digests: dict[str, str]) -> None:
+        """What the version consists of, for a delta to it. With an adapter the base weights stay what they are."""
+        if request.kind != verbs_pb2.UPDATE_KIND_ADAPTER:
+            partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
+            self._sent = Published(operation.weight_version, {} if partial else digests)
+
+    async def _begin(self, request: BeginWeightUpdateRequest, deadline: float) -> BeginWeightUpdateResponse:
+        """Open the update. One given up before its plan is here may be open: a repeat of the call tells of it."""
+
+        async def take_back() -> None:
+            with contextlib.suppress(RlctlError):
+                opened = await self._fleet.connection.call("BeginWeightUpdate", request, LATE_S)
+                await self._abort(opened, "it was given up while it was begun", deadline)
+
+        try:
+            plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.create_task(take_back()))
+            raise
+        return plan
+
+    async def _deliver(
+        self,
+        source: WeightSource,
+        wire: list[Offered],
+        plan: BeginWeightUpdateResponse,
+        request: BeginWeightUpdateRequest,
+        deadline: float,
+    ) -> tuple[BeginWeightUpdateResponse, list[Sent]]:
+        """Send, and send again without the targets that are gone, as often as was asked for: the plan of the attempt
+        that went well, and what each source sent.
+        """
+        while True:
+            try:
+                return plan, await self._send(source, wire, plan, request, deadline)
+            except RlctlError as error:
+                if not _worth_retrying(error):
+                    raise
+                if plan.attempt > request.retries:
+                    if request.options.quorum and not request.retries:
+                        error.next_step = "A quorum goes on without stages that are lost in another attempt: retries=1."
+                    raise
+                again = RetryWeightUpdateRequest(
+                    update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+                )
+                plan = await self._fleet.connection.call("RetryWeightUpdate", again, 30.0)
+
+    async def _send(
+        self,
+        source: WeightSource,
+        wire: list[Offered],
+        plan: BeginWeightUpdateResponse,
+        request: BeginWeightUpdateRequest,
+        deadline: float,
+    ) -> list[Sent]:
+        """One attempt: form the groups, let every source send and every target rank receive."""
+        if not any(offered.metas for offered in wire):
+            return [Sent()]
+        store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
+        host, port = ("", 0) if store is None else store.address(self._host)
+        attempt = Attempt(
+            number=self._next_pass(),
+            groups=plan.groups,
+            store_address=host,
+            store_port=port,
+            buckets=self._in_one_order(wire, by_members(plan)),
+            shared_devices=sorted(shared_devices(plan)),
+            without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
+            timeout=duration(deadline - asyncio.get_running_loop().time()),
+            last=plan.attempt > request.retries and not _more_batches(plan),
+            published=plan.batch.published,
+        )
+        fleet = asyncio.create_task(self._drive(plan, attempt, deadline))
+
+        async def ship(segments: Sequence[TensorSegment]) -> None:
+            take = verbs_pb2.UpdateWeightsFromTensorRequest(segments=segments)
+            take.header.fence.update_id = plan.update_id
+            await self._fleet.call(take, timeout_s=deadline - asyncio.get_running_loop().time())
+
+        try:
+            if plan.groups:
+                await asyncio.sleep(HEAD_START_S)
+            sent = await self._take_turns(source, attempt, ship, fleet)
+        except BaseException:
+            if store is not None:
+                # SGLang's ranks, on their way to a store that has gone, come back to it until they are given up as
+                # stuck: one that is there, and goes, ends their waiting.
+                asyncio.get_running_loop().call_later(LINGERS_S, store.close)
+            raise
+        finally:
+            fleet.cancel()
+        if store is not None:
+            store.close()
+        return sent
+
+    def _say_delivered(self) -> None:
+        """No rank's weights are needed for another attempt any more."""
+        self._progress.sent.set()
+        self._members.tell(JoinResponse(delivered=True))
+
+    def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
+        """The buckets of all sources, for the groups of some members after those of others; those of the last update
+        again where nothing has changed.
+        """
+        if self._ordered[0] != (wire, names):
+            ordered = [bucket for group in names or [[]] for bucket in in_one_order(wire, group, self._bucket_bytes)]
+            self._ordered = ((wire, names), ordered)
+        return self._ordered[1]
+
+    async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
+        """What the coordinator is asked for in an attempt: the groups in their order, then to take in what comes."""
+        loop = asyncio.get_running_loop()
+        for group in plan.groups:
+            if group.formed:
+                continue
+            join = verbs_pb2.InitWeightsUpdateGroupRequest(
+                master_address=attempt.store_address,
+                master_port=attempt.store_port,
+                world_size=group.world_size,
+                group_name=group.group_name,
+                backend=group.backend,
+            )
+            join.header.fence.update_id = plan.update_id
+            await self._fleet.call(join, timeout_s=deadline - loop.time())
+        receiving = []
+        for names in by_members(plan):
+            own = [bucket for bucket in attempt.buckets if bucket.group_name in names]
+            receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=own)
+            receive.header.fence.update_id = plan.update_id
+            call = self._fleet.call(receive, timeout_s=deadline - loop.time())
+            receiving.append(asyncio.create_task(call))
+        try:
+            await asyncio.gather(*receiving)
+        finally:
+            await stopped(*receiving)
+
+    async def _take_turns(
+        self, source: WeightSource, attempt: Attempt, ship: Ship, fleet: asyncio.Task[None] | None = None
+    ) -> list[Sent]:
+        """Every trainer rank does its part; what each sent, the lead's first. Whoever fails first ends the others."""
+        self._members.tell(JoinResponse(attempt=attempt))
+        own = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
+        shipping = asyncio.create_task(self._forward(attempt.number, ship))
+        theirs = asyncio.create_task(self._members.sent(attempt.number))
+        tasks = {own, theirs} | ({fleet} if fleet is not None else set())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            causes = [cause for task in done if (cause := task.exception()) is not None]
+            if causes and fleet is not None and all(cut_off(cause) for cause in causes):
+                # That a broadcast of ours was cut off explains less than what the ranks are about to say.
+                await asyncio.wait({fleet})
+                told = fleet.exception()
+                causes = [told] if told is not None else causes
+            if causes:
+                raise await explained(causes[0], theirs)
+        except BaseException as error:
+            self._members.tell(JoinResponse(stop=detail(error)))
+            await stopped(own, theirs)
+            with contextlib.suppress(TimeoutError, RlctlError):
+                async with asyncio.timeout(STOP_S):
+                    await self._members.stopped(attempt.number)
+            raise
+        finally:
+            await stopped(shipping)
+        return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
+
+    async def _forward(self, attempt: int, ship: Ship) -> None:
+        """Let the ranks take in what members have shipped in this attempt, one shipment after the other."""
+        while True:
+            said = await self._members.shipments.get()
+            if not self._members.waits(said, attempt):
+                continue
+            answer = Shipped()
+            try:
+                await ship(said.shipment.segments)
+            except RlctlError as error:
+                answer.error.CopyFrom(error.detail())
+            self._members.answer(said.rank, JoinResponse(shipped=answer))
+
+    async def _get_reference(self, plan: BeginWeightUpdateResponse) -> list[TensorMeta]:
+        """What updates of this model carry, asked for again when a target is another one: it may have another."""
+        key = " ".join(f"{target.slot}/{target.incarnation}" for target in plan.targets)
+        if self._reference[0] != key:
+            self._reference = (key, await self._ask_reference(plan.targets[0].slot))
+        return self._reference[1]
+
+    async def _ask_reference(self, *slots: str) -> list[TensorMeta]:
+        request = verbs_pb2.GetModelInfoRequest(reference=True)
+        answer = await self._fleet.call(request, model=self._model, slots=slots)
+        listed = answer.stage_results[0].rank_results[0].model_info.reference
+        return [from_proto(info) for info in listed]
+
+    async def _commit_batch(self, request: CommitBatchRequest, deadline: float) -> CommitBatchResponse:
+        remaining = deadline - asyncio.get_running_loop().time()
+        self._progress.decided = True
+        answer: CommitBatchResponse = await self._fleet.connection.call("CommitBatch", request, remaining)
+        return answer
+
+    async def _commit(self, request: CommitWeightUpdateRequest, deadline: float) -> Operation:
+        remaining = deadline - asyncio.get_running_loop().time()
+        self._progress.decided = True
+        operation: Operation = await self._fleet.connection.call("CommitWeightUpdate", request, remaining)
+        return operation
+
+    async def _name_ranks(
+        self,
+        source: WeightSource,
+        wire: list[Offered],
+        operation: Operation,
+        digests: Mapping[str, str],
+        deadline: float,
+    ) -> None:
+        """A tensor that is cut up turned out wrong: let the sources digest the ranks' parts, and say whose it is.
+
+        That takes their weights once more. Where a rank of the trainer goes on as soon as they are sent, they are no
+        longer there for it, and the ranks that may be wrong are all that is said.
+        """
+        parts = parts_in_question(operation)
+        left = deadline - asyncio.get_running_loop().time()
+        if not parts or left <= 0 or self._going_on:
+            return
+        names = {part.name for part in parts}
+        metas = [meta for offered in wire for meta in offered.metas if meta.name in names]
+        attempt = Attempt(
+            number=self._next_pass(),
+            buckets=[buckets.to_proto(Bucket(0, metas, True))],
+            parts=parts,
+            timeout=duration(left),
+        )
+        # What cannot be found out does not change what became of the update.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(left):
+                blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
+
+    async def _abort(
+        self, plan: BeginWeightUpdateResponse, reason: str, deadline: float, cause: RlctlError | None = None
+    ) -> Operation | None:
+        """The update as it has ended; None when the coordinator does not say."""
+        request = AbortWeightUpdateRequest(
+            update_id=plan.update_id,
+            fencing_token=plan.fencing_token,
+            reason=reason,
+            error=cause.detail() if cause else None,
+        )
+        timeout_s = min(max(deadline - asyncio.get_running_loop().time(), LATE_S), ABORT_S)
+        # Best effort: an update that nobody renews is aborted by its lease.
+        with contextlib.suppress(RlctlError):
+            operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, timeout_s)
+            return operation
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self, plan: BeginWeightUpdateResponse) -> AsyncIterator[None]:
+        request = RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
+        every = min(seconds(plan.lease_ttl) / 3, RENEW_S)
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(every)
+                with contextlib.suppress(RlctlError):
+                    await self._fleet.connection.call("RenewLease", request, every)
+
+        task = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def _renew_identity(self) -> None:
+        """Groups are kept while this stays: after a failure on our side the coordinator must not count on any."""
+        self._trainer.boot_id = new_uuid7()
+
+
+def _worth_retrying(error: RlctlError) -> bool:
+    """Whether a group failed, rather than a source or what was asked for."""
+    if isinstance(error, OperationFailed) and error.operation.stage_results:
+        lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
+        return any(result.outcome in lost for result in error.operation.stage_results)
+    return error.reason is Reason.GROUP_FAILED  # also of a write that was not let in, since another one had failed
+
+
+def _failed_at_the_fleet(error: BaseException) -> bool:
+    """Whether targets failed, or too few of them are left, rather than a source."""
+    reasons = (Reason.GROUP_FAILED, Reason.QUORUM_NOT_MET, Reason.NO_TARGETS, Reason.UPDATE_NOT_FOUND)
+    return isinstance(error, OperationFailed) or (isinstance(error, RlctlError) and error.reason in reasons)
+
+
+def _more_batches(plan: BeginWeightUpdateResponse) -> bool:
+    """Whether the sources go through their weights again for targets that wait for theirs."""
+    return bool(plan.batch.number) and not plan.batch.last
+
+
+def _all_finite(sent: list[Sent], metas: Sequence[TensorMeta]) -> list[Sent]:
+    """What the sources sent, if none found values that are not finite. Raises WEIGHTS_NOT_FINITE."""
+    names = {name for each in sent for name in each.not_finite}
+    if names:
+        raise finite.refusal(names, len(metas))
+    return sent
+
+
+async def _nothing_to_ship(segments: Sequence[TensorSegment]) -> None:
+    raise Reason.INTERNAL.error(f"{len(segments)} segments were written for nobody")

@@ -1,0 +1,113 @@
+"""A trainer rank's side of an update that its lead runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError, from_detail
+from rlctl.trainer.member_streams import Lead
+from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.source_rank import Part, cut_off, detail, explained, refuse_unpublished, stopped
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.trainer_pb2 import JoinResponse, Offer, Sent, Shipment
+from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.tensor.finite import local_values
+from rlctl.weights.tensor.source import WeightSource
+
+_SAYS_LITTLE = (
+    Reason.CANCELLED,
+    Reason.DEADLINE_EXCEEDED,
+    Reason.UNREACHABLE,
+    Reason.LINK_LOST,
+    Reason.TRAINER_RANK_LOST,
+)
+"""With these the lead may have failed, or gone, while the update was being committed."""
+
+
+async def follow(
+    lead: Lead, part: Part, source: WeightSource, version: str, update: int, progress: Progress
+) -> tuple[Operation, Sent]:
+    """Take part in an update, ``update`` by :meth:`Lead.update`: (the operation as it ended, what this rank sent).
+
+    Raises what this rank failed with, what the lead says, or TRAINER_RANK_LOST.
+    """
+    sent, number = Sent(), 0
+    attempt: asyncio.Task[Sent] | None = None
+    shipped: asyncio.Future[None] | None = None
+
+    async def ship(segments: Sequence[TensorSegment]) -> None:
+        nonlocal shipped
+        shipped = asyncio.get_running_loop().create_future()
+        lead.say(update, number, shipment=Shipment(segments=segments))
+        await shipped
+
+    offer = Offer(version=version)
+    hearing = asyncio.create_task(lead.hear(update))
+    try:
+        if part.source is not None:
+            offer.CopyFrom(part.describe(source, version, part.source))
+        offer.goes_on = progress.watched
+        offer.local = local_values(source) is not None
+        lead.say(update, 0, offer=offer)
+        while True:
+            await asyncio.wait({hearing, *([attempt] if attempt else [])}, return_when=asyncio.FIRST_COMPLETED)
+            if attempt is not None and attempt.done():
+                failure, ended = attempt.exception(), attempt
+                attempt = None
+                if failure is None:
+                    sent = ended.result()
+                    progress.decided = True
+                    lead.say(update, number, sent=sent)
+                elif cut_off(failure):
+                    lead.say(update, number, failed=detail(failure))  # the lead may try again
+                else:
+                    lost = asyncio.ensure_future(_lost(hearing))
+                    try:
+                        raise await explained(failure, lost)
+                    finally:
+                        await stopped(lost)
+            if not hearing.done():
+                continue
+            said = hearing.result()
+            hearing = asyncio.create_task(lead.hear(update))
+            match said.WhichOneof("message"):
+                case "attempt":
+                    number = said.attempt.number
+                    progress.decided = said.attempt.published
+                    attempt = asyncio.create_task(part.attempt(source, said.attempt, ship, progress))
+                case "delivered":
+                    progress.sent.set()
+                case "shipped":
+                    if shipped is not None and not shipped.done():
+                        if said.shipped.HasField("error"):
+                            # As a group that failed: the lead may try again.
+                            why = f"what was shared was not taken in: {said.shipped.error.message}"
+                            shipped.set_exception(Reason.GROUP_FAILED.error(why))
+                        else:
+                            shipped.set_result(None)
+                case "stop":
+                    await stopped(attempt)
+                    attempt = None
+                    lead.say(update, number, failed=said.stop)
+                case "failed":
+                    raise from_detail(said.failed)
+                case "ended":
+                    refuse_unpublished(said.ended)
+                    return said.ended, sent
+    except RlctlError as error:
+        if progress.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
+            error.outcome = OUTCOME_UNKNOWN
+        raise
+    finally:
+        await stopped(attempt)
+        hearing.cancel()
+
+
+async def _lost(hearing: asyncio.Task[JoinResponse]) -> None:
+    """Raise what the lead says next, if it is a failure."""
+    said = await asyncio.shield(hearing)
+    for name in ("stop", "failed"):
+        if said.HasField(name):
+            raise from_detail(getattr(said, name))

@@ -1,0 +1,351 @@
+"""The ranks of one trainer: a stream from every member to the lead, which alone talks to the coordinator.
+
+A stream, not the trainer's own collectives: a rank that is gone breaks its stream at once, on every kind of group, and
+a rank that has failed can say so whatever the others are doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.runtime.addresses import join as join_address
+from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.source_rank import detail
+from rlctl.transport.handlers import generic_handler
+from rlctl.transport.links import DialledLink, GrpcDialer, ServedLink, serve_links
+from rlctl.transport.server import GrpcServer
+from rlctl.v1 import trainer_pb2
+from rlctl.v1.common_pb2 import ErrorDetail
+from rlctl.v1.trainer_pb2 import JoinRequest, JoinResponse, Offer, Sent, Shipment
+from rlctl.v1.trainer_pb2_grpc import TrainerServiceStub
+
+SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
+
+
+_FOR_GOOD = (1 << 31) - 1
+"""Stands for every attempt, those to come too: this rank takes part in none of them."""
+
+_MISSED = 8
+"""Updates that a member did not come to, of which it is told when it does."""
+
+_IN_CONFLICT = ("", Reason.FIELD_CONFLICT.name)
+"""Why a call failed whose member was told that rank 0 updates to another version; "" while it has not said so."""
+
+
+@dataclass
+class _Call:
+    """A member's call of update.
+
+    Attributes:
+        number: by the member's own count.
+        version: label that it was called with.
+        said: what the member said last.
+    """
+
+    number: int
+    version: str
+    said: JoinRequest
+
+
+class Members:
+    """The lead's side: every other rank of the trainer.
+
+    An update is one call at every rank. Which calls belong together is found by their order: a member's oldest that has
+    not been answered is its part in the lead's present update. Ranks may count differently, because one of them was not
+    called or failed before it could come: a call that was given up is not taken for a part in an update to another
+    version, also when word of that comes after the lead has begun it, and a member that comes too late to an update is
+    told how that ended.
+
+    Attributes:
+        shipments: segments that members have written, in the order in which they came.
+    """
+
+    def __init__(self, size: int) -> None:
+        """``size``: ranks of the trainer, the lead included."""
+        self._ranks = range(1, size)
+        self._links: dict[int, ServedLink] = {}
+        self._version = ""
+        self._present: dict[int, _Call] = {}
+        self._waiting: dict[int, deque[_Call]] = {rank: deque() for rank in self._ranks}
+        self._newest = dict.fromkeys(self._ranks, 0)
+        self._missed: dict[int, deque[tuple[str, JoinResponse]]] = {rank: deque(maxlen=_MISSED) for rank in self._ranks}
+        self.shipments: asyncio.Queue[JoinRequest] = asyncio.Queue()
+        self._lost: RlctlError | None = None
+        self._news = asyncio.Event()
+        self._server: GrpcServer | None = None
+
+    async def start(self, host: str) -> tuple[str, str]:
+        """Serve on a free port of ``host``; returns the address and the token for the members."""
+        token = secrets.token_urlsafe(32)
+        handler = generic_handler(SERVICE, {"Join": serve_links(self._listen)})
+        self._server = GrpcServer([(SERVICE, handler)], token=token)
+        return await self._server.start(join_address(host, 0)), token
+
+    async def close(self) -> None:
+        """Let the members go."""
+        if self._server is not None:
+            for link in self._links.values():
+                link.end()
+            await self._server.stop(0.5)
+
+    @contextlib.contextmanager
+    def update(self, version: str, progress: Progress) -> Iterator[None]:
+        """The lead's part in an update; what it raises every member is told, or that it ended well all the same."""
+        self._version, self._present = version, {}
+        try:
+            yield
+        except BaseException as error:
+            told = progress.told if isinstance(error, asyncio.CancelledError) else None
+            served = told is not None and bool(told.weight_version.sequence)
+            self.end(JoinResponse(ended=told) if served else JoinResponse(failed=detail(error)))
+            raise
+
+    def tell(self, message: JoinResponse) -> None:
+        """Send a message to every member that has come; one that is gone shows when its answer is collected."""
+        for rank in self._present:
+            self.answer(rank, message)
+
+    def answer(self, rank: int, message: JoinResponse) -> None:
+        """Send a message to one member, if it has come."""
+        if rank in self._present:
+            self._send(rank, self._present[rank].number, message)
+
+    def end(self, message: JoinResponse) -> None:
+        """Tell every member how the update has ended; those that have not come, when they do."""
+        for rank in self._ranks:
+            waiting = self._waiting[rank]
+            if rank not in self._present and waiting and waiting[0].version == self._version:
+                self._present[rank] = waiting.popleft()
+            if rank not in self._present:
+                self._missed[rank].append((self._version, message))
+        self.tell(message)
+        self._present = {}
+
+    async def offers(self) -> dict[int, Offer]:
+        """What every member brings to the update, by rank.
+
+        Raises FIELD_CONFLICT where one waits in an update to another version, or what the first said that cannot go on.
+        """
+        return {rank: said.offer for rank, said in (await self._collect(0)).items()}
+
+    async def sent(self, attempt: int) -> dict[int, Sent]:
+        """What every member sent in an attempt, by rank. Raises what the first said that cannot go on."""
+        return {rank: said.sent for rank, said in (await self._collect(attempt)).items()}
+
+    async def stopped(self, attempt: int) -> None:
+        """Wait until every member has ended an attempt, well or not. Raises TRAINER_RANK_LOST."""
+        while not all(call.said.attempt >= attempt for call in self._present.values()):
+            await self._more()
+
+    def waits(self, shipped: JoinRequest, attempt: int) -> bool:
+        """Whether who has shipped this waits for an answer: it is of this attempt, not of one that was stopped."""
+        call = self._present.get(shipped.rank)
+        return call is not None and (shipped.update, shipped.attempt) == (call.number, attempt)
+
+    async def _collect(self, attempt: int) -> dict[int, JoinRequest]:
+        while True:
+            self._take_in()
+            now = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
+            for rank, said in sorted(now.items()):
+                if said.HasField("failed"):
+                    if self._is_elsewhere(rank):
+                        raise self._conflict(rank)
+                    error = from_detail(said.failed)
+                    error.message = f"trainer rank {rank}: {error.message}"
+                    raise error
+            if len(now) == len(self._ranks) and not any(self._is_elsewhere(rank) for rank in now):
+                return now
+            await self._more()
+
+    def _take_in(self) -> None:
+        """Take the members' calls for parts in the present update.
+
+        Whether one for another version is still waited in, its member alone knows: it is told of the conflict, and says
+        that it has failed with that or, of a call that it had given up before, with something else.
+        """
+        for rank, waiting in self._waiting.items():
+            if self._is_elsewhere(rank) and self._present[rank].said.failed.reason not in _IN_CONFLICT:
+                del self._present[rank]
+            while waiting and rank not in self._present:
+                call = waiting.popleft()
+                if call.version == self._version:
+                    self._present[rank] = call
+                elif not call.said.HasField("failed"):
+                    self._present[rank] = call
+                    self.answer(rank, JoinResponse(failed=self._conflict(rank).detail()))
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        return rank in self._present and self._present[rank].version != self._version
+
+    def _conflict(self, rank: int) -> RlctlError:
+        return Reason.FIELD_CONFLICT.error(
+            f"trainer rank {rank} updates to {self._present[rank].version!r}, rank 0 to {self._version!r}",
+            field="version",
+        )
+
+    async def _more(self) -> None:
+        """Wait for something new. Raises TRAINER_RANK_LOST once a member is gone."""
+        if self._lost is not None:
+            raise self._lost
+        self._news.clear()
+        await self._news.wait()
+
+    async def _listen(self, link: ServedLink) -> None:
+        rank = 0
+        try:
+            async for message in link.receive():
+                rank = message.rank
+                if rank not in self._ranks or self._links.setdefault(rank, link) is not link:
+                    return
+                if message.HasField("shipment"):
+                    self.shipments.put_nowait(message)
+                    continue
+                self._heard(rank, message)
+                self._news.set()
+        finally:
+            if self._links.get(rank) is link:
+                self._lost = Reason.TRAINER_RANK_LOST.error(f"trainer rank {rank} is gone")
+                self._news.set()
+
+    def _heard(self, rank: int, message: JoinRequest) -> None:
+        if message.update > self._newest[rank]:
+            self._newest[rank] = message.update
+            version = message.version or message.offer.version
+            for missed, ending in _drained(self._missed[rank]):
+                if missed == version:
+                    self._send(rank, message.update, ending)
+                    return
+            self._waiting[rank].append(_Call(message.update, version, message))
+            return
+        present = self._present.get(rank)
+        for call in [*self._waiting[rank], *([present] if present else [])]:
+            if call.number == message.update:
+                call.said = message
+
+    def _send(self, rank: int, update: int, message: JoinResponse) -> None:
+        addressed = JoinResponse(update=update)
+        addressed.MergeFrom(message)
+        with contextlib.suppress(RlctlError):
+            self._links[rank].send(addressed)
+
+
+def _drained(queue: deque[tuple[str, JoinResponse]]) -> Iterator[tuple[str, JoinResponse]]:
+    while queue:
+        yield queue.popleft()
+
+
+class Lead:
+    """A member's side: its stream to the lead."""
+
+    def __init__(self, rank: int, link: DialledLink) -> None:
+        self._rank = rank
+        self._link = link
+        self._updates = 0
+        self._heard: asyncio.Queue[JoinResponse | RlctlError] = asyncio.Queue()
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def join(cls, rank: int, address: str, token: str) -> Lead:
+        """Connect to the lead. Raises UNREACHABLE."""
+        return cls(rank, await GrpcDialer(TrainerServiceStub, token, method="Join").dial(address))
+
+    async def close(self) -> None:
+        """Leave; updates under way fail on every rank."""
+        self._listening.cancel()
+        await self._link.close()
+
+    @contextlib.contextmanager
+    def update(self, version: str) -> Iterator[int]:
+        """This rank's part in an update; what it raises the lead is told. Yields the update's number."""
+        self._updates += 1
+        update = self._updates
+        try:
+            yield update
+        except BaseException as error:
+            with contextlib.suppress(RlctlError):
+                self.say(update, _FOR_GOOD, failed=detail(error), version=version)
+            raise
+
+    def say(
+        self,
+        update: int,
+        attempt: int,
+        *,
+        offer: Offer | None = None,
+        sent: Sent | None = None,
+        failed: ErrorDetail | None = None,
+        shipment: Shipment | None = None,
+        version: str = "",
+    ) -> None:
+        """Tell the lead. Raises TRAINER_RANK_LOST."""
+        try:
+            self._link.send(
+                JoinRequest(
+                    rank=self._rank,
+                    update=update,
+                    attempt=attempt,
+                    offer=offer,
+                    sent=sent,
+                    failed=failed,
+                    shipment=shipment,
+                    version=version,
+                )
+            )
+        except RlctlError as error:
+            raise _lead_lost(error.message) from None
+
+    async def hear(self, update: int) -> JoinResponse:
+        """The next message of this update; those of earlier ones have nothing to say any more.
+
+        Raises TRAINER_RANK_LOST when the lead is gone.
+        """
+        while True:
+            heard = await self._heard.get()
+            if isinstance(heard, RlctlError):
+                self._heard.put_nowait(heard)  # for whoever asks again
+                raise heard
+            if heard.update == update:
+                return heard
+
+    async def _listen(self) -> None:
+        why = "its stream ended"
+        try:
+            async for message in self._link.receive():
+                self._heard.put_nowait(message)
+        except RlctlError as error:
+            why = error.message
+        self._heard.put_nowait(_lead_lost(why))
+
+
+def share(group: dist.ProcessGroup, text: str) -> str:
+    """Hand a short text from rank 0 of a process group to all of its ranks; every rank calls it. Blocks.
+
+    A group without a backend for the host takes it over the GPU that is the calling thread's current one.
+    """
+    device = torch.device("cpu")
+    if "cpu:" not in dist.get_backend_config(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    root = dist.get_global_rank(group, 0)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, root, group=group)
+    if dist.get_rank(group) != 0:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, root, group=group)
+    return bytes(data.tolist()).decode()
+
+
+def _lead_lost(why: str) -> RlctlError:
+    return Reason.TRAINER_RANK_LOST.error(f"trainer rank 0, which leads the updates, is gone: {why}")
+
+
+__all__ = ["Lead", "Members", "share"]

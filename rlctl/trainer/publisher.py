@@ -1,0 +1,513 @@
+"""Sending a model's weights from a trainer process to every rank of its engines, as one update.
+
+``publisher.update(model, version="step-42")`` opens the update with the coordinator, joins (or keeps) a process group
+with every target rank, broadcasts bucket by bucket while the ranks put their slices into place, digests what it sends,
+and commits: the version is served once every target has proved that it holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.enums import number
+from rlctl.contract.errors import Reason
+from rlctl.contract.vllm_groups import BACKEND
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.trainer.bucket_plan import Offered, fit
+from rlctl.trainer.lead import RENEW_S, Leading
+from rlctl.trainer.member import follow
+from rlctl.trainer.member_streams import Lead, Members, share
+from rlctl.trainer.pending_update import AsyncPending, Pending, Progress
+from rlctl.trainer.probe import Probe
+from rlctl.trainer.source_rank import STOP_S, Part, stopped
+from rlctl.trainer.update_result import UpdateResult
+from rlctl.trainer.weights_pass import in_thread
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import RequestHeader, WeightVersion
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.trainer_pb2 import Sent
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_BROADCAST,
+    DATA_PATH_IPC,
+    DATA_PATH_UNSPECIFIED,
+    BeginWeightUpdateRequest,
+    RolloutStrategy,
+    Trainer,
+)
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.formats import lora
+from rlctl.weights.group.network_interfaces import address_on, own_address
+from rlctl.weights.tensor.cuda_ordering import trainer_stream
+from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.source import Weights, WeightSource, as_offer, only, spares_of
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+
+if TYPE_CHECKING:
+    from rlctl.client.admin import AsyncAdmin
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 600.0
+LEASE_TTL_S = 30.0
+
+_PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
+_TRANSPORTS = {
+    "gloo": common_pb2.TRANSPORT_TORCH_GLOO,
+    "nccl": common_pb2.TRANSPORT_TORCH_NCCL,
+    BACKEND: common_pb2.TRANSPORT_VLLM_NCCL,
+}
+
+BUCKET_BYTES = 16 << 20
+GRACE_S = 5.0
+
+
+class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
+    """Sends one model's weights. Make one per trainer process and keep it: its groups are kept between updates.
+
+    A trainer of several processes makes one in each. All call :meth:`update` together; rank 0 of the trainer's group
+    leads and talks to the coordinator, sources send what they hold, the others go through their weights because
+    gathering takes every rank.
+    """
+
+    def __init__(
+        self,
+        fleet: AsyncAdmin | None,
+        model: str,
+        *,
+        trainer_group: dist.ProcessGroup | None = None,
+        source: int | None = None,
+        path: str = "broadcast",
+        backend: str | Sequence[str] = "gloo",
+        bucket_bytes: int = BUCKET_BYTES,
+        host: str = "",
+        network: str = "",
+        trainer: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        """``fleet``: None at trainer ranks other than 0.
+
+        ``trainer_group``: torch process group of all trainer ranks; None for a trainer of one process. ``source``:
+        which source this rank is, counted from 0 without gaps; None for a rank that only takes part in gathering
+        (by default rank 0 is the only source). ``path``: broadcast, ipc (shared memory, for engines on this host), or
+        auto (ipc where every rank of an engine shares memory with every source and /dev/shm has room for four times the
+        largest tensor, broadcast for the others). Segments are as large as /dev/shm has room for; ``bucket_bytes`` is
+        for what is broadcast. Shared memory lies on the GPU where the source's current CUDA device is that of all ranks
+        that read it. ``backend``: of the groups that broadcast: gloo, through the hosts' memory, or nccl, from the
+        source's current CUDA device to the ranks', which must all be different ones; vllm_nccl, the same to vLLM
+        servers that were attached to without rlctl's extension, by vLLM's own engine, over a group for each; of
+        several, each engine gets the first that it offers, in groups apart that one pass through the weights feeds.
+        ``host``: address of this process as the engines' ranks and the other trainer ranks reach it (by default
+        127.0.0.1); the groups' store and the source bind it. ``network``: in its place an interface ("eth0") or a
+        network ("10.0.0.0/8", the same on every host of the trainer) in which this process has an address. ``trainer``:
+        name for messages. ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones
+        are fenced from then on.
+        """
+        self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
+        if (self._rank == 0) != (fleet is not None):
+            raise Reason.FIELD_CONFLICT.error(
+                f"this is rank {self._rank} of its trainer; rank 0 has the fleet, the others have None", field="fleet"
+            )
+        self._fleet = fleet
+        self._model = model
+        self._bucket_bytes = bucket_bytes
+        if path not in _PATHS:
+            raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
+        backends = [backend] if isinstance(backend, str) else list(backend)
+        if not backends or not set(backends) <= _TRANSPORTS.keys():
+            known = ", ".join(_TRANSPORTS)
+            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {known}", field="backend")
+        if host and network:
+            raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
+        self._path = _PATHS[path]
+        # gloo alone is what every engine is asked for that says nothing of groups.
+        self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
+        self._host = address_on(network, field="network") if network else own_address(host or "127.0.0.1")
+        self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
+        self._trainer_group = trainer_group
+        self._size = 1 if trainer_group is None else dist.get_world_size(trainer_group)
+        self._part = Part(self._host, 0 if source is None and self._rank == 0 else source, alone=self._size == 1)
+        self._members: Members | None = None
+        self._leading: Leading | None = None
+        self._lead: Lead | None = None
+        self._meeting: asyncio.Task[None] | None = None
+        self._progress: Progress | None = None
+        self._pending: AsyncPending | None = None
+        if fleet is not None:
+            fleet.publishes(self)
+
+    async def update(
+        self,
+        weights: Weights,
+        *,
+        version: str,
+        checkpoint: str = "",
+        adapter: str = "",
+        adapter_config: Mapping[str, Any] | None = None,
+        adapters: str = "",
+        pause: str | None = None,
+        abort_all_requests: bool = False,
+        flush: bool | None = None,
+        after: str = "resume",
+        verify: str = "",
+        probe: Probe | None = None,
+        quorum: int = 0,
+        retries: int = 0,
+        partial: bool = False,
+        finite: bool = True,
+        base: str = "",
+        selector: str = "",
+        apply: str = "in_place",
+        rollout: RolloutStrategy | None = None,
+        deadline_s: float = DEADLINE_S,
+        stream: torch.cuda.Stream | None = None,
+        progress: Progress | None = None,
+    ) -> UpdateResult:
+        """Make ``weights`` the version that the fleet serves.
+
+        ``weights``: a module, an iterable of (checkpoint name, full tensor), or a WeightSource. ``checkpoint``: the
+        engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``adapter``:
+        the weights are those of the LoRA adapter of this name, under PEFT's names, and ``version`` is its version; the
+        base weights and theirs stay. ``adapter_config``: its PEFT config (r, lora_alpha, target_modules, ...).
+        ``adapters``: keep or drop those that are loaded when the base weights change; "" keeps. ``pause``: abort,
+        retract, in_place, drain, or "" to refuse while requests are active (with ``adapter``: requests that use it);
+        None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``: None empties
+        the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: evidence of
+        the bytes that ranks hold: "" for the highest level that each target reaches, or expected, replica, received,
+        none; probe asks for the probe alone. ``probe``: log probabilities that the new weights give; every target
+        computes them before it serves, at every level of ``verify``. ``quorum``: targets that must confirm, 0 for all.
+        ``retries``: times that the sources go through their weights again after a group failed, without the targets
+        that are gone. ``partial``: not every parameter is sent. ``finite``: before anything is paused, refuse weights
+        that hold NaN or infinite values, by name; every rank of the trainer looks at what it holds itself, or the
+        weights are gone through once more where a source has no ``local``.
+        ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
+        from it are sent, after a pass that digests all. ``selector``: of engines that have a draft model: target,
+        draft, or all; "" for all. ``apply``: in_place, under the pause, or staged: into a second copy of the weights
+        while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets have the version at
+        once, :func:`rolling` batch by batch: staged out of the copies, in place by a pass of the sources for each
+        batch, in which they must give the same again. ``stream``: weights on a GPU are read after what this stream was
+        given before the call; None: after what the caller's current stream was given. ``progress``: what
+        :meth:`update_async` follows it by; leave it out.
+
+        On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
+        RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
+        version is served, unless it rolled in place and a source failed after the first batch: that batch serves it,
+        and the operation ended PARTIAL. An error whose outcome is UNKNOWN came while the update was committed: the
+        version may be served. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
+        Settings count at rank 0; ``deadline_s`` and ``stream`` at every rank.
+        """
+        started = time.perf_counter()
+        if progress is None:
+            progress = self._next(stream)
+        timeout = duration(deadline_s)  # raises for what is no time: nothing has begun yet
+        if not isinstance(version, str):  # a step's number, say
+            raise Reason.FIELD_INVALID.error(f"version is {version!r}; it must be a text", field="version")
+        limit = asyncio.timeout(deadline_s + GRACE_S)
+        self._progress = progress
+        progress.begun = True
+        try:
+            async with limit:
+                await self._meet()
+                if self._lead is not None:
+                    with self._lead.update(version) as number:
+                        source = await self._part.read(weights, progress)
+                        operation, sent = await follow(self._lead, self._part, source, version, number, progress)
+                else:
+                    assert self._leading is not None
+                    assert self._members is not None
+                    with self._members.update(version, progress):
+                        source = await self._part.read(weights, progress)
+                        request = BeginWeightUpdateRequest(
+                            header=RequestHeader(timeout=timeout),
+                            model=self._model,
+                            version=version,
+                            path=self._path,
+                            transports=self._transports,
+                            kind=_kind(adapter, adapter_config, partial=partial, base=base, checkpoint=checkpoint),
+                            base=WeightVersion(label=base) if base else None,
+                            adapter=adapter,
+                            adapter_config=_adapter_config(source, adapter, adapter_config),
+                            options=verbs_pb2.UpdateOptions(
+                                pause=_number(common_pb2.PauseMode, _pause(pause, adapter), "pause"),
+                                abort_all_requests=abort_all_requests,
+                                flush_cache=flush,
+                                after=_number(verbs_pb2.AfterUpdate, after, "after"),
+                                verify=_number(common_pb2.VerificationLevel, verify, "verify"),
+                                quorum=quorum,
+                                probe=None if probe is None else probe.to_proto(),
+                                adapters=_number(verbs_pb2.AdapterPolicy, adapters, "adapters"),
+                                selector=_number(common_pb2.WeightSelector, selector, "selector"),
+                            ),
+                            apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
+                            rollout=rollout,
+                            lease_ttl=duration(LEASE_TTL_S),
+                            renew_interval=duration(RENEW_S),
+                            retries=retries,
+                        )
+                        operation, sent = await self._leading.run(
+                            source, request, progress, checkpoint=checkpoint, finite_only=finite, deadline_s=deadline_s
+                        )
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the source's own
+            operation, sent = _in_the_end(progress, deadline_s), Sent()
+        finally:
+            try:
+                # The trainer's next collectives must not meet those of a pass that is still going on.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(limit.when()):
+                        await self._part.settle(STOP_S)
+            finally:
+                progress.ended.set()
+        result = UpdateResult(
+            version=operation.weight_version,
+            operation=operation,
+            model_digest=operation.model_digest,
+            bytes_sent=sent.bytes,
+            tensors_sent=sent.tensors,
+            transfer_s=seconds(sent.elapsed),
+            pause_s=seconds(operation.pause_time),
+            total_s=time.perf_counter() - started,
+        )
+        if self._fleet is not None and result.left_out:
+            named = ", ".join(f"{slot} ({why})" for slot, why in result.left_out.items())
+            log.warning("version %s has not come to %s", result.version.label, named)
+        return result
+
+    def update_async(
+        self, weights: Weights, *, version: str, stream: torch.cuda.Stream | None = None, **settings: Any
+    ) -> AsyncPending:
+        """Start :meth:`update`, with its settings, and return at once; every rank of the trainer calls it.
+
+        The weights must stay as they are until the pending update's ``wait_sent`` has returned. They are not gone
+        through again to name the rank whose part of a tensor turned out to differ, as in :meth:`update`. Raises
+        UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended; what else goes wrong is raised by
+        the waits.
+        """
+        progress = self._next(stream, watched=True)
+        update = self.update(weights, version=version, progress=progress, **settings)
+        self._progress, self._pending = progress, AsyncPending(update, progress)
+        return self._pending
+
+    def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> Progress:
+        """Progress of another update. One at a time: groups and segments are kept from one to the next."""
+        if self._fleet is not None:
+            self._fleet.connection.check_loop()
+        if self._progress is not None and not self._progress.ended.is_set():
+            raise Reason.UPDATE_IN_PROGRESS.error(
+                "this publisher's last update has not ended", next_step="Wait for it, or cancel it."
+            )
+        return Progress(trainer_stream(stream), watched=watched)
+
+    async def committed(self) -> None:
+        """Wait for the end of an update that is being committed, if there is one."""
+        if self._progress is not None and self._progress.decided:
+            await self._progress.ended.wait()
+
+    async def close(self) -> None:
+        """Leave the groups. Engines that are told of a new one forget them.
+
+        An update that is pending is cancelled or, where it is being committed, seen to its end.
+        """
+        if self._pending is not None:
+            await self._pending.close()
+        await stopped(self._meeting)
+        self.leave()
+        if self._lead is not None:
+            await self._lead.close()
+        if self._members is not None:
+            await self._members.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close it."""
+        await self.close()
+
+    def leave(self) -> None:
+        """Leave the groups, and remove the segments, where nothing runs any more."""
+        self._part.close()
+
+    async def _meet(self) -> None:
+        """Once: the members connect to the lead, whose address goes through the trainer's own group.
+
+        That takes every rank, and goes on when an update no longer waits for it: the next one finds it under way.
+        """
+        if self._meeting is None or (self._meeting.done() and (self._lead or self._leading) is None):
+            self._meeting = asyncio.create_task(self._met())
+        await asyncio.shield(self._meeting)
+
+    async def _met(self) -> None:
+        told = ""
+        if self._fleet is not None:
+            if self._members is not None:
+                await self._members.close()
+            self._members = Members(self._size)
+            if self._size > 1:
+                told = json.dumps(await self._members.start(self._host))
+        if self._trainer_group is not None and self._size > 1:
+            meet = functools.partial(self._share, self._trainer_group, told)
+            shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
+            address, token = json.loads(await shared)
+            if self._rank:
+                self._lead = await Lead.join(self._rank, address, token)
+        if self._fleet is not None and self._members is not None:
+            self._leading = Leading(
+                self._fleet,
+                self._model,
+                self._part,
+                self._members,
+                host=self._host,
+                trainer=self._trainer,
+                bucket_bytes=self._bucket_bytes,
+            )
+
+    def _share(self, group: dist.ProcessGroup, text: str) -> str:
+        """In a thread, whose current device is not the caller's by itself."""
+        assert self._progress is not None
+        with self._progress.ordering.after():
+            return share(group, text)
+
+
+class Publisher(contextlib.AbstractContextManager["Publisher"]):
+    """:class:`AsyncPublisher` for blocking code. Close it, or use it as a context manager."""
+
+    def __init__(self, publisher: AsyncPublisher, loop: LoopThread, *, owns_loop: bool = False) -> None:
+        self.aio = publisher
+        self._loop = loop
+        self._owns_loop = owns_loop
+
+    def update(self, weights: Weights, *, version: str, **settings: Any) -> UpdateResult:
+        """Make ``weights`` the version that the fleet serves; see :meth:`AsyncPublisher.update`."""
+        settings["stream"] = trainer_stream(settings.get("stream"))
+        return self._loop.call(self.aio.update(weights, version=version, **settings))
+
+    def update_async(
+        self, weights: Weights, *, version: str, stream: torch.cuda.Stream | None = None, **settings: Any
+    ) -> Pending:
+        """Start an update and return at once; see :meth:`AsyncPublisher.update_async`."""
+        pending = self._start(weights, version=version, stream=trainer_stream(stream), **settings)
+        return Pending(self._loop.call(pending), self._loop)
+
+    async def _start(self, weights: Weights, **settings: Any) -> AsyncPending:
+        return self.aio.update_async(weights, **settings)
+
+    def close(self) -> None:
+        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`.
+
+        Harmless to call again, and after its fleet was closed.
+        """
+        if not self._loop.running:
+            self.aio.leave()
+            return
+        self._loop.call(self.aio.close())
+        if self._owns_loop:
+            self._loop.stop()
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def rolling(max_unavailable: int = 1) -> RolloutStrategy:
+    """Let an update's targets take the version in batches of so many; until the last has, both versions are served.
+
+    Raises FIELD_INVALID for less than one.
+    """
+    if max_unavailable < 1:
+        raise Reason.FIELD_INVALID.error(f"max_unavailable is {max_unavailable}, at least 1", field="max_unavailable")
+    return RolloutStrategy(max_unavailable=max_unavailable)
+
+
+def model_digest(weights: Weights, *, checkpoint: str = "") -> str:
+    """Model digest of full tensors under their checkpoint names, hex: what a fleet that holds them reports.
+
+    ``checkpoint``: directory of the rollout checkpoint, whose names and dtypes the tensors have in the fleet. Without
+    it, a module's tensors have the names that ``save_pretrained`` would write, and all have the dtypes that they are
+    in. Raises UNSUPPORTED as an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
+    """
+    source, digest = as_offer(weights), ModelDigest()
+    reference: list[TensorMeta] = []
+    if checkpoint:
+        with contextlib.closing(open_checkpoint(checkpoint, field="checkpoint")) as opened:
+            reference = list(opened.metas.values())
+    offered = Offered(source.metas(), [], "", spares=spares_of(source))
+    (wire,) = fit(checkpoint or "the model", [offered], reference, partial=False)
+    dtypes = {meta.name: meta.dtype for meta in wire.metas}
+    for name, tensor in only(source, dtypes).tensors():
+        digest.add(name, tensor, dtypes[name])
+    return digest.digest()
+
+
+def _in_the_end(progress: Progress, deadline_s: float) -> Operation:
+    """An update whose time was up, if its version is served all the same. Raises DEADLINE_EXCEEDED."""
+    if progress.told is not None and progress.told.weight_version.sequence:
+        return progress.told
+    why, next_step = f"the update did not end within {deadline_s:g} s", ""
+    if progress.outcome == common_pb2.OUTCOME_UNKNOWN:
+        why += "; it was being committed, and its version may be served"
+        next_step = "`rlctl get operations` tells how it ended."
+    raise Reason.DEADLINE_EXCEEDED.error(why, next_step=next_step, outcome=progress.outcome) from None
+
+
+def _kind(
+    adapter: str, config: Mapping[str, Any] | None, *, partial: bool, base: str, checkpoint: str
+) -> verbs_pb2.UpdateKind.ValueType:
+    """What is sent, by the settings of an update. Raises FIELD_CONFLICT for those that exclude each other."""
+    if base and (partial or checkpoint):
+        other = "partial" if partial else "checkpoint"
+        raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
+    if partial and checkpoint:
+        raise Reason.FIELD_CONFLICT.error("a checkpoint is read as a whole", field="partial")
+    if not adapter and config is None:
+        kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
+        return verbs_pb2.UPDATE_KIND_DELTA if base else kind
+    if checkpoint or partial or base:
+        raise Reason.FIELD_CONFLICT.error(
+            "an adapter comes whole and from tensors",
+            field="checkpoint" if checkpoint else "partial" if partial else "base",
+            next_step="One that lies on disk is loaded with load_adapter.",
+        )
+    return verbs_pb2.UPDATE_KIND_ADAPTER
+
+
+def _pause(asked: str | None, adapter: str) -> str:
+    """The pause mode: the one asked for or, with None, the one that loses least."""
+    return asked if asked is not None else "in_place" if adapter else "retract"
+
+
+def _adapter_config(
+    source: WeightSource, adapter: str, config: Mapping[str, Any] | None
+) -> verbs_pb2.AdapterConfig | None:
+    """What the engines are told of an adapter's tensors, if they are one's.
+
+    Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED.
+    """
+    if not adapter and config is None:
+        return None
+    if not adapter:
+        raise Reason.FIELD_REQUIRED.error("an adapter has a name", field="adapter")
+    if config is None:
+        raise Reason.FIELD_REQUIRED.error("what are the adapter's tensors?", field="adapter_config")
+    dtypes = {meta.dtype for meta in source.metas()}
+    if len(dtypes) != 1:
+        shown = ", ".join(sorted(map(str, dtypes))) or "none"
+        raise Reason.FIELD_INVALID.error(f"an adapter's tensors are of one dtype; these are: {shown}", field="weights")
+    return lora.from_peft(config, field="adapter_config", dtype=dtype_name(dtypes.pop()))
+
+
+def _number(enum: Any, name: str, field: str) -> Any:
+    return number(enum.DESCRIPTOR, name, field)
+
+
+__all__ = ["AsyncPending", "AsyncPublisher", "Pending", "Publisher", "UpdateResult", "model_digest", "rolling"]

@@ -1,0 +1,341 @@
+"""Checkpoints on disk: a directory with ``config.json`` and safetensors files, single or sharded with an index.
+
+Readers disagree about directories that hold further safetensors files. transformers prefers the single file to an
+index, SGLang and vLLM prefer the index, and without an index they load every file. vLLM prefers ``consolidated*`` files
+to all others. Such a directory is refused: what is checked here must be what an engine loads.
+
+Everything that can be wrong with one is found when it is opened, before any tensor is read: every file's header is
+read and checked against its size and against the index. Tensors are read whole or as slices, always into memory of
+their own: weights that alias a file mapping would change, or kill the process, when somebody rewrites the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.checkpoint import json_files
+from rlctl.weights.checkpoint.parallel_read import Part, read_parts
+from rlctl.weights.checkpoint.safe_open import read_regular
+from rlctl.weights.checkpoint.safetensors_file import TensorFile
+from rlctl.weights.tensor.slices import Slice
+from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
+
+CONFIG = "config.json"
+STEM = "model"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = f"{SUFFIX}.index.json"
+SINGLE = STEM + SUFFIX
+INDEX = STEM + INDEX_SUFFIX
+
+_SHOWN = 5
+"""How many names of each kind a mismatch lists in its message; all of them are in the metadata."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor in a file.
+
+    Attributes:
+        file: the file.
+        offset: where its bytes begin.
+        meta: what it is.
+    """
+
+    file: TensorFile
+    offset: int
+    meta: TensorMeta
+
+
+class StoredWeights(Protocol):
+    """Weights on disk that were opened and checked: what a loader returns, and what a shard map loads from.
+
+    Attributes:
+        path: their directory, as given; it holds the ``config.json``.
+        metas: every tensor's description, by name.
+        config: contents of ``config.json``.
+    """
+
+    path: str
+    metas: Mapping[str, TensorMeta]
+    config: Mapping[str, Any]
+
+    def check_unchanged(self) -> None:
+        """Raise CHECKPOINT_NOT_FOUND when what was checked at the opening is not what would be read now."""
+
+    def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]]) -> int:
+        """Copy parts of full tensors into memory of the parts' shapes, cast to its dtype; returns the bytes read.
+
+        Reads what was opened, also when the path names something else by now. Keeps no reference to the memory, and
+        the memory never refers to a file. Raises CHECKPOINT_NOT_FOUND when a file was written to or cannot be read
+        on; some parts are then in place and others are not.
+        """
+
+    def close(self) -> None:
+        """Give the files back; nothing can be read afterwards."""
+
+
+class Checkpoint:
+    """An opened checkpoint of safetensors files; see :class:`StoredWeights`.
+
+    Attributes:
+        files: its files.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: Mapping[str, Any],
+        files: Sequence[TensorFile],
+        *,
+        located: Mapping[str, Located] | None = None,
+        field: str = "model_path",
+        stem: str = "",
+    ) -> None:
+        """``located`` says where the tensors lie when that is not what the files' own headers say. ``stem``: as
+        :func:`open_files` takes it; "" for files that are only a part of their directory.
+        """
+        self.path = path
+        self.config = config
+        self.files = list(files)
+        self._field = field
+        self._stem = stem
+        if located is None:
+            located = {
+                name: Located(file, file.offsets[name], meta) for file in files for name, meta in file.metas.items()
+            }
+        self._located = dict(located)
+        self.metas: Mapping[str, TensorMeta] = {name: tensor.meta for name, tensor in located.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, contiguous, in memory of its own.
+
+        Raises CHECKPOINT_NOT_FOUND when there is no such tensor, or when its file has changed since it was opened.
+        """
+        found = self._find(name)
+        found.file.check_unchanged()
+        tensor = torch.empty(found.meta.shape, dtype=found.meta.dtype)
+        self.read_into([(name, Slice(), tensor)])
+        return tensor
+
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """``tensor.narrow(dim, start, length)``, contiguous, in memory of its own; only that slice is read.
+
+        Raises CHECKPOINT_NOT_FOUND as :meth:`read` does, FIELD_INVALID when the slice lies outside of the tensor.
+        """
+        found = self._find(name)
+        meta, part = found.meta, Slice(dim, start, length)
+        if not part.fits(meta.shape):
+            raise Reason.FIELD_INVALID.error(
+                f"{name}: no slice [{start}, {start + length}) of dimension {dim} in shape {meta.shape}",
+                field=self._field,
+            )
+        found.file.check_unchanged()
+        tensor = torch.empty(part.shape(meta.shape), dtype=meta.dtype)
+        self.read_into([(name, part, tensor)])
+        return tensor
+
+    def check_unchanged(self) -> None:
+        """See :class:`StoredWeights`."""
+        for file in self.files:
+            file.check_unchanged()
+        if not self._stem:
+            return
+        try:
+            names = list(_select(Path(self.path), self._stem, self._field))
+        except RlctlError as error:
+            cause = f"the directory was changed while the checkpoint was open: {error.message}"
+            raise _not_found(Path(self.path), cause, self._field) from error
+        if names != [file.path.name for file in self.files]:
+            raise _not_found(Path(self.path), "its index was changed while the checkpoint was open", self._field)
+
+    def same_files(self, other: Checkpoint) -> bool:
+        """Whether another one, opened later, is of the same files, and nobody has written to them between."""
+        return [file.stamp for file in self.files] == [file.stamp for file in other.files]
+
+    def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]], *, threads: int = 0) -> int:
+        """See :class:`StoredWeights`; ``threads`` as for :func:`rlctl.weights.checkpoint.parallel_read.read_parts`."""
+        parts = []
+        for name, part, into in wanted:
+            found = self._find(name)
+            parts.append(Part(found.file, found.offset, found.meta, part, into))
+        touched = {id(part.file): part.file for part in parts}.values()
+        for file in touched:
+            file.check_contents()
+        count = read_parts(parts, threads=threads)
+        for file in touched:
+            file.check_contents()
+        return count
+
+    def close(self) -> None:
+        """Give the files back; nothing can be read afterwards."""
+        self._located.clear()
+        for file in self.files:
+            file.close()
+
+    def _find(self, name: str) -> Located:
+        if name not in self._located:
+            cause = "it was closed" if name in self.metas else f"it has no tensor {name!r}"
+            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{self.path}: {cause}", field=self._field)
+        return self._located[name]
+
+
+def open_checkpoint(path: str, *, field: str = "model_path") -> Checkpoint:
+    """Open a checkpoint and check all of its headers; no tensor is read.
+
+    ``path`` is a directory on this machine; ``field`` is the request field to blame.
+
+    Raises CHECKPOINT_NOT_FOUND (no such directory, config or file; a file that is cut short or is no safetensors
+    file), CHECKPOINT_MISMATCH (the index and the files disagree, or the directory holds further safetensors files).
+    """
+    config = read_config(path, field=field)
+    return Checkpoint(path, config, open_files(path, field=field), field=field, stem=STEM)
+
+
+def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> dict[str, Any]:
+    """Contents of a checkpoint's ``config.json``, or of what has its place. Raises CHECKPOINT_NOT_FOUND."""
+    directory = Path(path)
+    try:
+        found = directory.is_dir()
+    except (OSError, ValueError) as error:  # no name of a file, or one that may not be looked at
+        raise _not_found(directory, f"it cannot be looked at: {error}", field) from error
+    if not found:
+        raise _not_found(directory, "there is no such directory", field)
+    return _read_json(directory / name, field)
+
+
+def open_files(path: str, *, field: str = "model_path", stem: str = STEM) -> list[TensorFile]:
+    """The safetensors files of a directory, single or sharded, by name; ``stem``: what their names begin with.
+
+    Raises as :func:`open_checkpoint` does.
+    """
+    directory = Path(path)
+    selected = _select(directory, stem, field)
+    files = [TensorFile(directory / name, field=field) for name in selected]
+    for file in files:
+        names = selected[file.path.name]
+        if names is None:
+            continue
+        index = directory / (stem + INDEX_SUFFIX)
+        if absent := sorted(names - file.metas.keys()):
+            raise _mismatch(f"{index}: {file.path.name} does not hold {_some(absent)}", field)
+        if extra := sorted(file.metas.keys() - names):
+            raise _mismatch(f"{index}: {file.path.name} holds {_some(extra)}, against the index", field)
+    return files
+
+
+def index_of(weight_map: Mapping[str, str], metas: Iterable[TensorMeta]) -> bytes:
+    """Contents of the index of a sharded checkpoint: which file holds which tensor."""
+    total = sum(meta.nbytes for meta in metas)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weight_map)}, indent=1).encode()
+
+
+def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta], *, what: str) -> None:
+    """Check that two sets of tensors have the same names and shapes, and dtypes that can be cast to each other.
+
+    ``what`` says in words what was found ("the checkpoint /models/a"). Raises CHECKPOINT_MISMATCH; its message lists
+    the first few names that are missing, extra, of another shape or dtype, its metadata (``missing``, ``extra``,
+    ``shapes``, ``dtypes``) all of them, a name a line.
+    """
+    both = sorted(found.keys() & reference.keys())
+    differences = {
+        "missing": sorted(reference.keys() - found.keys()),
+        "extra": sorted(found.keys() - reference.keys()),
+        "shapes": [
+            f"{name} {found[name].shape} instead of {reference[name].shape}"
+            for name in both
+            if found[name].shape != reference[name].shape
+        ],
+        "dtypes": [
+            f"{name} {dtype_name(found[name].dtype)} instead of {dtype_name(reference[name].dtype)}"
+            for name in both
+            if not castable(found[name].dtype, reference[name].dtype)
+        ],
+    }
+    differences = {kind: names for kind, names in differences.items() if names}
+    if differences:
+        words = "; ".join(_summary(kind, names) for kind, names in differences.items())
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{what} does not fit: {words}",
+            metadata={kind: "\n".join(names) for kind, names in differences.items()},
+        )
+
+
+def _select(directory: Path, stem: str, field: str) -> dict[str, set[str] | None]:
+    """The safetensors files that make up a checkpoint, by name, with the tensors that its index names for each.
+
+    Without an index there is one file, with None. Raises as :func:`open_checkpoint` does, also for files which an
+    engine could load besides or instead.
+    """
+    single, index = stem + SUFFIX, stem + INDEX_SUFFIX
+    try:
+        # As engines look for files: by their suffix, without hidden ones.
+        present = {name for name in os.listdir(directory) if name.endswith((SUFFIX, INDEX_SUFFIX)) and name[0] != "."}
+    except OSError as error:
+        raise _not_found(directory, f"it cannot be listed: {error}", field) from error
+    selected: dict[str, set[str] | None] = {single: None}
+    if (directory / index).exists():
+        selected = dict(sorted(_read_index(directory / index, field).items()))
+    elif not (directory / single).exists():
+        raise _not_found(directory, f"it holds neither {single} nor {index}", field)
+    if unread := sorted(present - selected.keys() - {index}):
+        origin = f"{index} does not name" if index in present else f"are no part of {single}"
+        raise _mismatch(
+            f"{directory} holds safetensors files that {origin}: {_some(unread)}; engines differ in which files of "
+            "such a directory they load",
+            field,
+            next_step="Remove the files that do not belong to the checkpoint, or an index that is out of date.",
+        )
+    return selected
+
+
+def _read_index(index: Path, field: str) -> dict[str, set[str] | None]:
+    weight_map = _read_json(index, field).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise _not_found(index, "it has no weight_map from names to files", field)
+    promised: dict[str, set[str]] = {}
+    for name, where in weight_map.items():
+        promised.setdefault(where, set()).add(name)
+    for name in promised:
+        if Path(name).name != name or name in ("", "."):
+            raise _mismatch(f"{index}: {name!r} is no file of this directory", field)
+        if not name.endswith(SUFFIX) or name[0] == ".":
+            raise _mismatch(f"{index}: {name!r} is not called *{SUFFIX}; engines would leave it out", field)
+    return dict(promised)
+
+
+def _read_json(path: Path, field: str) -> dict[str, Any]:
+    try:
+        value = json_files.parse(read_regular(path))
+    except FileNotFoundError:
+        raise _not_found(path, "there is no such file", field) from None
+    except (OSError, ValueError) as error:
+        raise _not_found(path, f"it cannot be read: {error}", field) from error
+    if not isinstance(value, dict):
+        raise _not_found(path, "it holds no JSON object", field)
+    return value
+
+
+def _not_found(path: Path, cause: str, field: str) -> RlctlError:
+    return Reason.CHECKPOINT_NOT_FOUND.error(f"{path}: {cause}", field=field)
+
+
+def _mismatch(cause: str, field: str, *, next_step: str = "") -> RlctlError:
+    return Reason.CHECKPOINT_MISMATCH.error(cause, field=field, next_step=next_step)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _summary(kind: str, names: list[str]) -> str:
+    label = {"missing": "missing", "extra": "extra", "shapes": "of another shape", "dtypes": "of another dtype"}[kind]
+    return f"{len(names)} {label} ({_some(names)})"

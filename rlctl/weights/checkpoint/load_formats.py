@@ -1,0 +1,179 @@
+"""Load formats: how the files of a checkpoint are laid out, by the name that a request gives.
+
+======================  =================================================================================
+"" "auto" "safetensors"  a Hugging Face checkpoint, single file or sharded with an index
+"direct"                tensors under the engine's own parameter names, in a rank's own shapes:
+                        ``model-rank-R-part-P.safetensors`` (as SGLang's and vLLM's sharded state), or at a single
+                        rank ``model.safetensors``
+"flattened_bucket"      full tensors under checkpoint names, packed into buckets of bytes: each tensor of the files is
+                        one bucket (1-d, U8), and what is in it stands in the file's metadata
+anything else           a loader that was registered under this name
+======================  =================================================================================
+
+A loader of one's own is a callable ``(path) -> StoredWeights`` that is installed with the engine: registered in its
+process with :func:`register_loader`, or through the entry point group ``rlctl.loaders``. What comes over the network is
+only ever a name among those; it is never taken for something to import.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.checkpoint import json_files
+from rlctl.weights.checkpoint.checkpoint import (
+    STEM,
+    Checkpoint,
+    Located,
+    StoredWeights,
+    open_checkpoint,
+    open_files,
+    read_config,
+)
+from rlctl.weights.checkpoint.safetensors_file import TensorFile, header_of
+from rlctl.weights.tensor.buckets import Bucket, pack
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, parse_dtype
+
+DIRECT = "direct"
+FLATTENED = "flattened_bucket"
+STANDARD = ("", "auto", "safetensors")
+GROUP = "rlctl.loaders"
+
+BUCKETS = "rlctl.buckets"
+"""Metadata entry of a file of packed buckets: JSON, bucket name → list of [name, dtype, shape, first byte]."""
+
+Loader = Callable[[str], StoredWeights]
+
+_registered: dict[str, Loader] = {}
+_PART = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors")
+
+
+def register_loader(name: str, loader: Loader) -> None:
+    """Make a loader known in this process. It opens and checks a directory, and raises typed errors.
+
+    Raises FIELD_INVALID when the name is taken.
+    """
+    if name in (*STANDARD, DIRECT, FLATTENED) or name in _registered:
+        raise Reason.FIELD_INVALID.error(f"there is a loader {name!r} already", field="load_format")
+    _registered[name] = loader
+
+
+def unregister_loader(name: str) -> None:
+    """Forget a loader that was registered in this process."""
+    _registered.pop(name, None)
+
+
+def load_formats() -> list[str]:
+    """Every name that :func:`open_stored` takes."""
+    return sorted({*STANDARD[1:], DIRECT, FLATTENED, *_registered, *(p.name for p in entry_points(group=GROUP))})
+
+
+def check_format(name: str) -> None:
+    """Raise UNSUPPORTED, naming what there is, when no loader has this name."""
+    if name and name not in load_formats():
+        raise Reason.UNSUPPORTED.error(
+            f"there is no load format {name!r}; there are: {', '.join(load_formats())}", field="load_format"
+        )
+
+
+def open_stored(path: str, load_format: str = "", *, rank: int = 0, size: int = 1) -> StoredWeights:
+    """Open a directory and check what can be checked without reading tensors. ``rank`` of ``size`` matters to "direct".
+
+    Raises UNSUPPORTED (no such format), CHECKPOINT_NOT_FOUND and CHECKPOINT_MISMATCH as
+    :func:`rlctl.weights.checkpoint.checkpoint.open_checkpoint`; of a loader of one's own, what it raises, as
+    CHECKPOINT_NOT_FOUND when that is not typed.
+    """
+    check_format(load_format)
+    if load_format in STANDARD:
+        return open_checkpoint(path)
+    if load_format == DIRECT:
+        return _open_direct(path, rank, size)
+    if load_format == FLATTENED:
+        return _open_flattened(path)
+    try:
+        return _find(load_format)(path)
+    except RlctlError:
+        raise
+    except Exception as error:  # it is somebody else's code
+        raise _unreadable(path, f"loader {load_format!r} failed: {type(error).__name__}: {error}") from error
+
+
+def save_flattened(path: str | Path, buckets: Iterable[tuple[Bucket, Mapping[str, torch.Tensor]]]) -> None:
+    """Write ``model.safetensors`` of packed buckets into a directory; each bucket comes with its tensors.
+
+    Raises FIELD_REQUIRED and FIELD_INVALID as :func:`rlctl.weights.tensor.buckets.pack` does.
+    """
+    packed: dict[str, torch.Tensor] = {}
+    contents: dict[str, list[list[object]]] = {}
+    for bucket, tensors in buckets:
+        key = f"bucket.{len(packed):05}"
+        packed[key] = pack(Bucket(bucket.sequence, bucket.metas, True), tensors).cpu().clone()
+        contents[key] = [
+            [meta.name, dtype_name(meta.dtype), meta.shape, start]
+            for meta, start in zip(bucket.metas, bucket.offsets, strict=True)
+        ]
+    header = header_of([TensorMeta.of(*entry) for entry in packed.items()], {BUCKETS: json.dumps(contents)})
+    with (Path(path) / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for data in packed.values():
+            file.write(data.numpy().data)
+
+
+def _find(name: str) -> Loader:
+    if name in _registered:
+        return _registered[name]
+    (point,) = entry_points(group=GROUP, name=name)
+    loader: Loader = point.load()
+    return loader
+
+
+def _open_direct(path: str, rank: int, size: int) -> Checkpoint:
+    config = read_config(path)
+    parts: dict[int, list[str]] = {}
+    for file in sorted(Path(path).iterdir()):
+        if match := _PART.fullmatch(file.name):
+            parts.setdefault(int(match[1]), []).append(file.name)
+    if not parts and size == 1:
+        return Checkpoint(path, config, open_files(path), stem=STEM)
+    if sorted(parts) != list(range(size)):
+        there = ", ".join(map(str, sorted(parts))) or "none"
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{path} holds the parts of ranks {there}, not of {size} ranks", field="model_path"
+        )
+    files = [TensorFile(Path(path) / name) for name in parts[rank]]
+    _refuse_twice(path, files)
+    return Checkpoint(path, config, files)
+
+
+def _open_flattened(path: str) -> Checkpoint:
+    config, files = read_config(path), open_files(path)
+    located: dict[str, Located] = {}
+    for file in files:
+        try:
+            contents = json_files.parse(file.metadata[BUCKETS].encode())
+            tensors = [(key, *tensor) for key, bucket in contents.items() for tensor in bucket]
+            for key, name, dtype, shape, start in tensors:
+                meta = TensorMeta(json_files.text(name), parse_dtype(dtype, "model_path"), json_files.shape(shape))
+                offset = json_files.number(start)
+                if offset + meta.nbytes > file.metas[key].nbytes or name in located:
+                    raise ValueError(f"{name} does not lie in {key}, or comes twice")
+                located[name] = Located(file, file.offsets[key] + offset, meta)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(str(file.path), f"it holds no packed buckets: {error}") from error
+    return Checkpoint(path, config, files, located=located, stem=STEM)
+
+
+def _refuse_twice(path: str, files: Sequence[TensorFile]) -> None:
+    names = [name for file in files for name in file.metas]
+    if len(names) != len(set(names)):
+        raise Reason.CHECKPOINT_MISMATCH.error(f"{path} holds a tensor twice", field="model_path")
+
+
+def _unreadable(path: str, cause: str) -> RlctlError:
+    return Reason.CHECKPOINT_NOT_FOUND.error(f"{path}: {cause}", field="model_path")

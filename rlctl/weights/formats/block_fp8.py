@@ -1,0 +1,212 @@
+"""The wire form of block-fp8 checkpoints: float8 weights with a scale for every block, as DeepSeek-V3 and Qwen3-FP8
+are published.
+
+``quantization_config`` says ``{"quant_method": "fp8", "weight_block_size": [128, 128]}``. A weight ``NAME`` of shape
+``[rows, columns]`` is ``float8_e4m3fn``; beside it lies ``NAME_scale_inv`` of shape
+``[ceil(rows / 128), ceil(columns / 128)]``, in float32 (DeepSeek) or bfloat16 (Qwen): what a block's values must be
+multiplied with. Blocks at the lower and right edge are smaller where the shape is no multiple.
+
+Formula: per block, ``scale = max(|w|) / 448`` and ``q = float8_e4m3fn(w / scale)``, 448 being float8_e4m3fn's largest
+value; ``w ≈ q * scale``. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2, and
+``weight_dequant`` in ``inference/kernel.py`` of deepseek-ai/DeepSeek-V3. A block of zeros has scale 1. The scale is
+rounded to the dtype that the checkpoint holds it in before it divides, so that both sides mean the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.checkpoint.checkpoint import Checkpoint
+from rlctl.weights.tensor.finite import Held, local_values
+from rlctl.weights.tensor.source import Entry, WeightSource, as_offer, atomic_lists, left_out, only, spares_of
+from rlctl.weights.tensor.tensors import TensorMeta, by_name
+
+CODES = torch.float8_e4m3fn
+"""Dtype of the weights."""
+
+LARGEST = torch.finfo(CODES).max
+"""448: the largest value of :data:`CODES`."""
+
+SCALE = "_scale_inv"
+"""What a scale's name has after its weight's."""
+
+SCALE_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that scales come in."""
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """Shape of the blocks that share a scale."""
+
+    rows: int = 128
+    columns: int = 128
+
+    def scales(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the scales of a weight of this shape. Raises FIELD_INVALID unless it has two dimensions."""
+        if len(shape) != 2:
+            raise Reason.FIELD_INVALID.error(f"blocks are of matrices, not of shape {shape}")
+        return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
+
+    def spread(self, scale: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+        """The scale of every element of a part of a weight: float32, ``[rows, columns]`` of that part.
+
+        ``rows`` and ``columns`` are where the part lies in the full weight; it need not begin or end with a block.
+        """
+        row = torch.arange(rows.start, rows.stop, device=scale.device) // self.rows
+        column = torch.arange(columns.start, columns.stop, device=scale.device) // self.columns
+        return scale.detach().to(torch.float32).index_select(0, row).index_select(1, column)
+
+
+def block_size_of(config: Mapping[str, Any]) -> BlockSize | None:
+    """The block size that a checkpoint's ``config.json`` says; None when the checkpoint is not quantised.
+
+    Raises UNSUPPORTED for another kind of quantisation.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    if not isinstance(settings, Mapping):
+        raise _unsupported(f"quantization_config is {settings!r}")
+    size = settings.get("weight_block_size")
+    wanted = {"quant_method": ("fp8",), "activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
+    wanted |= {"scale_fmt": ("float", None), "expert_dtype": ("fp8", None)}
+    for name, allowed in wanted.items():
+        if settings.get(name) not in allowed:
+            raise _unsupported(f"{name} is {settings.get(name)!r}")
+    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise _unsupported(f"weight_block_size is {size!r}")
+    return BlockSize(*size)
+
+
+def quantise(
+    weight: torch.Tensor, block: BlockSize | None = None, scale_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix of any float dtype as codes and scales; see the module for the formula and the shapes.
+
+    Raises FIELD_INVALID for a tensor that is no matrix, or that holds infinities or NaN.
+    """
+    block = block or BlockSize()
+    down, right = block.scales(tuple(weight.shape))
+    rows, columns = weight.shape
+    values = weight.detach().to(torch.float32)
+    padded = nn.functional.pad(values, (0, right * block.columns - columns, 0, down * block.rows - rows))
+    largest = padded.view(down, block.rows, right, block.columns).abs().amax(dim=(1, 3))
+    if not bool(largest.isfinite().all()):
+        raise Reason.FIELD_INVALID.error("the weight holds values that are not finite", field="weights")
+    scale = (largest / LARGEST).to(scale_dtype)
+    # Zeros, or values so small that their scale is rounded to zero.
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    ratio = values / block.spread(scale, slice(0, rows), slice(0, columns))
+    # A scale may have been rounded down, and not every version of torch saturates in this cast.
+    return ratio.clamp_(-LARGEST, LARGEST).to(CODES), scale
+
+
+def dequantise(
+    codes: torch.Tensor, scale: torch.Tensor, block: BlockSize | None = None, *, row: int = 0, column: int = 0
+) -> torch.Tensor:
+    """``codes`` times their scales, float32.
+
+    ``codes`` may be a part of the weight that starts at ``row`` and ``column``; ``scale`` is the full weight's.
+    """
+    block = block or BlockSize()
+    rows, columns = slice(row, row + codes.shape[0]), slice(column, column + codes.shape[1])
+    return codes.detach().to(torch.float32) * block.spread(scale, rows, columns)
+
+
+def scales_of(metas: Mapping[str, TensorMeta]) -> dict[str, str]:
+    """Names of the block-quantised weights among a checkpoint's tensors, each with its scale's."""
+    return {name: name + SCALE for name, meta in metas.items() if meta.dtype == CODES and name + SCALE in metas}
+
+
+class BlockFp8:
+    """A source that quantises another one's weights to the form of a block-fp8 checkpoint.
+
+    What the checkpoint holds as codes with scales comes as these two, one after the other and never split over
+    buckets; everything else as the source gives it, as do weights that it gives as codes already.
+    """
+
+    def __init__(
+        self,
+        weights: nn.Module | WeightSource | Iterable[Entry],
+        reference: Checkpoint | Iterable[TensorMeta],
+        block: BlockSize | None = None,
+    ) -> None:
+        """``reference``: the checkpoint that the engines were started from, or its tensors.
+
+        ``block``: size of the blocks; None: what the checkpoint's config says, or else 128 by 128. Raises
+        FIELD_INVALID when a weight or its scale does not fit the reference, UNSUPPORTED for a quantisation or a dtype
+        of scales that is not this one.
+        """
+        source = as_offer(weights)
+        if isinstance(reference, Checkpoint):
+            block = block or block_size_of(reference.config)
+            reference = reference.metas.values()
+        self._block = block or BlockSize()
+        wanted = by_name(reference, field="reference")
+        scales = scales_of(wanted)
+        given = by_name(source.metas(), field="weights")
+        dropped = left_out(spares_of(source), wanted)
+        given = {name: meta for name, meta in given.items() if name not in dropped}
+        self._source = only(source, given)
+        self._scales = {
+            name: wanted[scales[name]] for name, meta in given.items() if name in scales and meta.dtype != CODES
+        }
+        for name, scale in self._scales.items():
+            if given[name].shape != wanted[name].shape or scale.shape != self._block.scales(given[name].shape):
+                raise Reason.FIELD_INVALID.error(
+                    f"{name} of shape {given[name].shape} has no scales of shape {scale.shape} for blocks of "
+                    f"{self._block.rows} by {self._block.columns}; the reference has {wanted[name].shape}",
+                    field="weights",
+                )
+            if scale.dtype not in SCALE_DTYPES:
+                raise _unsupported(f"{scale.name} is {scale.dtype}")
+
+    def metas(self) -> list[TensorMeta]:
+        """Every tensor's description, in the form that it is sent in."""
+        metas: list[TensorMeta] = []
+        for meta in self._source.metas():
+            scale = self._scales.get(meta.name)
+            metas += [meta] if scale is None else [TensorMeta(meta.name, CODES, meta.shape), scale]
+        return metas
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, in the order of :meth:`metas`. Raises as :func:`quantise` does, naming the weight."""
+        for name, tensor in self._source.tensors():
+            scale = self._scales.get(name)
+            if scale is None:
+                yield name, tensor
+                continue
+            try:
+                codes, scales = quantise(tensor, self._block, scale.dtype)
+            except RlctlError as error:
+                error.message = f"{name}: {error.message}"
+                raise
+            yield name, codes
+            yield scale.name, scales
+
+    def local(self) -> Iterator[Held] | None:
+        """The values that are quantised, or sent as they are, where the source shows them."""
+        return local_values(self._source)
+
+    def together(self) -> list[tuple[str, ...]]:
+        """Every quantised weight with its scale; what the source keeps together otherwise."""
+        lists = atomic_lists(self._source)
+        listed = {name for names in lists for name in names}
+        lists += [(name,) for name in self._scales if name not in listed]
+        return [tuple(part for name in names for part in self._with_scale(name)) for names in lists]
+
+    def _with_scale(self, name: str) -> list[str]:
+        return [name, self._scales[name].name] if name in self._scales else [name]
+
+
+def _unsupported(why: str) -> RlctlError:
+    return Reason.UNSUPPORTED.error(
+        f"a checkpoint that is quantised such that its {why} is not known; known is fp8 in blocks with scales",
+        field="model_path",
+    )

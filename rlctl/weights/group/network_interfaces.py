@@ -1,0 +1,153 @@
+"""This machine's network interfaces, and whether a peer can be reached over one of them.
+
+A host with several interfaces or a wrong default route often fails only once many processes wait for each other; the
+probe finds it out before, and says from where to where it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+import time
+from pathlib import Path
+
+from rlctl.contract.errors import Reason
+
+_PAUSE_S = 0.05
+
+_SIOCGIFADDR = 0x8915
+"""Linux, netdevice(7): the IPv4 address of an interface."""
+
+
+def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patient_s: float | None = None) -> None:
+    """Connect to ``peer`` from ``interface_host``, an address or name of this machine, and hang up.
+
+    A peer that refuses is asked again for ``patient_s``, by default until the time is up: it may be about to listen.
+    Raises UNREACHABLE, naming source, its interface, destination, and the interface that the system's route there leads
+    over where it is another.
+    """
+    host, port = peer
+    deadline = time.monotonic() + timeout_s
+    patient_until = deadline if patient_s is None else min(deadline, time.monotonic() + patient_s)
+    try:
+        family, _, _, _, source = socket.getaddrinfo(interface_host, 0, type=socket.SOCK_STREAM)[0]
+        destination = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)[0][4]
+        while True:
+            with socket.socket(family, socket.SOCK_STREAM) as connection:
+                connection.settimeout(max(deadline - time.monotonic(), _PAUSE_S))
+                connection.bind((source[0], 0))
+                try:
+                    connection.connect(destination)
+                except ConnectionRefusedError:
+                    if time.monotonic() + _PAUSE_S > patient_until:
+                        raise
+                else:
+                    return
+            time.sleep(_PAUSE_S)
+    except OSError as error:
+        name = interface_of(interface_host) or "unknown"
+        route = _route_to(host) or name
+        by = "" if route == name else f", by a route over {route}"
+        raise Reason.UNREACHABLE.error(
+            f"{host}:{port} cannot be reached from {interface_host} (interface {name}){by}: {error}",
+            field="master_address",
+            next_step="Give the trainer's publisher, and the stage's node, addresses on a network that both are on.",
+            metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}", "route": route},
+        ) from error
+
+
+def _route_to(host: str) -> str:
+    """Interface that packets to a host leave by when nothing says otherwise; "" when that cannot be told."""
+    try:
+        family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(destination)  # Looks the route up and sends nothing.
+            return interface_of(asking.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def address_of(node: str) -> str:
+    """IP address of a host name or address. Raises ENGINE_FAILED when it does not resolve."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(node))
+    try:
+        return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise Reason.ENGINE_FAILED.error(f"host name {node!r} does not resolve: {error}") from error
+
+
+def interface_of(host: str) -> str:
+    """Name of the interface that has an address of this machine; "" when none has, or on other systems than Linux."""
+    try:
+        address = ipaddress.ip_address(socket.getaddrinfo(host, 0)[0][4][0])
+    except (OSError, ValueError):
+        return ""
+    if address.version == 6:
+        return _ipv6_interfaces().get(address.packed.hex(), "")
+    return next((name for name, found in _ipv4_addresses().items() if found == str(address)), "")
+
+
+def own_address(host: str, field: str = "host") -> str:
+    """An address or a name of this machine, without the brackets that an IPv6 address has before a port.
+
+    Raises FIELD_INVALID for what this machine cannot bind.
+    """
+    plain = host.removeprefix("[").removesuffix("]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(plain, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise Reason.FIELD_INVALID.error(
+            f"{host!r} is no address or name of this machine: {error}",
+            field=field,
+            next_step="Give an address of this machine without a port, or the network that it is in.",
+        ) from error
+    return plain
+
+
+def address_on(interface: str, *, field: str = "interface") -> str:
+    """This machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
+
+    Raises FIELD_INVALID with ``field``, naming what there is, when it has none there.
+    """
+    addresses = {str(ipaddress.IPv6Address(bytes.fromhex(raw))): name for raw, name in _ipv6_interfaces().items()}
+    found = {**{address: name for name, address in _ipv4_addresses().items()}, **addresses}
+    network = None
+    if "/" in interface:
+        try:
+            network = ipaddress.ip_network(interface, strict=False)
+        except ValueError as error:
+            raise Reason.FIELD_INVALID.error(f"{interface} is no network: {error}", field=field) from None
+    for address, name in found.items():
+        # An address of the other family is in no network of this one.
+        if name == interface if network is None else ipaddress.ip_address(address) in network:
+            return address
+    there = ", ".join(f"{name} {address}" for address, name in found.items())
+    raise Reason.FIELD_INVALID.error(f"this machine has no address on {interface}; there are: {there}", field=field)
+
+
+def _ipv4_addresses() -> dict[str, str]:
+    """IPv4 address by interface."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = str(ipaddress.IPv4Address(answer[20:24]))
+    return found
+
+
+def _ipv6_interfaces() -> dict[str, str]:
+    """Interface by address in hex, from /proc (proc(5), net/if_inet6)."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return {}
+    return {fields[0]: fields[5] for fields in map(str.split, lines)}

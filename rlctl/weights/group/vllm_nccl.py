@@ -1,0 +1,155 @@
+"""The source's half of a group that vLLM's workers join by vLLM's own NCCL engine. Never run on a GPU.
+
+They join by NCCL's unique id. torch's group of NCCL keeps its own in the store that it is made with; so it gets a store
+of its own here, out of which the id goes on to the store where all groups meet. Nothing is pickled on either side. What
+goes over the group is what goes over any other: vLLM's packed tensors are the bytes of one of our buckets.
+
+Nothing but its bytes gets one of vLLM's workers out of a broadcast: their engine has no timeout and looks for no
+errors, and a server that was attached to is not ours to end. So a group that is given up first pays what was announced,
+in zeros. That leaves the server with weights that nobody takes for good, and able to be updated again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.vllm_groups import unique_id_key
+from rlctl.weights.group import tcp_connections
+from rlctl.weights.group.nccl import nccl_group
+from rlctl.weights.group.process_group import WeightGroup, needed
+from rlctl.weights.group.rendezvous import Forming, Member
+
+UNIQUE_ID_BYTES = 128
+PAY_S = 10.0
+"""How long one broadcast of zeros may take: by then the members have gone on without it, or never will."""
+
+_FIRST = "0"
+"""torch's key for the unique id of a group's first communicator."""
+
+_PAUSE_S = 0.002
+
+
+class VLLMGroup(WeightGroup):
+    """The source's membership."""
+
+    def __init__(self, member: Member, device: str = "cuda") -> None:
+        """Use :func:`join_vllm`. ``device``: where zeros are to lie."""
+        super().__init__(member)
+        self._sizes: list[int] = []
+        self._device = device
+        self._unpaid = threading.Lock()
+
+    def announce(self, sizes: Iterable[int]) -> None:
+        """The members wait for broadcasts of so many bytes each, in this order."""
+        with self._lock:
+            self._sizes, self._begun = list(sizes), 0
+
+    def _spend(self, cause: str) -> str:
+        """Make the group unusable; what is owed is paid in the background, then the communicator is given up."""
+        self._spent = self._spent or cause
+        if self._member is not None and self._unpaid.acquire(blocking=False):  # only once
+            # The end of the process waits for it: a trainer that gives up mostly ends, too.
+            paying = threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}")
+            try:
+                paying.start()
+                needed.add(paying)
+            except RuntimeError:  # it is at its end already: some Pythons (3.12) begin no thread then
+                self._pay(self._member)
+        return self._spent
+
+    def _pay(self, member: Member) -> None:
+        with self._lock:
+            work, owed = self._work, deque(self._sizes[self._begun :])  # from here on nobody begins another one
+        with suppress(RuntimeError):  # the group is broken: there is nobody to pay
+            while _ends(work) and owed:
+                zeros = torch.zeros(owed.popleft(), dtype=torch.uint8, device=self._device)
+                options = dist.BroadcastOptions()
+                options.timeout = datetime.timedelta(seconds=PAY_S)
+                work = member.process_group.broadcast([zeros], options)
+        if self.backend == "nccl":
+            member.process_group.abort()
+        tcp_connections.cut(self._connections)
+
+
+def join_vllm(
+    store: tuple[str, int],
+    *,
+    name: str,
+    world_size: int,
+    timeout_s: float,
+    broadcast_timeout_s: float,
+    interface_host: str,
+    stop: threading.Event,
+) -> VLLMGroup:
+    """Form a group as its source, on the current CUDA device; returns when vLLM's workers have come.
+
+    The limits are those of :func:`rlctl.weights.group.process_group.join`.
+
+    Raises UNSUPPORTED (this torch lacks NCCL); GROUP_FAILED, REJECTED, when it did not come about. A thread then stays
+    in NCCL's rendezvous, which knows no time.
+    """
+    member = Member(name, 0, world_size, "nccl", interface_host, broadcast_timeout_s)
+    forming = _Forming(member, store)
+    forming.run(timeout_s, stop)
+    return VLLMGroup(member, forming.device)
+
+
+def unique_id(store: tuple[str, int], name: str, timeout_s: float) -> bytes:
+    """The unique id of a group, once its source is about to join. Raises GROUP_FAILED."""
+    limit = datetime.timedelta(seconds=timeout_s)
+    try:
+        client = TCPStore(*store, None, False, timeout=limit, wait_for_workers=False)
+        found: bytes = client.get(unique_id_key(name))
+    except RuntimeError as error:
+        raise Reason.GROUP_FAILED.error(f"group {name}: its source did not come within {timeout_s:g} s") from error
+    if len(found) != UNIQUE_ID_BYTES:
+        raise Reason.GROUP_FAILED.error(f"group {name}: {len(found)} bytes are no unique id of NCCL's")
+    return found
+
+
+class _Forming(Forming):
+    """One attempt to form the group at its source."""
+
+    def __init__(self, member: Member, address: tuple[str, int]) -> None:
+        super().__init__(member, address)  # refuses where there is no NCCL
+        self.device = f"cuda:{torch.cuda.current_device()}"
+
+    def _group(self, store: TCPStore, deadline: float) -> Any:
+        member = self._member
+        member.store = own = HashStore()
+        own.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _PAUSE_S)))
+        group = nccl_group(own, 0, member.world_size, member.broadcast_timeout_s)
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # it did not come about
+                store.set(unique_id_key(member.name), own.get(_FIRST))  # type: ignore[arg-type]
+
+        threading.Thread(target=tell, name=f"id-{member.name}", daemon=True).start()
+        # vLLM's workers begin with this one too (PyNcclCommunicator); torch joins in its course.
+        work = group.allreduce([torch.zeros(1, device=self.device)])
+        while not work.is_completed() and not self._give_up.wait(_PAUSE_S):
+            if time.monotonic() > deadline:
+                raise TimeoutError("vLLM's workers did not come")
+        work.wait()
+        return group
+
+
+def _ends(work: Any) -> bool:
+    """Whether a broadcast is done within :data:`PAY_S`."""
+    give_up = time.monotonic() + PAY_S
+    while work is not None and not work.is_completed():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(_PAUSE_S)
+    return True

@@ -1,0 +1,58 @@
+"""Which tensor differs from what was sent, and what each rank holds of it.
+
+A stage digests full tensors; a rank that holds a part of one that differs digests its part by itself. Whoever has the
+full tensor (its source) can digest the same part, and knows then whose is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlctl.contract.fingerprints import SIZE, differing, fingerprints
+from rlctl.v1.verbs_pb2 import TensorDifference, TensorPart
+from rlctl.weights.shards.shard_map import ModelDigestResult, ShardMap
+from rlctl.weights.tensor.digest import tensor_digest
+from rlctl.weights.tensor.slices import Slice
+
+
+def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes) -> TensorDifference:
+    """How the stage's tensors differ from the fingerprints, and what this rank holds of the first that does."""
+    names = differing(found.every, expected)
+    report = TensorDifference(tensors=len(found.every), count=len(names))
+    if not names:
+        return report
+    report.first = names[0]
+    shard = shards.shards.get(names[0])
+    if shard is None:
+        return report
+    part = report.part
+    part.name = names[0]
+    part.sha256 = tensor_digest(names[0], shard.local, dtype=shard.meta.dtype)
+    if shard.slice.whole(shard.meta.shape):
+        at = SIZE * sorted(found.every).index(names[0])
+        part.differs = fingerprints({names[0]: part.sha256}) != expected[at : at + SIZE]
+    else:
+        assert shard.slice.dim is not None
+        part.dim, part.start, part.length = shard.slice.dim, shard.slice.start, shard.slice.length
+    return report
+
+
+def digest_parts(
+    name: str, full: torch.Tensor, parts: Sequence[TensorPart], dtype: torch.dtype | None = None
+) -> list[TensorPart]:
+    """Those of the parts that are of this tensor, with the digests that they must have; ``dtype``: the reference's.
+
+    Raises FIELD_INVALID for a part that a tensor of this shape does not have.
+    """
+    digested = []
+    for part in parts:
+        if part.name != name:
+            continue
+        slice_ = Slice(part.dim, part.start, part.length) if part.HasField("dim") else Slice()
+        answer = TensorPart()
+        answer.CopyFrom(part)
+        answer.sha256 = tensor_digest(name, slice_.of(full), dtype=dtype)
+        digested.append(answer)
+    return digested

@@ -1,0 +1,290 @@
+"""Which slice of which full tensor lies where at a rank, and the model digest of a stage, whatever its layout.
+
+An engine shards, fuses and pads its parameters as it likes. Its shard map says, for every tensor of the checkpoint,
+which slice of it this rank holds and in which memory; that is enough to put full tensors into place and to digest
+the stage's weights as the checkpoint would have them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.v1 import common_pb2
+from rlctl.weights.checkpoint.checkpoint import StoredWeights, compare
+from rlctl.weights.shards.gather import Gathering, Job, parts_held
+from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
+from rlctl.weights.tensor.digest import Stop, TensorHash, combine, tensor_digests, usable_cores
+from rlctl.weights.tensor.slices import Shard, Slice, owners
+from rlctl.weights.tensor.tensors import TensorMeta
+
+__all__ = [
+    "Exchange",
+    "GroupExchange",
+    "LocalExchange",
+    "ModelDigestResult",
+    "Shard",
+    "ShardMap",
+    "Slice",
+    "model_digest",
+]
+
+DIGEST_BYTES = 32 << 20
+"""How much of full tensors an owner gathers at a time. While that is hashed, as much again is gathered."""
+
+
+class ShardMap:
+    """What one rank holds of a model.
+
+    Attributes:
+        shards: every tensor that the rank holds a part of, by checkpoint name.
+        together: names of tensors that mean nothing without each other: an update writes all of a list or none.
+    """
+
+    def __init__(self, shards: Mapping[str, Shard], together: Iterable[tuple[str, ...]] = ()) -> None:
+        """Raises FIELD_INVALID when a shard's name, slice and memory do not fit each other."""
+        for name, shard in shards.items():
+            full = shard.meta.shape
+            if shard.meta.name != name:
+                raise Reason.FIELD_INVALID.error(f"the shard of {name!r} describes {shard.meta.name!r}")
+            if not shard.slice.fits(full) or tuple(shard.local.shape) != shard.slice.shape(full):
+                raise Reason.FIELD_INVALID.error(
+                    f"{name}: memory of shape {tuple(shard.local.shape)} is not {shard.slice} of {full}"
+                )
+        self.shards = dict(shards)
+        self.together = list(together)
+
+    @property
+    def reference(self) -> dict[str, TensorMeta]:
+        """Every full tensor, by checkpoint name."""
+        return {name: shard.meta for name, shard in self.shards.items()}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over which part of which full tensor the rank holds, hex; the memory that holds it has no say."""
+        return hashlib.sha256(json.dumps(parts_held(self.shards), sort_keys=True).encode()).hexdigest()
+
+    def place(self, name: str, full: torch.Tensor) -> None:
+        """Copy the rank's part of a full tensor into place, cast to the dtype that it is held in.
+
+        Raises FIELD_INVALID for an unknown name or another shape, before anything is written.
+        """
+        shard = self._shard(name)
+        if tuple(full.shape) != shard.meta.shape:
+            raise Reason.FIELD_INVALID.error(f"{name}: shape {tuple(full.shape)} instead of {shard.meta.shape}")
+        shard.local.detach().copy_(shard.slice.of(full.detach()))
+
+    def place_local(self, name: str, part: torch.Tensor) -> None:
+        """Copy a tensor that is already the rank's part into place. Raises as :meth:`place` does."""
+        shard = self._shard(name)
+        if part.shape != shard.local.shape:
+            raise Reason.FIELD_INVALID.error(
+                f"{name}: a part of shape {tuple(part.shape)} instead of {tuple(shard.local.shape)}"
+            )
+        shard.local.detach().copy_(part.detach())
+
+    def load(self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None) -> set[str]:
+        """Read the rank's part of every tensor straight into place; returns the names.
+
+        ``ignore`` are tensors that may be stored beside those of the map; with ``only``, no others are read, and what
+        else is stored does not matter. Raises CHECKPOINT_MISMATCH when names or shapes differ, CHECKPOINT_NOT_FOUND
+        when a file changes or goes away; with outcome DIRTY once something may have been written.
+        """
+        names = self.select(stored, ignore=ignore, only=only)
+        stored.check_unchanged()
+        wanted = [(name, self.shards[name].slice, self.part_in_place(name)) for name in names]
+        try:
+            stored.read_into(wanted)
+        except RlctlError as error:
+            error.outcome = common_pb2.OUTCOME_DIRTY
+            raise
+        return set(names)
+
+    def select(
+        self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None
+    ) -> Set[str]:
+        """The names that :meth:`load` would read, in order, checked as it checks them; nothing is read."""
+        chosen = self.shards.keys() if only is None else only
+        reference = {name: meta for name, meta in self.reference.items() if name in chosen}
+        found = {
+            name: meta
+            for name, meta in stored.metas.items()
+            if name in reference or (only is None and name not in ignore)
+        }
+        compare(found, reference, what=f"the checkpoint {stored.path}")
+        return reference.keys()
+
+    def part_in_place(self, name: str) -> torch.Tensor:
+        """The memory that holds the rank's part of a tensor, to be written to. Raises FIELD_INVALID: unknown name."""
+        return self._shard(name).local.detach()
+
+    def full_in_place(self, name: str) -> torch.Tensor | None:
+        """The memory itself, when it holds the whole tensor in the reference's dtype and C order; else None.
+
+        What is received into it needs no further copy. Raises FIELD_INVALID for an unknown name.
+        """
+        shard = self._shard(name)
+        fits = shard.slice.whole(shard.meta.shape) and shard.local.dtype == shard.meta.dtype
+        return shard.local.detach() if fits and shard.local.is_contiguous() else None
+
+    def _shard(self, name: str) -> Shard:
+        if name not in self.shards:
+            raise Reason.FIELD_INVALID.error(f"the model has no tensor {name!r}")
+        return self.shards[name]
+
+
+@dataclass(frozen=True)
+class ModelDigestResult:
+    """What the ranks of a stage found out about its weights.
+
+    Attributes:
+        digest: model digest, hex; the same at every rank.
+        digests: hex digest of each full tensor of this rank's share, by checkpoint name. Over all ranks every tensor
+            is in exactly one share.
+        every: hex digest of each full tensor, by checkpoint name; the same at every rank.
+        inconsistent: names of the tensors of which two ranks hold different copies; the digest is then one that no
+            good weights have.
+    """
+
+    digest: str
+    digests: dict[str, str]
+    every: dict[str, str]
+    inconsistent: list[str]
+
+
+def model_digest(
+    shards: ShardMap,
+    exchange: Exchange,
+    *,
+    max_bytes: int = DIGEST_BYTES,
+    stop: Stop | None = None,
+    known: Mapping[str, str] | None = None,
+) -> ModelDigestResult:
+    """Digest a stage's weights as full tensors under their checkpoint names and reference dtypes.
+
+    Called by all ranks together. Equals :class:`~rlctl.weights.tensor.digest.ModelDigest` over the full tensors,
+    whatever the layout. The tensors that are cut up are shared out over the ranks; they are gathered at their owners,
+    at most ``max_bytes`` (or one row) at a time, and digested there. Of what several ranks hold, every rank digests its
+    own copy, and the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before they
+    do, ends it at all. ``known``: hex digests, by checkpoint name, of full tensors that this rank holds and has
+    digested since they were last written; each under its reference dtype.
+
+    Raises what a rank's ``stop`` was told, at every rank; INTERNAL when the ranks' shard maps contradict each other;
+    GROUP_FAILED when the ranks cannot exchange.
+    """
+    return _Digesting(shards, exchange, max_bytes, stop or Stop(), known or {}).run()
+
+
+class _Digesting:
+    """One run of :func:`model_digest` at one rank."""
+
+    def __init__(
+        self, shards: ShardMap, exchange: Exchange, max_bytes: int, stop: Stop, known: Mapping[str, str]
+    ) -> None:
+        self._shards = shards.shards
+        self._exchange = exchange
+        self._max_bytes = max_bytes
+        self._stop = stop
+        self._known = known
+        self._gathering = Gathering(shards.shards, exchange)
+        self._spreads = self._gathering.spreads
+        self._owner = owners(self._spreads, exchange.size)
+
+    def run(self) -> ModelDigestResult:
+        copies = self._digest_copies()
+        owned = self._digest_cut_up()
+        # Every rank has read what it had to: what is told to stop from here on has come too late to matter.
+        self._go_on()
+        answers = self._exchange.all_gather_bytes(json.dumps({"copies": copies, "owned": owned}).encode())
+        found = [json.loads(answer) for answer in answers]
+        digests: dict[str, str] = {}
+        inconsistent: list[str] = []
+        for name, spread in self._spreads.items():
+            seen = [
+                [found[rank]["copies"][name] for rank in piece.holders]
+                for piece in spread.pieces
+                if spread.whole or len(piece.holders) > 1
+            ]
+            digests[name] = seen[0][0] if spread.whole else found[self._owner[name]]["owned"][name]
+            if any(len(set(same)) > 1 for same in seen):
+                inconsistent.append(name)
+                mixture = json.dumps([digests[name], seen])
+                digests[name] = hashlib.sha256(mixture.encode()).hexdigest()
+        share = {name: digests[name] for name in digests if self._owner[name] == self._exchange.rank}
+        return ModelDigestResult(combine(digests), share, digests, sorted(inconsistent))
+
+    def _digest_copies(self) -> dict[str, str]:
+        """Digest what other ranks hold as well, and what is whole here."""
+        wanted: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
+        for name, spread in self._spreads.items():
+            mine = [piece for piece in spread.pieces if self._exchange.rank in piece.holders]
+            if mine and (spread.whole or len(mine[0].holders) > 1):
+                wanted[name] = (self._shards[name].local, spread.meta.dtype)
+        digests = {name: self._known[name] for name in wanted if name in self._known and self._spreads[name].whole}
+        self._go_on()
+        return digests | tensor_digests({name: wanted[name] for name in wanted.keys() - digests.keys()})
+
+    def _digest_cut_up(self) -> dict[str, str]:
+        """Digest this rank's share of the tensors that are cut up; gather for the other ranks' shares."""
+        hashes = {
+            name: TensorHash(spread.meta)
+            for name, spread in self._spreads.items()
+            if not spread.whole and self._owner[name] == self._exchange.rank
+        }
+        hashing: list[Future[None]] = []
+        with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as pool:
+            # In every step each rank gathers one batch of its own share; what it gathered before is hashed meanwhile.
+            for step in zip_longest(*(self._batches_of(owner) for owner in range(self._exchange.size))):
+                mine: dict[str, list[torch.Tensor]] = {}
+                for owner, batch in enumerate(step):
+                    if batch is not None:
+                        mine = self._gathering.gather(batch, owner) or mine
+                for job in hashing:
+                    job.result()
+                hashing = [pool.submit(_take_in, hashes[name], blocks) for name, blocks in mine.items()]
+                self._go_on()
+            for job in hashing:
+                job.result()
+        return {name: hash_.hexdigest() for name, hash_ in hashes.items()}
+
+    def _batches_of(self, owner: int) -> Iterator[list[Job]]:
+        """What an owner gathers, in order, at most ``max_bytes`` (or one block) at a time."""
+        batch: list[Job] = []
+        room = self._max_bytes
+        for name, spread in self._spreads.items():
+            if spread.whole or self._owner[name] != owner:
+                continue
+            for block in spread.blocks(self._max_bytes):
+                size = spread.meta.nbytes // spread.meta.shape[0] * block.length
+                if batch and size > room:
+                    yield batch
+                    batch, room = [], self._max_bytes
+                batch.append((name, block))
+                room -= size
+        if batch:
+            yield batch
+
+    def _go_on(self) -> None:
+        """Raise at every rank what one of them was told to stop for."""
+        agree_to_go_on(self._exchange, self._stop)
+
+
+def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
+    """Called by all ranks together: raise at every rank what one of them was told to stop for."""
+    mine = stop.cause
+    answers = exchange.all_gather_bytes(b"" if mine is None else mine.detail().SerializeToString())
+    if mine is not None:
+        raise mine
+    for answer in filter(None, answers):
+        raise from_detail(common_pb2.ErrorDetail.FromString(answer))
+
+
+def _take_in(hash_: TensorHash, blocks: Sequence[torch.Tensor]) -> None:
+    for block in blocks:
+        hash_.update(block)

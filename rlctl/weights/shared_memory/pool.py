@@ -1,0 +1,212 @@
+"""A sender's segments: made once, lent to receivers, used again only when nobody can still read them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1 import verbs_pb2
+from rlctl.weights.shared_memory.cuda_ipc import allocate
+from rlctl.weights.shared_memory.posix import HEADER_BYTES, OwnedMemory
+from rlctl.weights.tensor.placement import device_id
+
+LEASE_MARGIN_S = 5.0
+"""Added to a lease at the sender: the receiver's clock starts later, when the message has arrived."""
+
+
+class Memory(Protocol):
+    """A segment's memory.
+
+    Attributes:
+        header: shared memory that says which contents stand.
+        data: what tensors may lie in, 1-d uint8.
+        start: byte of the segment at which ``data`` starts.
+    """
+
+    header: OwnedMemory
+    data: torch.Tensor
+    start: int
+
+    def address(self, message: verbs_pb2.TensorSegment) -> None:
+        """Say in a message how to map it."""
+
+    def synchronise(self) -> None:
+        """Wait until what was enqueued for it is done."""
+
+    def close(self) -> None:
+        """Give it back. Harmless to call again."""
+
+
+class HostMemory:
+    """Memory in ``/dev/shm``; see :class:`Memory`."""
+
+    start = HEADER_BYTES
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises SHARED_MEMORY_FULL, UNSUPPORTED."""
+        self.header = OwnedMemory(HEADER_BYTES + nbytes)
+        self.data = self.header.data[HEADER_BYTES:]
+
+    def address(self, message: verbs_pb2.TensorSegment) -> None:
+        """Its name, and the size of the file."""
+        message.shared_memory, message.size = self.header.name, self.header.size
+
+    def synchronise(self) -> None:
+        """Copies into it from a device have ended when they return."""
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.header.close()
+        self.data = self.data.new_empty(0)
+
+
+class CudaMemory:
+    """Memory of a GPU, its header in ``/dev/shm``; see :class:`Memory`."""
+
+    start = 0
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises SHARED_MEMORY_FULL, UNSUPPORTED, INTERNAL."""
+        self.header = OwnedMemory(HEADER_BYTES)
+        self._device = device
+        self.data, self._handle = allocate(nbytes, device)
+
+    def address(self, message: verbs_pb2.TensorSegment) -> None:
+        """Its CUDA handle, the name of its header, and its size."""
+        message.cuda_ipc, message.header_memory = self._handle, self.header.name
+        message.size = self.data.numel()
+
+    def synchronise(self) -> None:
+        """Wait for the copies into it: handles order nothing between processes."""
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Forget it; it is freed with the last view."""
+        self.header.close()
+        self.data = self.data.new_empty(0)
+
+
+@dataclass(eq=False)
+class _Entry:
+    memory: Memory
+    writing: bool = False
+    leases: dict[object, float] = field(default_factory=dict)
+
+
+class SegmentPool:
+    """At most ``most`` segments on one device. From any thread.
+
+    Attributes:
+        device: what the segments lie on.
+        device_id: identity of that device.
+        allocations: segments made so far; it does not grow while their sizes do.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        self.device_id = device_id(device)
+        self.allocations = 0
+        self.device = device
+        self._most = most
+        self._entries: list[_Entry] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all segments hold."""
+        with self._changed:
+            return sum(entry.memory.data.nbytes for entry in self._entries)
+
+    def take(self, nbytes: int, deadline: float) -> Memory:
+        """A segment for ``nbytes`` bytes that nobody reads, to be written now; waits for one.
+
+        ``deadline`` is on :func:`time.monotonic`'s clock. Raises DEADLINE_EXCEEDED, CANCELLED (closed), and what making
+        one raises.
+        """
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise Reason.CANCELLED.error("the segments were closed")
+                entry = self._free(nbytes)
+                if entry is not None:
+                    entry.writing = True
+                    entry.memory.header.begin()
+                    return entry.memory
+                now = time.monotonic()
+                if now >= deadline:
+                    raise Reason.DEADLINE_EXCEEDED.error("receivers still read every segment")
+                ends = [max(e.leases.values()) for e in self._entries if e.leases and not e.writing]
+                self._changed.wait(max(0.0, min([deadline, *ends]) - now))
+
+    def lend(self, memory: Memory, borrower: object, lease_s: float) -> int:
+        """What was written stands, for a receiver to read for so long; returns the contents' number."""
+        memory.synchronise()
+        with self._changed:
+            entry = self._entry(memory)
+            entry.writing = False
+            entry.leases[borrower] = time.monotonic() + lease_s + LEASE_MARGIN_S
+            return memory.header.end()
+
+    def give_back(self, memory: Memory, borrower: object = None) -> None:
+        """The borrower reads no more, or, without one, what was taken was not written. Harmless to call again."""
+        with self._changed:
+            for entry in self._entries:
+                if entry.memory is memory:
+                    entry.leases.pop(borrower, None)
+                    entry.writing = entry.writing and borrower is not None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Remove every segment. Receivers keep what they have mapped until they notice."""
+        with self._changed:
+            self._closed = True
+            for entry in self._entries:
+                entry.memory.close()
+            self._entries.clear()
+            self._changed.notify_all()
+
+    def _entry(self, memory: Memory) -> _Entry:
+        for entry in self._entries:
+            if entry.memory is memory:
+                return entry
+        raise Reason.CANCELLED.error("the segments were closed")
+
+    def _free(self, nbytes: int) -> _Entry | None:
+        """A free segment that is large enough, if need be a new one in place of one that is not."""
+        now = time.monotonic()
+        free = [e for e in self._entries if not e.writing and all(end <= now for end in e.leases.values())]
+        for entry in free:
+            entry.leases.clear()
+        fitting = [entry for entry in free if entry.memory.data.numel() >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda entry: entry.memory.data.numel())
+        if len(self._entries) >= self._most:
+            if not free:
+                return None
+            self._remove(free.pop())
+        while True:
+            try:
+                entry = self._make(nbytes)
+            except RlctlError as error:
+                if error.reason is not Reason.SHARED_MEMORY_FULL or not self._entries:
+                    raise
+                if not free:
+                    return None  # a segment that is read now makes room when it is given back
+                self._remove(free.pop())
+            else:
+                self._entries.append(entry)
+                self.allocations += 1
+                return entry
+
+    def _make(self, nbytes: int) -> _Entry:
+        cuda = self.device.type == "cuda"
+        return _Entry(CudaMemory(nbytes, self.device) if cuda else HostMemory(nbytes))
+
+    def _remove(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        entry.memory.close()

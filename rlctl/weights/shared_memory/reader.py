@@ -1,0 +1,148 @@
+"""A receiver's side of shared segments: mapped once, kept while their owner lives, read while their lease lasts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.weights.receiver import Receiver, ReceiveStats
+from rlctl.weights.shared_memory.cuda_ipc import open_cuda
+from rlctl.weights.shared_memory.posix import HEADER_BYTES, abandoned, open_memory, sweep
+from rlctl.weights.shared_memory.segment import Segment, at
+from rlctl.weights.tensor.placement import device_id, host_id
+
+WATCH_S = 1.0
+"""How often owners of mapped segments are looked after: a dead one's memory goes back this much later."""
+
+
+class Mapping:
+    """A segment that is mapped here.
+
+    Attributes:
+        header: shared memory that has its header.
+        data: its contents: 1-d uint8, on the device that they lie on.
+    """
+
+    def __init__(self, segment: Segment, device: torch.device) -> None:
+        """Raises as :func:`open_memory` and :func:`open_cuda` do."""
+        path = segment.field
+        self.cuda_handle = segment.cuda_handle
+        if segment.cuda_handle:
+            self.header = open_memory(segment.header, HEADER_BYTES, f"{path}.header_memory", f"{path}.header_memory")
+            self.data = open_cuda(segment.cuda_handle, segment.size, device, f"{path}.cuda_ipc")
+        else:
+            self.header = open_memory(segment.header, segment.size, f"{path}.shared_memory", f"{path}.size")
+            self.data = self.header.data
+
+    def is_of(self, segment: Segment) -> bool:
+        """Whether the segment, of the same header, is this one."""
+        return (self.cuda_handle, self.data.numel()) == (segment.cuda_handle, segment.size)
+
+
+class Reading:
+    """Segments that were checked and may be read."""
+
+    def __init__(self, sources: Sequence[tuple[Segment, Mapping]]) -> None:
+        self._sources = sources
+
+    def proceed(self) -> None:
+        """Raise SEGMENT_EXPIRED when a lease is over, or the memory was used again."""
+        now = time.monotonic()
+        for segment, mapping in self._sources:
+            if now >= segment.until:
+                raise Reason.SEGMENT_EXPIRED.error(f"the lease on {segment.header} is over", field=segment.field)
+            if mapping.header.generation != segment.generation:
+                raise Reason.SEGMENT_EXPIRED.error(f"{segment.header} was used again", field=segment.field)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The full tensors, views of the mapped memory."""
+        return [
+            (meta.name, mapping.data[offset : offset + meta.nbytes].view(meta.dtype).reshape(meta.shape))
+            for segment, mapping in self._sources
+            for meta, offset in segment.tensors
+        ]
+
+
+class SegmentReader:
+    """Reads segments at one rank, for one caller at a time; a thread looks after the owners."""
+
+    def __init__(self, device: torch.device, threads: int = 1) -> None:
+        """``threads`` copy at the same time. Removes segments that owners left behind when they crashed."""
+        self._device = device
+        self._threads = threads
+        self._mappings: dict[str, Mapping] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watch: threading.Thread | None = None
+        sweep()
+
+    @property
+    def mapped(self) -> list[str]:
+        """Names of the segments (their headers) that are mapped now, sorted."""
+        with self._lock:
+            return sorted(self._mappings)
+
+    def check(self, segments: Sequence[Segment], receiver: Receiver) -> Reading:
+        """Find the segments for this rank, map them, and check all that can be checked before the first byte.
+
+        Raises NOT_COLOCATED, SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
+        """
+        mine = at(segments, host_id(), device_id(self._device))
+        for segment in mine:
+            for index, (meta, _) in enumerate(segment.tensors):
+                if receiver.fits(meta):
+                    continue
+                path = f"{segment.field}.tensors[{index}]"
+                receiver.check(meta, f"{path}.name", f"{path}.dtype", f"{path}.shape")
+        return self.open(mine)
+
+    def open(self, mine: Sequence[Segment]) -> Reading:
+        """Map segments for this rank (see :func:`rlctl.weights.shared_memory.segment.at`) whose tensors are known to be
+        wanted.
+
+        Raises SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
+        """
+        reading = Reading([(segment, self._map(segment)) for segment in mine])
+        reading.proceed()
+        return reading
+
+    def read(self, reading: Reading, receiver: Receiver, *, gently: bool = False) -> ReceiveStats:
+        """Copy what was checked into place; ``gently``: in this thread alone, beside what else the cores do.
+
+        Raises as :meth:`Receiver.copy` does, SEGMENT_EXPIRED among it.
+        """
+        threads = 1 if gently else self._threads
+        return receiver.copy("shared segments", reading.tensors(), reading.proceed, threads=threads)
+
+    def close(self) -> None:
+        """Unmap everything, as soon as nobody reads it. From any thread."""
+        with self._lock:
+            self._closed.set()
+            self._mappings.clear()
+
+    def _map(self, segment: Segment) -> Mapping:
+        with self._lock:
+            if self._closed.is_set():
+                raise Reason.CANCELLED.error("the reader was closed")
+            mapping = self._mappings.get(segment.header)
+            if mapping is None or not mapping.is_of(segment):
+                mapping = self._mappings[segment.header] = Mapping(segment, self._device)
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._look_after, name="segments", daemon=True)
+                self._watch.start()
+            return mapping
+
+    def _look_after(self) -> None:
+        """Forget segments whose owners are gone: their memory goes back once nobody has it mapped."""
+        while not self._closed.wait(WATCH_S):
+            gone = [name for name in self.mapped if abandoned(name)]
+            with self._lock:
+                for name in gone:
+                    self._mappings.pop(name, None)
+                if not self._mappings:
+                    self._watch = None
+                    return

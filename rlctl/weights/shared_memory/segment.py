@@ -1,0 +1,150 @@
+"""A shared segment as its message describes it, checked in itself: nothing is mapped here, no byte is touched.
+
+What a message says is not trusted: names that are paths, sizes that are not the file's, tensors that reach beyond the
+segment or into each other are refused before anything is mapped or written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason
+from rlctl.v1 import verbs_pb2
+from rlctl.weights.shared_memory.posix import HEADER_BYTES, check_name
+from rlctl.weights.tensor.buckets import Bucket
+from rlctl.weights.tensor.tensors import TensorMeta, by_name, dtype_name, parse_dtype
+
+CUDA_HANDLE_BYTES = 64
+"""Size of a ``cudaIpcMemHandle_t`` (``CUDA_IPC_HANDLE_SIZE`` in the CUDA runtime's headers)."""
+
+_LARGEST = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment on offer, at a receiver.
+
+    Attributes:
+        field: where it stands in the request.
+        node, device: place that it is for.
+        header: name of the shared memory that is its header: its own, or what a CUDA segment names.
+        cuda_handle: CUDA IPC handle; empty: it lies in shared memory.
+        size: in bytes, with what comes before the first tensor.
+        generation: number of its contents.
+        tensors: what lies in it, with byte offsets.
+        until: end of its lease, on :func:`time.monotonic`'s clock.
+    """
+
+    field: str
+    node: str
+    device: str
+    header: str
+    cuda_handle: bytes
+    size: int
+    generation: int
+    tensors: list[tuple[TensorMeta, int]]
+    until: float
+
+
+def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
+    """The segment of a message that arrived just now; ``field`` is where it stands in the request.
+
+    Raises FIELD_INVALID (a name that no segment has, a handle of another size, a tensor without a name, twice, of an
+    unknown dtype, at an address that its dtype cannot be read from, out of range, or overlapping another one),
+    FIELD_REQUIRED (neither handle).
+    """
+    cuda = message.WhichOneof("handle") == "cuda_ipc"
+    if not cuda and not message.shared_memory:
+        raise Reason.FIELD_REQUIRED.error("the segment says not how to map it", field=f"{field}.handle")
+    header = message.header_memory if cuda else message.shared_memory
+    check_name(header, f"{field}.header_memory" if cuda else f"{field}.shared_memory")
+    if cuda and len(message.cuda_ipc) != CUDA_HANDLE_BYTES:
+        raise Reason.FIELD_INVALID.error(
+            f"a CUDA IPC handle has {CUDA_HANDLE_BYTES} bytes, not {len(message.cuda_ipc)}", field=f"{field}.cuda_ipc"
+        )
+    if not 0 < message.size <= _LARGEST:
+        raise Reason.FIELD_INVALID.error(f"no segment is {message.size} bytes large", field=f"{field}.size")
+    tensors = [
+        _tensor(tensor, message.size, 0 if cuda else HEADER_BYTES, f"{field}.tensors[{index}]")
+        for index, tensor in enumerate(message.tensors)
+    ]
+    by_name((meta for meta, _ in tensors), field=f"{field}.tensors")
+    _refuse_overlap(tensors, field)
+    return Segment(
+        field=field,
+        node=message.node,
+        device=message.device,
+        header=header,
+        cuda_handle=message.cuda_ipc,
+        size=message.size,
+        generation=message.generation,
+        tensors=tensors,
+        until=time.monotonic() + seconds(message.lease),
+    )
+
+
+def to_proto(bucket: Bucket, *, start: int, node: str, generation: int, lease_s: float) -> verbs_pb2.TensorSegment:
+    """The message of a packed bucket that lies at byte ``start`` of a segment; the caller adds memory and device."""
+    return verbs_pb2.TensorSegment(
+        node=node,
+        generation=generation,
+        lease=duration(lease_s),
+        tensors=[
+            verbs_pb2.TensorHandle(
+                name=meta.name,
+                dtype=dtype_name(meta.dtype),
+                shape=verbs_pb2.Shape(dims=meta.shape),
+                offset=start + offset,
+            )
+            for meta, offset in zip(bucket.metas, bucket.offsets, strict=True)
+        ],
+    )
+
+
+def at(segments: Sequence[Segment], node: str, device: str) -> list[Segment]:
+    """The segments for a rank at this place, of every source.
+
+    Raises NOT_COLOCATED when there are none, FIELD_INVALID when they do not have every tensor of the request: what
+    one rank wrote and another did not would be a mixture. When they have one twice, too.
+    """
+    mine = [segment for segment in segments if (segment.node, segment.device) == (node, device)]
+    if not mine:
+        places = sorted({f"{segment.device} of {segment.node}" for segment in segments})
+        raise Reason.NOT_COLOCATED.error(
+            f"this rank is on {device} of {node or 'a host without shared memory'}, the segments are for "
+            f"{', '.join(places)}",
+            field="segments",
+        )
+    found = by_name((meta for segment in mine for meta, _ in segment.tensors), field="segments.tensors")
+    lacking = sorted({meta.name for segment in segments for meta, _ in segment.tensors} - found.keys())
+    if lacking:
+        raise Reason.FIELD_INVALID.error(
+            f"the segments for {device} of {node} lack {len(lacking)} tensors of the request: {', '.join(lacking[:5])}",
+            field="segments",
+        )
+    return mine
+
+
+def _tensor(message: verbs_pb2.TensorHandle, size: int, start: int, field: str) -> tuple[TensorMeta, int]:
+    if not message.name:
+        raise Reason.FIELD_INVALID.error("a tensor needs a name", field=f"{field}.name")
+    meta = TensorMeta(message.name, parse_dtype(message.dtype, f"{field}.dtype"), tuple(message.shape.dims))
+    if max(meta.nbytes, *meta.shape, 0) > _LARGEST:
+        raise Reason.FIELD_INVALID.error(f"{meta.name}: no tensor has the shape {meta.shape}", field=f"{field}.shape")
+    if not start <= message.offset <= size - meta.nbytes or message.offset % meta.dtype.itemsize:
+        raise Reason.FIELD_INVALID.error(
+            f"{meta.name}: {meta.nbytes} bytes at {message.offset} of {size}, or not where a {meta.dtype} may start",
+            field=f"{field}.offset",
+        )
+    return meta, message.offset
+
+
+def _refuse_overlap(tensors: Sequence[tuple[TensorMeta, int]], field: str) -> None:
+    end, before = 0, ""
+    for meta, offset in sorted(tensors, key=lambda entry: (entry[1], entry[0].nbytes)):
+        if offset < end and meta.nbytes:
+            raise Reason.FIELD_INVALID.error(f"{before} and {meta.name} overlap", field=f"{field}.tensors")
+        end, before = max(end, offset + meta.nbytes), meta.name

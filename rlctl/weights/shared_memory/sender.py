@@ -1,0 +1,186 @@
+"""A source's side of shared segments: copies its tensors into pooled segments and describes them, one by one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.weights.shared_memory.pool import Memory, SegmentPool
+from rlctl.weights.shared_memory.posix import free_bytes, sweep
+from rlctl.weights.shared_memory.segment import to_proto
+from rlctl.weights.tensor.buckets import Bucket, plan, unpack
+from rlctl.weights.tensor.digest import ModelDigest, usable_cores
+from rlctl.weights.tensor.placement import CPU, host_id
+from rlctl.weights.tensor.source import WeightSource, check_given, unannounced, unfit
+from rlctl.weights.tensor.tensors import TensorMeta
+
+SEGMENT_BYTES = 1 << 30
+"""Most bytes of tensors in one segment; a tensor that is larger has one of its own."""
+
+SHARES = 4
+"""Segments in the host's memory are at most this part of the room in /dev/shm: two of one sender, and the copies that
+engine servers hand on to their ranks.
+"""
+
+SEGMENTS = 2
+"""Segments of one sender: one is being written while the other one is read."""
+
+LEASE_S = 300.0
+"""How long receivers may read a segment, unless said otherwise: the verb's own deadline."""
+
+_WHOLE = 1 << 62
+
+
+@dataclass(frozen=True)
+class SentSegment:
+    """A segment that was written and lent to the receivers.
+
+    Attributes:
+        messages: what to send them: the segment, once for each device that it is for.
+        nbytes: bytes that were copied.
+        seconds: time that copying took, seconds.
+        release: to be called once every receiver has answered for certain, so that none reads it any more: the memory
+            may be used again. Without it, as after an answer that is UNKNOWN, that is so only once the lease is over.
+            Harmless to call again.
+    """
+
+    messages: list[verbs_pb2.TensorSegment]
+    nbytes: int
+    seconds: float
+    release: Callable[[], None]
+
+
+class SegmentSender:
+    """Writes one source's updates into segments, for ranks on the same host. One update at a time."""
+
+    def __init__(
+        self, device: torch.device | str = CPU, *, segment_bytes: int = SEGMENT_BYTES, segments: int = SEGMENTS
+    ) -> None:
+        """Segments in shared memory, or on the GPU ``device`` for ranks on that GPU. Nothing is allocated yet.
+
+        Segments that earlier senders left behind when they crashed are removed.
+        """
+        self._pool = SegmentPool(torch.device(device), segments)
+        self._segment_bytes = segment_bytes
+        sweep()
+
+    @property
+    def pool(self) -> SegmentPool:
+        """The segments."""
+        return self._pool
+
+    @property
+    def room(self) -> int:
+        """Bytes that segments of this sender may take in the host's memory, those that it holds included."""
+        held = self._pool.nbytes if self._pool.device_id == CPU else 0
+        return free_bytes() + held
+
+    def reaches(self, worker: common_pb2.WorkerCoordinates) -> bool:
+        """Whether a rank can map these segments: by the identity of host and device, never by name or index."""
+        if not worker.host_id or worker.host_id != host_id():
+            return False
+        return self._pool.device_id in (CPU, worker.device)
+
+    def write(
+        self,
+        source: WeightSource,
+        wire: Sequence[TensorMeta],
+        *,
+        devices: Sequence[str] = (),
+        lease_s: float = LEASE_S,
+        digest: ModelDigest | None = None,
+        deadline: float | None = None,
+        left: Callable[[], None] = lambda: None,
+    ) -> Generator[SentSegment, None, None]:
+        """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
+
+        Segments are smaller where /dev/shm has little room, down to the largest tensor.
+
+        ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.
+        ``devices``: device identities of the ranks on this host that read it; none: the sender's own. ``lease_s``: at
+        least the timeout of the calls that announce the segments; receivers stop at whichever ends first. ``digest``
+        takes in exactly what is sent, beside the copying; it is complete when the iterator has ended. When all segments
+        are lent, the iterator waits for a release or the end of a lease, until ``deadline`` (on
+        :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now). ``left`` is called when the source is at its
+        end, once the last segment has been taken from the iterator: the source's tensors may be overwritten.
+
+        Raises FIELD_INVALID when source and wire do not fit each other; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED,
+        CANCELLED (closed). What the source itself raises passes through.
+        """
+        buckets = plan(wire, bucket_bytes=self._most_bytes(wire), large_bytes=_WHOLE)
+        tensors = source.tensors()
+        digesting: dict[int, list[Future[None]]] = {}
+        limit = time.monotonic() + 2 * lease_s if deadline is None else deadline
+        with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as digesters:
+            for bucket in buckets:
+                memory = self._pool.take(bucket.nbytes, limit)
+                views: list[tuple[str, torch.Tensor]] = []
+                try:
+                    for future in digesting.pop(id(memory), []):
+                        future.result()
+                    started = time.perf_counter()
+                    views = unpack(bucket, memory.data)
+                    for index, meta in enumerate(bucket.metas):
+                        tensor = _next(tensors, meta)
+                        views[index][1].copy_(tensor)  # cast, from whatever device and layout, in one pass
+                    sent = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
+                except BaseException:
+                    views.clear()  # or the memory stays mapped for as long as somebody keeps the traceback
+                    self._pool.give_back(memory)
+                    raise
+                if digest is not None:
+                    digesting[id(memory)] = [digesters.submit(digest.add, name, view) for name, view in views]
+                yield sent
+            if (extra := next(tensors, None)) is not None:
+                raise unannounced(extra[0])
+            left()
+            for future in itertools.chain(*digesting.values()):
+                future.result()
+
+    def _most_bytes(self, wire: Sequence[TensorMeta]) -> int:
+        """Most bytes of tensors in one segment now. A power of two: a little more or less room changes nothing."""
+        if self._pool.device_id != CPU:
+            return self._segment_bytes
+        share = self.room // SHARES
+        return min(self._segment_bytes, max(1 << share.bit_length() >> 1, largest(wire)))
+
+    def close(self) -> None:
+        """Remove the segments."""
+        self._pool.close()
+
+    def _lend(
+        self, bucket: Bucket, memory: Memory, devices: Sequence[str], lease_s: float, started: float
+    ) -> SentSegment:
+        borrower = object()
+        generation = self._pool.lend(memory, borrower, lease_s)
+        messages = []
+        for device in devices:
+            message = to_proto(bucket, start=memory.start, node=host_id(), generation=generation, lease_s=lease_s)
+            message.device = device
+            memory.address(message)
+            messages.append(message)
+        release = functools.partial(self._pool.give_back, memory, borrower)
+        return SentSegment(messages, bucket.nbytes, time.perf_counter() - started, release)
+
+
+def largest(metas: Sequence[TensorMeta]) -> int:
+    """Bytes of the largest tensor, which no segment may be smaller than."""
+    return max((meta.nbytes for meta in metas), default=1) or 1
+
+
+def _next(tensors: Iterator[tuple[str, torch.Tensor]], meta: TensorMeta) -> torch.Tensor:
+    """The source's next tensor. Raises FIELD_INVALID when it is not the one that was announced."""
+    name, tensor = next(tensors, ("", None))
+    if tensor is None:
+        raise unfit(f"the source ends before {meta.name!r}, which was announced")
+    if name != meta.name:
+        raise unfit(f"the source yields {name!r} {tuple(tensor.shape)}; {meta.name!r} {meta.shape} was announced")
+    check_given(tensor, meta)
+    return tensor.detach()

@@ -1,0 +1,218 @@
+"""Which tensors travel together, and how the bytes of a packed bucket are laid out.
+
+Small tensors are packed into one broadcast of bytes; a large one travels as it is, so that a receiver can take it
+straight into place. A packed bucket holds its tensors' bytes one after the other. A gap is left only where a tensor
+would otherwise start at an address that its dtype cannot be read from; a reader that knows of no gaps (SGLang's
+``flattened_bucket``) fails on exactly those buckets, so every bucket that it can read is laid out as it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.v1 import verbs_pb2
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, by_name, dtype_name, parse_dtype
+
+BUCKET_BYTES = 64 << 20
+"""Most bytes that a packed bucket holds, unless tensors that must not be split need more."""
+
+LARGE_BYTES = 4 << 20
+"""From this size on a tensor travels on its own."""
+
+_LARGEST = (1 << 63) - 1
+"""Sizes and counts of bytes are signed 64-bit numbers in torch."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together.
+
+    Attributes:
+        sequence: position in the update, per source, from 0 on without gaps.
+        metas: the tensors, in order.
+        flattened: packed into one broadcast of bytes; otherwise one broadcast for each tensor.
+        parts: the broadcasts are of the part that the sending rank holds, for one that holds the same part.
+    """
+
+    sequence: int
+    metas: list[TensorMeta]
+    flattened: bool
+    parts: bool = False
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor starts in the packed bucket, in bytes."""
+        offsets = []
+        end = 0
+        for meta in self.metas:
+            offsets.append(_aligned(end, meta))
+            end = offsets[-1] + meta.nbytes
+        return offsets
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel: of a packed bucket its gaps included."""
+        if not self.flattened:
+            return sum(meta.nbytes for meta in self.metas)
+        return self.offsets[-1] + self.metas[-1].nbytes if self.metas else 0
+
+    @property
+    def broadcasts(self) -> list[int]:
+        """The bytes of each broadcast in which it travels."""
+        return [self.nbytes] if self.flattened else [meta.nbytes for meta in self.metas]
+
+
+def plan(
+    metas: Iterable[TensorMeta | Sequence[TensorMeta]],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    large_bytes: int = LARGE_BYTES,
+) -> list[Bucket]:
+    """Put tensors into buckets, in their order; a sequence of tensors in place of one is never split.
+
+    A tensor of ``large_bytes`` or more, and a sequence that has such a one, is a bucket of its own, sent tensor by
+    tensor. The others are packed, at most ``bucket_bytes`` together (a sequence that is larger makes a larger bucket);
+    one that would leave a gap behind the ones before it starts another bucket, which SGLang can read too.
+    Packing goes on past a large tensor; the buckets are in the order in which their last tensors come, and within a
+    bucket the order is kept.
+
+    Raises FIELD_INVALID for sizes below 1 or a name that comes twice.
+    """
+    if bucket_bytes < 1 or large_bytes < 1:
+        raise Reason.FIELD_INVALID.error(f"no buckets of {bucket_bytes} bytes and {large_bytes} for large tensors")
+    together = [[entry] if isinstance(entry, TensorMeta) else list(entry) for entry in metas]
+    by_name(meta for group in together for meta in group)
+    # Contents and format by the position of the last entry that went in.
+    closed: dict[int, tuple[list[TensorMeta], bool]] = {}
+    packing: list[TensorMeta] = []
+    end = last = 0
+    for position, group in enumerate(together):
+        if any(meta.nbytes >= large_bytes for meta in group):
+            closed[position] = (group, False)
+            continue
+        apart = bool(group) and _aligned(end, group[0]) != end
+        if packing and (apart or _end(group, end) > bucket_bytes):
+            closed[last] = (packing, True)
+            packing, end = [], 0
+        packing += group
+        end, last = _end(group, end), position
+    if packing:
+        closed[last] = (packing, True)
+    return [Bucket(sequence, *closed[position]) for sequence, position in enumerate(sorted(closed))]
+
+
+def room_for(nbytes: int, buffer: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A buffer of at least ``nbytes`` bytes on ``device``, 1-d uint8: the given one if it will do, or a new one."""
+    if buffer is None or buffer.device != device or buffer.numel() < nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return buffer
+
+
+def put(bucket: Bucket, index: int, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy one tensor's bytes to its place in a packed bucket's buffer.
+
+    Raises FIELD_INVALID when its dtype or shape is not what the bucket says.
+    """
+    meta, start = bucket.metas[index], bucket.offsets[index]
+    if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+        raise Reason.FIELD_INVALID.error(f"{meta} was to be packed, not {tensor.dtype} {tuple(tensor.shape)}")
+    end = 0 if index == 0 else bucket.offsets[index - 1] + bucket.metas[index - 1].nbytes
+    # A gap is filled, so that what travels never shows what the memory held before.
+    buffer[end:start].zero_()
+    buffer[start : start + meta.nbytes].copy_(as_bytes(tensor))
+
+
+def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of a packed bucket, ``bucket.nbytes`` of them: 1-d, uint8, at the start of ``buffer`` if it will do.
+
+    Raises FIELD_REQUIRED when a tensor is missing, FIELD_INVALID when one has another dtype or shape.
+    """
+    if absent := [meta.name for meta in bucket.metas if meta.name not in tensors]:
+        raise Reason.FIELD_REQUIRED.error(f"tensors of bucket {bucket.sequence} are missing: {', '.join(absent)}")
+    first = tensors[bucket.metas[0].name] if bucket.metas else torch.empty(0)
+    packed = room_for(bucket.nbytes, buffer, first.device)[: bucket.nbytes]
+    for index, meta in enumerate(bucket.metas):
+        put(bucket, index, tensors[meta.name], packed)
+    return packed
+
+
+def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a packed bucket, in order, as views of the buffer.
+
+    Raises FIELD_INVALID when the buffer is not 1-d uint8 of at least ``bucket.nbytes`` bytes.
+    """
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < bucket.nbytes:
+        raise Reason.FIELD_INVALID.error(
+            f"bucket {bucket.sequence} needs {bucket.nbytes} bytes, not {buffer.dtype} {tuple(buffer.shape)}"
+        )
+    return [
+        (meta.name, buffer[start : start + meta.nbytes].view(meta.dtype).reshape(meta.shape))
+        for meta, start in zip(bucket.metas, bucket.offsets, strict=True)
+    ]
+
+
+def to_proto(bucket: Bucket) -> verbs_pb2.TensorBucket:
+    """The bucket as a message."""
+    return verbs_pb2.TensorBucket(
+        sequence=bucket.sequence,
+        names=[meta.name for meta in bucket.metas],
+        dtypes=[dtype_name(meta.dtype) for meta in bucket.metas],
+        shapes=[verbs_pb2.Shape(dims=meta.shape) for meta in bucket.metas],
+        format=(
+            verbs_pb2.BUCKET_FORMAT_FLATTENED
+            if bucket.flattened
+            else verbs_pb2.BUCKET_FORMAT_PARTS
+            if bucket.parts
+            else verbs_pb2.BUCKET_FORMAT_TENSORS
+        ),
+    )
+
+
+def from_proto(message: verbs_pb2.TensorBucket, field: str = "buckets[0]") -> Bucket:
+    """The bucket of a message; ``field`` is where the message stands in the request.
+
+    Raises FIELD_REQUIRED (no names), LENGTH_MISMATCH (names, dtypes and shapes differ in number), FIELD_INVALID (an
+    empty name or one that comes twice, an unknown dtype, a tensor too large to be one), UNKNOWN_ENUM_VALUE.
+    """
+    if not message.names:
+        raise Reason.FIELD_REQUIRED.error("a bucket needs at least one tensor", field=f"{field}.names")
+    if not len(message.names) == len(message.dtypes) == len(message.shapes):
+        raise Reason.LENGTH_MISMATCH.error(
+            f"{len(message.names)} names, {len(message.dtypes)} dtypes and {len(message.shapes)} shapes", field=field
+        )
+    if message.format not in verbs_pb2.BucketFormat.values():
+        raise Reason.UNKNOWN_ENUM_VALUE.error(f"unknown bucket format {message.format}", field=f"{field}.format")
+    metas = []
+    for index, (name, dtype, shape) in enumerate(zip(message.names, message.dtypes, message.shapes, strict=True)):
+        if not name:
+            raise Reason.FIELD_INVALID.error("a tensor needs a name", field=f"{field}.names[{index}]")
+        meta = TensorMeta(name, parse_dtype(dtype, f"{field}.dtypes[{index}]"), tuple(shape.dims))
+        if max(meta.nbytes, *shape.dims, 0) > _LARGEST:
+            raise Reason.FIELD_INVALID.error(
+                f"{name}: no tensor has the shape {meta.shape}", field=f"{field}.shapes[{index}]"
+            )
+        metas.append(meta)
+    by_name(metas, field=f"{field}.names")
+    return Bucket(
+        message.sequence,
+        metas,
+        flattened=message.format == verbs_pb2.BUCKET_FORMAT_FLATTENED,
+        parts=message.format == verbs_pb2.BUCKET_FORMAT_PARTS,
+    )
+
+
+def _aligned(end: int, meta: TensorMeta) -> int:
+    """The first offset from ``end`` on that the tensor's dtype can be read from."""
+    return -(-end // meta.dtype.itemsize) * meta.dtype.itemsize
+
+
+def _end(metas: Sequence[TensorMeta], end: int) -> int:
+    """Where a packed bucket ends when these tensors follow what ends at ``end``."""
+    for meta in metas:
+        end = _aligned(end, meta) + meta.nbytes
+    return end

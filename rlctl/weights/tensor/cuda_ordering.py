@@ -1,0 +1,46 @@
+"""The order between a trainer's own work on a GPU and what an update reads: by events, never by waiting on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from rlctl.contract.errors import Reason
+
+
+class Ordering:
+    """Everything that a stream had been given when this was made; weights are read after it. From any thread."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        """None: there is nothing to wait for. Raises FIELD_INVALID for anything but a CUDA stream."""
+        self._event: torch.cuda.Event | None = None
+        if stream is None:
+            return
+        if not isinstance(stream, torch.cuda.Stream):
+            raise Reason.FIELD_INVALID.error(f"stream is {type(stream)}, not a torch.cuda.Stream", field="stream")
+        self._device = stream.device
+        self._event = stream.record_event()
+
+    @contextlib.contextmanager
+    def after(self) -> Iterator[None]:
+        """Inside, what this thread enqueues on the stream's device comes after what that stream had been given."""
+        if self._event is None:
+            yield
+            return
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().wait_event(self._event)
+            yield
+
+    def settle(self) -> None:
+        """Wait until what this thread has enqueued inside :meth:`after` is done by the device."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def trainer_stream(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+    """The stream that was given, or else the calling thread's current one; None in a process that uses no GPU."""
+    if stream is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return stream
+    return torch.cuda.current_stream()

@@ -1,0 +1,187 @@
+"""Digests of weights, bit for bit those of SGLang-Omni's weight checker.
+
+A tensor's digest is the SHA-256, in hex, over: its name (UTF-8), its dtype ("torch.bfloat16"), its shape as Python
+writes a tuple ("(2, 3)", "(3,)", "()") and its raw bytes in C order, with nothing between them. A set of tensors is
+digested as the SHA-256 over its names in sorted order, each followed by its tensor's hex digest in ASCII.
+
+Over a rank's local parameters this is the *rank digest* (comparable between equal layouts); over the full tensors
+under their checkpoint names it is the *model digest* (comparable between all layouts).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rlctl.contract.errors import RlctlError
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
+
+_CHUNK_BYTES = 4 << 20
+"""What a thread brings from a device to the host at a time."""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: as many tensors can be hashed at the same time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Stop:
+    """Tells work on weights to end early, and why: the first word counts. From any thread."""
+
+    def __init__(self) -> None:
+        self.cause: RlctlError | None = None
+
+    def set(self, cause: RlctlError) -> None:
+        """End, for this reason."""
+        self.cause = self.cause or cause
+
+    def check(self) -> None:
+        """Raise the reason, if there is one."""
+        if self.cause is not None:
+            raise self.cause
+
+
+class TensorHash:
+    """A tensor's digest, fed piece by piece: for tensors that are never whole in one place."""
+
+    def __init__(self, meta: TensorMeta) -> None:
+        self._sha256 = hashlib.sha256(f"{meta.name}{dtype_name(meta.dtype)}{meta.shape}".encode())
+
+    def update(self, data: torch.Tensor) -> None:
+        """Take in the bytes that come next (any dtype, on any device)."""
+        for chunk in _host_chunks(as_bytes(data)):
+            # hashlib reads the tensor's own memory through the buffer protocol, with the GIL released.
+            self._sha256.update(chunk.numpy().data)
+
+    def hexdigest(self) -> str:
+        """The digest of what came so far, 64 hex digits."""
+        return self._sha256.hexdigest()
+
+
+def tensor_digest(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> str:
+    """The digest of one tensor, 64 hex digits; with ``dtype``, of the tensor cast to it."""
+    cast = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+    hash_ = TensorHash(TensorMeta.of(name, cast))
+    hash_.update(cast)
+    return hash_.hexdigest()
+
+
+def digest_of_bytes(meta: TensorMeta, data: torch.Tensor) -> str:
+    """The digest of the tensor that these are the bytes of (C order), 64 hex digits."""
+    hash_ = TensorHash(meta)
+    hash_.update(data)
+    return hash_.hexdigest()
+
+
+def tensor_digests(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]], stop: Stop | None = None) -> dict[str, str]:
+    """The digest of each tensor, cast to the dtype beside it, by name; on all cores, the largest tensors first.
+
+    One tensor is hashed by one core: what is chained cannot be shared out. Raises what ``stop`` is told, between two
+    tensors.
+    """
+    stop = stop or Stop()
+
+    def digest(name: str) -> str:
+        stop.check()
+        return tensor_digest(name, tensors[name][0], dtype=tensors[name][1])
+
+    by_size = sorted(tensors, key=lambda name: tensors[name][0].numel() * tensors[name][1].itemsize, reverse=True)
+    with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as pool:
+        return dict(zip(by_size, pool.map(digest, by_size), strict=True))
+
+
+def combine(digests: Mapping[str, str]) -> str:
+    """The digest of a set of tensors, given each one's hex digest by name."""
+    sha256 = hashlib.sha256()
+    for name in sorted(digests):
+        sha256.update(f"{name}{digests[name]}".encode())
+    return sha256.hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorDigestEntry:
+    """One tensor and its digest.
+
+    Attributes:
+        meta: what was digested.
+        sha256: its digest, hex.
+    """
+
+    meta: TensorMeta
+    sha256: str
+
+
+@dataclass(frozen=True)
+class RankDigest:
+    """What a rank holds.
+
+    Attributes:
+        tensors: every tensor, in the module's order.
+        digest: the digest over all of them, hex; SGLang-Omni's ``per_gpu_checksum``.
+    """
+
+    tensors: list[TensorDigestEntry]
+    digest: str
+
+
+def rank_digest(module: nn.Module, skip: Sequence[str] = (), stop: Stop | None = None) -> RankDigest:
+    """Digest a module's parameters, then its buffers, every tensor object once.
+
+    Names that contain one of ``skip`` are left out. Raises what ``stop`` is told; without one, the tensors had not
+    changed until the last was digested.
+    """
+    chosen = {name: tensor for name, tensor in _tensors_once(module) if not any(part in name for part in skip)}
+    digests = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in chosen.items()}, stop)
+    if stop is not None:
+        stop.check()
+    entries = [TensorDigestEntry(TensorMeta.of(name, tensor), digests[name]) for name, tensor in chosen.items()]
+    return RankDigest(entries, combine({entry.meta.name: entry.sha256 for entry in entries}))
+
+
+class ModelDigest:
+    """A model digest that grows tensor by tensor, as a source sends them.
+
+    Attributes:
+        digests: hex digest by checkpoint name, of what was added so far.
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Digest a full tensor, cast to ``dtype`` if given. A name that comes again replaces the earlier one."""
+        self.digests[name] = tensor_digest(name, tensor, dtype=dtype)
+
+    def add_digest(self, name: str, digest: str) -> None:
+        """Take in a tensor that was digested elsewhere (by another source, say)."""
+        self.digests[name] = digest
+
+    def digest(self) -> str:
+        """The digest over everything that was added, hex."""
+        return combine(self.digests)
+
+
+def _tensors_once(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for named in (module.named_parameters(), module.named_buffers()):
+        for name, tensor in named:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def _host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    if data.device.type == "cpu":
+        yield data
+        return
+    # Page-locked: into ordinary memory a GPU copies for one thread at a time, slower than two cores hash.
+    room = torch.empty(min(data.numel(), _CHUNK_BYTES), dtype=torch.uint8, pin_memory=data.is_cuda)
+    for start in range(0, data.numel(), _CHUNK_BYTES):
+        part = data[start : start + _CHUNK_BYTES]
+        yield room[: part.numel()].copy_(part)

@@ -1,0 +1,92 @@
+"""Values that are NaN or infinite: the weights of a diverged training step.
+
+A tensor is checked in the dtype that it is sent in. A value that is finite in float32 may be infinite in float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.weights.tensor.tensors import as_bytes, castable, dtype_name
+
+_SHOWN = 5
+
+_CHUNK = 1 << 24
+"""Bytes that are checked in one piece, to keep temporary tensors small."""
+
+_BAD_BITS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "torch.float8_e4m3fn": lambda bits: (bits & 0x7F) == 0x7F,
+    "torch.float8_e5m2": lambda bits: (bits & 0x7F) >= 0x7C,
+    "torch.float8_e4m3fnuz": lambda bits: bits == 0x80,
+    "torch.float8_e5m2fnuz": lambda bits: bits == 0x80,
+    "torch.float8_e8m0fnu": lambda bits: bits == 0xFF,
+}
+"""Tests for bytes that are NaN or infinite, by dtype. Other dtypes of one byte have no such values."""
+
+Held = tuple[tuple[str, ...], torch.Tensor]
+"""Checkpoint names, and a tensor whose values go into the tensors of these names."""
+
+
+@runtime_checkable
+class LocalSource(Protocol):
+    """A source that exposes the shards of this rank, without gathering."""
+
+    def local(self) -> Iterator[Held] | None:
+        """All shards of this rank, or None if the source, a wrapped one say, can only gather."""
+
+
+def local_values(source: object) -> Iterator[Held] | None:
+    """The shards of this rank, or None if the source can only gather."""
+    return source.local() if isinstance(source, LocalSource) else None
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's part on this rank; another tensor as it is."""
+    own = getattr(tensor, "to_local", None)
+    return tensor if own is None else own()
+
+
+def is_finite(tensor: torch.Tensor, wire: torch.dtype | None = None) -> bool:
+    """Whether all values are finite; with ``wire``, also after the cast to that dtype, where that is only a cast."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    if values.dtype.itemsize == 1:
+        return _narrow_is_finite(values)
+    extremes = torch.stack(torch.aminmax(values))  # NaN goes through to both
+    if wire is not None and wire.is_floating_point and castable(tensor.dtype, wire):
+        extremes = extremes.to(wire)
+    return bool(extremes.isfinite().all())
+
+
+def _narrow_is_finite(values: torch.Tensor) -> bool:
+    """Check dtypes of one byte by their bits: torch has no aminmax for them, and widens them slowly."""
+    bad = _BAD_BITS.get(dtype_name(values.dtype))
+    return bad is None or not any(bool(bad(part).any()) for part in torch.split(as_bytes(values), _CHUNK))
+
+
+def not_finite(held: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Names of the tensors in ``dtypes`` with a value that is not finite."""
+    names_not_finite = []
+    for names, tensor in held:
+        sent = [name for name in names if name in dtypes]
+        if sent and not is_finite(tensor, dtypes[sent[0]]):
+            names_not_finite += sent
+    return names_not_finite
+
+
+def refusal(names: Collection[str], total: int) -> RlctlError:
+    """The error for weights with NaN or infinite values."""
+    ordered = sorted(set(names))
+    shown = ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
+    return Reason.WEIGHTS_NOT_FINITE.error(
+        f"{len(ordered)} of {total} tensors hold NaN or infinite values in the dtype of the checkpoint: {shown}",
+        field="weights",
+        metadata={"tensor": ordered[0], "count": str(len(ordered))},
+    )

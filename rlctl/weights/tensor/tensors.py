@@ -1,0 +1,120 @@
+"""Names, dtypes and shapes of tensors, and their bytes: the vocabulary of the data plane.
+
+Digests, buckets and broadcasts all work on a tensor's raw bytes in C order. This module is the one place that turns a
+tensor into them, for every dtype (float8 and bool included), 0-d and empty tensors too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.v1 import verbs_pb2
+
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+_DTYPES: dict[str, torch.dtype] = {
+    name: dtype
+    for name in dir(torch)
+    if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype not in _QUANTISED
+}
+"""Every dtype whose tensors can be seen as bytes, by name; torch's aliases ("half", "float") among them."""
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a tensor is, without its contents.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: its dtype.
+        shape: its full shape; ``()`` for a 0-d tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the contents in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorMeta:
+        """The description of a tensor at hand."""
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as digests and messages write it: "torch.bfloat16"."""
+    return str(dtype)
+
+
+def parse_dtype(name: str, field: str = "") -> torch.dtype:
+    """The dtype of a name, "torch.bfloat16" or "bfloat16".
+
+    Raises FIELD_INVALID, with ``field``, for a name that torch does not have or whose tensors have no plain bytes.
+    """
+    dtype = _DTYPES.get(name.removeprefix("torch."))
+    if dtype is None:
+        raise Reason.FIELD_INVALID.error(f"{name!r} is no dtype of a tensor", field=field)
+    return dtype
+
+
+def to_proto(meta: TensorMeta) -> verbs_pb2.TensorInfo:
+    """The description as a message."""
+    return verbs_pb2.TensorInfo(name=meta.name, dtype=dtype_name(meta.dtype), shape=verbs_pb2.Shape(dims=meta.shape))
+
+
+def from_proto(message: verbs_pb2.TensorInfo) -> TensorMeta:
+    """The description of a message. Raises FIELD_INVALID for an unknown dtype."""
+    return TensorMeta(message.name, parse_dtype(message.dtype), tuple(message.shape.dims))
+
+
+def castable(given: torch.dtype, reference: torch.dtype) -> bool:
+    """Whether values survive a cast: floats of 16 bits and more. Narrower ones and integers carry scales or codes."""
+    if given == reference:
+        return True
+    return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (given, reference))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes in C order: 1-d, uint8, on the tensor's device.
+
+    Shares memory with a contiguous tensor (writing through the result writes the tensor); copies any other one.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = plain.reshape(-1)
+    # A single element counts as contiguous whatever its stride, but cannot be viewed as bytes with it.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+    """Raise FIELD_INVALID for a tensor whose bytes are nowhere (on the meta device), or are not its elements."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise Reason.FIELD_INVALID.error(
+            f"{name} is {what}: it has no contents that could be sent",
+            field="weights",
+            next_step="Give the tensor itself: what is offloaded is brought back first.",
+        )
+
+
+def by_name(metas: Iterable[TensorMeta], *, field: str = "") -> Mapping[str, TensorMeta]:
+    """The descriptions by name. Raises FIELD_INVALID when two have the same one."""
+    found: dict[str, TensorMeta] = {}
+    for meta in metas:
+        if meta.name in found:
+            raise Reason.FIELD_INVALID.error(f"the tensor {meta.name!r} appears twice", field=field)
+        found[meta.name] = meta
+    return found

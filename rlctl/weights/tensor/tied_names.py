@@ -1,0 +1,55 @@
+"""Tensors with several names: tied tensors, and their repetitions in a ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.weights.tensor.finite import shard_of
+
+_SAMPLE = 64
+"""Elements that are compared first."""
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A further name of a tensor.
+
+    Attributes:
+        stands_for: usual names of the same contents.
+        explicit: the trainer itself uses this name.
+    """
+
+    stands_for: tuple[str, ...]
+    explicit: bool = False
+
+
+def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
+    """Names of tensors that share the memory or the contents of an earlier tensor, with its name.
+
+    Contents are compared only if exactly two matrices have the same shape, as an embedding and its tied head do.
+    """
+    found: dict[str, Spare] = {}
+    places: dict[object, str] = {}
+    alike: dict[object, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named:
+        own = shard_of(tensor)
+        if own.numel() == 0 or own.is_meta or own.layout != torch.strided or not own.data_ptr():
+            continue
+        first = places.setdefault((own.device, own.data_ptr(), own.dtype, own.shape, own.stride()), name)
+        if first != name:
+            found[name] = Spare((first,), explicit=True)
+        elif own.ndim == 2 and own is tensor:  # of a DTensor the other ranks' shards would have to be equal, too
+            alike.setdefault((own.device, own.dtype, own.shape), []).append((name, own))
+    for tensors in alike.values():
+        if len(tensors) == 2 and _equal(tensors[0][1], tensors[1][1]):
+            found[tensors[1][0]] = Spare((tensors[0][0],), explicit=True)
+    return found
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    sample = one[0, :_SAMPLE], other[0, :_SAMPLE]
+    constant = bool((sample[0] == sample[0][0]).all())  # zeros are no sign of a tie
+    return not constant and torch.equal(*sample) and torch.equal(one, other)

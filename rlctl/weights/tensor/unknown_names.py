@@ -1,0 +1,75 @@
+"""Unknown tensor names: find the probable name in the checkpoint for the error message."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Collection
+
+from rlctl.contract.errors import Reason
+from rlctl.weights.tensor.checkpoint_names import WRAPPING
+
+_NEAR = 0.6
+"""Least similarity, between 0 and 1, of the nearest name."""
+
+
+def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) -> None:
+    """Raise FIELD_INVALID for names that are not in a model's rollout checkpoint."""
+    unknown = [name for name in given if name not in wanted]
+    if not unknown:
+        return
+    first = unknown[0]
+    message = f"{model} has no tensor {first!r}"
+    next_step = "Give the tensors under the names of the rollout checkpoint."
+    lost, lacking = _prefixes(unknown, wanted), _lacking(unknown, wanted)
+    if lost and (not lacking or lost[0][1] >= lacking[0][1]):
+        prefix, count, name, right = lost[0]
+        message += f": {count} of {len(given)} names hold {prefix!r}, and {name!r} is {right!r} there"
+        next_step = "Give the module inside the wrapper, or remove the wrapper's part from the names."
+    elif lacking:
+        prefix, count, name, right = lacking[0]
+        message += f": {count} of {len(given)} names lack {prefix!r} in front, and {name!r} is {right!r} there"
+        next_step = "Give the whole model, not its inner module."
+    else:
+        if len(unknown) > 1:
+            message += f"; {len(unknown)} of {len(given)} names are unknown"
+        near = difflib.get_close_matches(first, wanted, n=1, cutoff=_NEAR)
+        message += f"; the nearest to it is {near[0]!r}" if near else ""
+    raise Reason.FIELD_INVALID.error(message, field="weights", next_step=next_step)
+
+
+_Affixes = list[tuple[str, int, str, str]]
+"""An affix, the number of names with it, the first of them, and its name in the checkpoint; most frequent first."""
+
+
+def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
+    """Parts that wrappers added: in front, or, for torch's wrappers, anywhere."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, tuple[str, str]] = {}
+    for name in unknown:
+        parts = name.split(".")
+        tried = [(f"{word}.", ".".join(part for part in parts if part != word)) for word in WRAPPING if word in parts]
+        tried += [(".".join(parts[:cut]) + ".", ".".join(parts[cut:])) for cut in range(1, len(parts))]
+        for affix, rest in tried:
+            if rest in wanted:
+                counts[affix] += 1
+                examples.setdefault(affix, (name, rest))
+                break
+    return [(affix, count, *examples[affix]) for affix, count in counts.most_common()]
+
+
+def _lacking(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
+    """Prefixes of the checkpoint's names that the given names lack."""
+    ends: dict[str, list[str]] = {}
+    for name in wanted:
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            ends.setdefault(".".join(parts[cut:]), []).append(name)
+    counts: Counter[str] = Counter()
+    examples: dict[str, tuple[str, str]] = {}
+    for name in unknown:
+        for whole in ends.get(name, ()):
+            affix = whole[: -len(name)]
+            counts[affix] += 1
+            examples.setdefault(affix, (name, whole))
+    return [(affix, count, *examples[affix]) for affix, count in counts.most_common()]

@@ -1,0 +1,429 @@
+"""Publishing a version as files: complete, or as a difference to an earlier one. The trainer's side of PullWeights.
+
+Nobody sees a version before it is complete: it is built under another name and given its own at the end, its manifest
+the last file. The form of both is a safetensors checkpoint, so a full version can be loaded as it lies there.
+
+A delta stores, for every tensor that changed, the new bytes (``overwrite``) or the new XOR the old ones (``xor``: where
+little changed, almost all of it is zeros, which compress to nothing). XOR applied twice gives the old version back, so
+both carry the digest of every tensor before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rlctl.contract.errors import Reason
+from rlctl.weights.checkpoint import atomic_write
+from rlctl.weights.checkpoint.allowed_roots import Roots
+from rlctl.weights.checkpoint.atomic_write import Patience
+from rlctl.weights.checkpoint.checkpoint import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    compare,
+    index_of,
+    open_checkpoint,
+    read_config,
+)
+from rlctl.weights.checkpoint.safe_open import MOST_BYTES, read_regular
+from rlctl.weights.checkpoint.safetensors_file import header_of
+from rlctl.weights.tensor.digest import combine, digest_of_bytes, tensor_digest
+from rlctl.weights.tensor.finite import is_finite, refusal
+from rlctl.weights.tensor.source import WeightSource, as_offer, as_source, left_out, only, spares_of, unannounced, unfit
+from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
+from rlctl.weights.versions.manifest import (
+    MANIFEST,
+    Base,
+    Compression,
+    Encoding,
+    Entry,
+    FileEntry,
+    Manifest,
+    directory_name,
+    find_version,
+    is_named,
+    read_manifest,
+)
+
+SHARD_BYTES = 4 << 30
+"""Most bytes of tensors in one file of a full version, unless one tensor is larger."""
+
+DELTA_BYTES = 256 << 20
+"""How much of a delta is collected in memory before it is written."""
+
+TURN_S = 60.0
+"""How long somebody else's giving a version its name is waited for."""
+
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
+    *(".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite"),  # of other frameworks
+)
+"""How files end that hold weights, or say where they lie: others than those that are published with them."""
+
+_LEVEL = 1
+"""zlib's fastest: the zeros of an XOR shrink at any level, and noise at none."""
+
+Weights = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that can be pulled.
+
+    Attributes:
+        path: its directory.
+        manifest: what it says about itself; ``manifest.digest`` is the model digest to expect at the engines.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class BaseVersion:
+    """A full version at hand, to make a difference to.
+
+    Attributes:
+        path: its directory: a published or a pulled version, or a plain checkpoint.
+        version: label; "" takes the directory's own manifest's.
+        sequence: likewise; 0 takes the manifest's.
+    """
+
+    path: str | Path
+    version: str = ""
+    sequence: int = 0
+
+
+def publish_full(
+    source_dir: str | Path,
+    weights: Weights,
+    *,
+    version: str,
+    sequence: int,
+    files_from: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    finite: bool = True,
+) -> Published:
+    """Publish a complete version below ``source_dir``.
+
+    ``weights`` are full tensors under checkpoint names; ``files_from`` is a checkpoint whose other files (config,
+    tokenizer) go with them. ``sequence`` must be above that of every version published there; publishing the same
+    again confirms. ``finite``: refuse weights that hold NaN or infinite values.
+
+    Raises WEIGHTS_NOT_FINITE, FIELD_INVALID (a label or sequence that cannot be, or is taken by other weights; more
+    tensors than a manifest has room for; no permission to write), CHECKPOINT_NOT_FOUND (``files_from`` holds no config,
+    or a file that is too large), DISK_FULL; nothing is then published.
+    """
+    source = as_source(weights)
+    beside = files_beside(Path(files_from), blame="files_from")
+    place = Path(source_dir) / directory_name(version, sequence)
+    _refuse_late(place, sequence)
+    with atomic_write.writing(place, "source_dir"), _building(place) as new:
+        entries: dict[str, Entry] = {}
+        shards: dict[str, int] = {}
+        tensors = _given(source, finite=finite)
+
+        def take_in(meta: TensorMeta, data: torch.Tensor) -> None:
+            entries[meta.name] = Entry(meta, digest_of_bytes(meta, data))
+
+        plan = _shards(source.metas(), shard_bytes)
+        for name, metas in plan.items():
+            shards[name] = _write_tensors(new / name, metas, tensors, take_in)
+        deque(tensors, maxlen=0)  # what is too much is told
+        if list(plan) != [SINGLE]:
+            data = index_of({meta.name: name for name, metas in plan.items() for meta in metas}, source.metas())
+            beside[INDEX] = data
+        manifest = Manifest(version, sequence, entries, files=write_files(beside, new), shards=shards)
+        return _finish(new, place, manifest)
+
+
+def publish_delta(
+    source_dir: str | Path,
+    weights: Weights,
+    *,
+    version: str,
+    sequence: int,
+    base: BaseVersion,
+    encoding: Literal["overwrite", "xor"] = "xor",
+    compress: bool = True,
+    finite: bool = True,
+) -> Published:
+    """Publish the difference of ``weights`` to a base version below ``source_dir``; otherwise as :func:`publish_full`.
+
+    Holds at most two copies of the largest tensor and 256 MiB of the delta in memory. A following delta's base is this
+    version: keep a copy of it up to date with :func:`rlctl.weights.versions.pull.pull`.
+
+    Raises CHECKPOINT_MISMATCH when names, shapes or dtypes are not the base's: publish a full version then; and
+    DIGEST_MISMATCH when the base is not what its manifest says.
+    """
+    source = as_offer(weights)
+    old, about = _open_base(base)
+    try:
+        dropped = left_out(spares_of(source), old.metas)
+        source = only(source, {meta.name for meta in source.metas()} - dropped)
+        place = Path(source_dir) / directory_name(version, sequence)
+        if about.sequence >= sequence:
+            raise Reason.FIELD_INVALID.error(
+                f"sequence {sequence} does not follow its base's, {about.sequence}", field="sequence"
+            )
+        _refuse_late(place, sequence)
+        _refuse_other_tensors(source.metas(), old)
+        with atomic_write.writing(place, "source_dir"), _building(place) as new:
+            writer = _DeltaWriter(new)
+            entries: dict[str, Entry] = {}
+            for meta, tensor in zip(source.metas(), _given(source, finite=finite), strict=True):
+                entries[meta.name], payload = _difference(meta, tensor, old, encoding, compress)
+                if payload is not None:
+                    writer.add(meta.name, payload, tensor)
+            shards = writer.finish()
+            found = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
+            if about.digest not in ("", found.digest):  # nobody else has it
+                raise Reason.DIGEST_MISMATCH.error(f"{base.path} is not what its manifest says", field="base")
+            return _finish(new, place, Manifest(version, sequence, entries, base=found, shards=shards))
+    finally:
+        old.close()
+
+
+def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
+    """What lies in a checkpoint's directory beside its weights: config, tokenizer. Raises CHECKPOINT_NOT_FOUND."""
+    try:
+        names = sorted(path.name for path in checkpoint.iterdir() if path.is_file())
+        files = {name: read_regular(checkpoint / name) for name in names if not _is_left_out(name)}
+    except OSError as error:
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} cannot be read: {error}", field=blame) from error
+    if CONFIG not in files:
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} holds no {CONFIG}", field=blame)
+    read_config(str(checkpoint), field=blame)  # what engines would refuse is not published
+    return files
+
+
+def _is_left_out(name: str) -> bool:
+    return name.endswith(_WEIGHTS) or name == MANIFEST or name.startswith(".")
+
+
+def write_files(files: Mapping[str, bytes], to: Path) -> dict[str, FileEntry]:
+    """Write small files; what a manifest says of them. Raises OSError."""
+    for name, data in files.items():
+        atomic_write.write_file(to / name, data)
+    return {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+
+
+@contextlib.contextmanager
+def _building(place: Path) -> Iterator[Path]:
+    """A directory that is being built for a place; removed when that fails."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write.sweep(place.parent)
+    with atomic_write.building(place) as path:
+        yield path
+
+
+def _refuse_late(place: Path, sequence: int) -> None:
+    source = place.parent
+    with atomic_write.writing(source, "source_dir"):
+        later = [path.name for path in source.glob("*-*") if _sequence(path) >= sequence and path != place]
+    if later:
+        raise Reason.FIELD_INVALID.error(
+            f"sequence {sequence} does not follow what is published in {source}: {max(later)}", field="sequence"
+        )
+
+
+def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
+    """Give a finished version its name, unless one is there: the same one confirms, another one refuses.
+
+    Others may have published since this one was begun; those of this host take turns.
+    """
+    told = manifest.to_json()
+    if len(told) > MOST_BYTES:  # nobody could pull it
+        raise Reason.FIELD_INVALID.error(
+            f"its manifest would have {len(told)} bytes, more than the {MOST_BYTES} that are read", field="weights"
+        )
+    atomic_write.write_file(new / MANIFEST, told)
+    with atomic_write.alone(place.parent, Patience(time.monotonic() + TURN_S)):
+        _refuse_late(place, manifest.sequence)
+        known = read_manifest(place)
+        if known is None and atomic_write.put_in_place(new, place, over=lambda: read_manifest(place) is None):
+            return Published(place, manifest)
+        known = known or read_manifest(place)
+    if known is None or (known.digest, known.base) != (manifest.digest, manifest.base):
+        raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
+    for name in sorted((known.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut otherwise
+        if known.files.get(name) != manifest.files.get(name):
+            raise Reason.FIELD_INVALID.error(f"{place} is published already, with another {name}", field="files_from")
+    return Published(place, known)
+
+
+def _sequence(path: Path) -> int:
+    number = path.name.partition("-")[0]
+    return int(number) if number.isdecimal() and (path / MANIFEST).is_file() else 0
+
+
+def _shards(metas: list[TensorMeta], shard_bytes: int) -> dict[str, list[TensorMeta]]:
+    """File name → the tensors in it, in the source's order."""
+    groups: list[list[TensorMeta]] = [[]]
+    size = 0
+    for meta in metas:
+        if groups[-1] and size + meta.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(meta)
+        size += meta.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def _given(source: WeightSource, *, finite: bool) -> Iterator[torch.Tensor]:
+    """A source's tensors: all that it has announced, in that order, exactly so. Raises FIELD_INVALID; with ``finite``,
+    WEIGHTS_NOT_FINITE for the first that holds such values.
+    """
+    tensors = source.tensors()
+    for meta in source.metas():
+        name, tensor = next(tensors, ("nothing more", None))
+        if tensor is None or (given := TensorMeta.of(name, tensor)) != meta:
+            raise unfit(f"the source announced {meta} and gave {name if tensor is None else given}")
+        if finite and not is_finite(tensor):
+            raise refusal([name], len(source.metas()))
+        yield tensor
+    if (extra := next(tensors, None)) is not None:
+        raise unannounced(extra[0])
+
+
+def _write_tensors(
+    path: Path,
+    metas: list[TensorMeta],
+    tensors: Iterator[torch.Tensor],
+    written: Callable[[TensorMeta, torch.Tensor], None],
+) -> int:
+    """Write one file, taking from ``tensors`` as many as it holds; returns its size. Raises OSError."""
+    header = header_of(metas, {"format": "pt"})
+    size = len(header) + sum(meta.nbytes for meta in metas)
+    fd = atomic_write.create(path, size)
+    try:
+        atomic_write.write_at(fd, memoryview(header), 0)
+        offset = len(header)
+        for meta in metas:
+            data = as_bytes(next(tensors)).cpu()
+            atomic_write.write_at(fd, data.numpy().data, offset)
+            written(meta, data)
+            offset += meta.nbytes
+        atomic_write.sync(fd)
+    finally:
+        os.close(fd)
+    return size
+
+
+def _open_base(base: BaseVersion) -> tuple[Checkpoint, Base]:
+    """The base's tensors, and what it is said to be; without a digest where it has no manifest."""
+    manifest = read_manifest(Path(base.path), blame="base")
+    if manifest is not None and manifest.base is not None:
+        raise Reason.FIELD_INVALID.error(f"{base.path} is a delta itself; pull it into a full copy", field="base")
+    label = base.version or (manifest.version if manifest else "")
+    sequence = base.sequence or (manifest.sequence if manifest else 0)
+    if not label or not sequence:
+        raise Reason.FIELD_REQUIRED.error(f"{base.path} does not say which version it is", field="base")
+    said = Base(label, sequence, manifest.digest if manifest else "")
+    return open_checkpoint(str(base.path), field="base"), said
+
+
+def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:
+    compare({meta.name: meta for meta in metas}, old.metas, what="the version to publish")
+    other = [meta.name for meta in metas if old.metas[meta.name].dtype != meta.dtype]
+    if other:
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{len(other)} tensors are of another dtype than in the base ({other[0]})", field="weights"
+        )
+
+
+def _difference(
+    meta: TensorMeta, tensor: torch.Tensor, old: Checkpoint, encoding: Literal["overwrite", "xor"], compress: bool
+) -> tuple[Entry, torch.Tensor | None]:
+    """What to say and to store of one tensor; nothing is stored of one that did not change."""
+    before = old.read(meta.name)
+    new = as_bytes(tensor).cpu()
+    base_sha256 = tensor_digest(meta.name, before)
+    sha256 = digest_of_bytes(meta, new)
+    if sha256 == base_sha256:
+        return Entry(meta, sha256, base_sha256, "same"), None
+    payload = new ^ as_bytes(before) if encoding == "xor" else new
+    packed = zlib.compress(payload.numpy().data, _LEVEL) if compress else b""
+    compression: Compression = ""
+    if compress and len(packed) < payload.numel():
+        payload, compression = torch.frombuffer(bytearray(packed), dtype=torch.uint8), "zlib"
+    chosen: Encoding = encoding
+    return Entry(meta, sha256, base_sha256, chosen, compression), payload
+
+
+class _DeltaWriter:
+    """Collects what a delta stores and writes it in files of bounded size."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+        self._shards: dict[str, int] = {}
+
+    def add(self, name: str, payload: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take what is stored of a tensor. Its memory may be the tensor's own, which the source uses again."""
+        lent = payload.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        self._held[name] = payload.clone() if lent else payload
+        self._bytes += payload.nbytes
+        if self._bytes >= DELTA_BYTES:
+            self._write()
+
+    def finish(self) -> dict[str, int]:
+        """Write what is left; the files and their sizes."""
+        if self._held:
+            self._write()
+        return self._shards
+
+    def _write(self) -> None:
+        metas = [TensorMeta.of(name, payload) for name, payload in self._held.items()]
+        name = f"delta-{len(self._shards) + 1:05}.safetensors"
+        source = iter(self._held.values())
+        self._shards[name] = _write_tensors(self._directory / name, metas, source, lambda *_: None)
+        self._held, self._bytes = {}, 0
+
+
+def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:
+    """A version that was published. Raises CHECKPOINT_NOT_FOUND, and PATH_NOT_ALLOWED for links out of ``roots``."""
+    found = look_up(Path(source_dir), version, roots=roots)
+    if found is None:
+        raise Reason.CHECKPOINT_NOT_FOUND.error(
+            f"version {version!r} is not published in {source_dir}", field="target_version"
+        )
+    return found
+
+
+def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:
+    """A published version by label, sequence or both; None when there is none.
+
+    Raises CHECKPOINT_NOT_FOUND for a directory that cannot be read and for a manifest that is damaged or of another
+    version, PATH_NOT_ALLOWED where the version, or a file of it, is a link that leads out of ``roots``.
+    """
+    try:
+        path = find_version(source, version, sequence)
+    except OSError as error:
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{source} cannot be read: {error}", field="source_dir") from error
+    if path is not None and roots is not None:
+        roots.resolve_checkpoint(str(path), field="source_dir")
+    manifest = None if path is None else read_manifest(path)
+    if path is None or manifest is None:
+        return None
+    if not is_named(path, manifest):
+        raise Reason.CHECKPOINT_NOT_FOUND.error(
+            f"{path} holds version {manifest.version!r} (sequence {manifest.sequence})", field="source_dir"
+        )
+    return Published(path, manifest)

@@ -1,0 +1,513 @@
+"""Bringing a local copy of a checkpoint to a published version: complete ones are copied, deltas are replayed.
+
+Nothing is changed in place. Every tensor of the target is computed from the seed (the local copy, a complete version,
+or the checkpoint that the engine was started with) and all deltas after it, written into a new directory, and checked;
+then the new directory takes the old one's place in one step. The version that a directory is at is written in it, so
+both change together: a delta is applied exactly once, whatever moment a crash comes at. The price is room for a second
+copy on the local disk.
+
+Versions lie in the project's own layout (:mod:`rlctl.weights.versions.publish`) or in slime's
+(:mod:`rlctl.weights.versions.slime_layout`). Only the plan differs: slime's versions have no digests, so the copy's are
+computed while it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
+from rlctl.weights.checkpoint import atomic_write
+from rlctl.weights.checkpoint.allowed_roots import Roots
+from rlctl.weights.checkpoint.atomic_write import Patience
+from rlctl.weights.checkpoint.checkpoint import INDEX, SINGLE, compare, open_files
+from rlctl.weights.checkpoint.safe_open import read_regular
+from rlctl.weights.checkpoint.safetensors_file import TensorFile
+from rlctl.weights.tensor.digest import digest_of_bytes
+from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.versions import slime_layout
+from rlctl.weights.versions.manifest import MANIFEST, Entry, Manifest, is_named, read_manifest
+from rlctl.weights.versions.publish import Published, files_beside, look_up, published, write_files
+from rlctl.weights.versions.slime_layout import Slime, SlimeDelta
+
+SOURCE = "source_dir"
+LOCAL = "local_checkpoint_dir"
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a pull came to.
+
+    Attributes:
+        manifest: of the version that the local directory is at.
+        changed: this call brought it there; False: it was there already, or another process did it meanwhile.
+        deltas: how many deltas were replayed.
+        bytes_read: bytes of weights and deltas that were read.
+    """
+
+    manifest: Manifest
+    changed: bool
+    deltas: int = 0
+    bytes_read: int = 0
+
+
+def pull_within(roots: Roots, request: PullWeightsRequest, base_dir: str, patience: Patience) -> PullReport:
+    """:func:`pull` as an engine's verb, between directories below ``roots``. Raises PATH_NOT_ALLOWED too."""
+    pulled = pull(
+        roots.resolve(request.source_dir, field=SOURCE),
+        roots.resolve_checkpoint(request.local_checkpoint_dir, field=LOCAL),
+        request.target_version,
+        base_dir=os.path.realpath(base_dir),
+        patience=patience,
+        roots=roots,
+    )
+    return PullReport(
+        version=pulled.manifest.version,
+        sequence=pulled.manifest.sequence,
+        model_digest=pulled.manifest.digest,
+        changed=pulled.changed,
+        deltas=pulled.deltas,
+        bytes_read=pulled.bytes_read,
+    )
+
+
+def pull(
+    source_dir: str,
+    local_checkpoint_dir: str,
+    target_version: str,
+    *,
+    base_dir: str = "",
+    patience: Patience | None = None,
+    threads: int = 0,
+    roots: Roots | None = None,
+) -> Pulled:
+    """Bring ``local_checkpoint_dir`` to a version that is published in ``source_dir``; afterwards it can be loaded.
+
+    ``base_dir`` is the checkpoint that a chain of deltas may begin at when no complete version is published. It is
+    version "0" where no such version is published in the project's layout, as for slime's trainers;
+    ``threads`` 0 takes one for each core, up to 8; no version may be, or hold, a link that leads out of ``roots``.
+    Processes that pull into the same directory take turns; those that come later find it done. Memory: two or three
+    times the largest tensor, for each thread.
+
+    Raises, and the local directory is as it was: CHECKPOINT_NOT_FOUND (no such version; one that its deltas need is
+    missing; a file is cut short, damaged or written to), CHECKPOINT_MISMATCH (a delta's base is another version than
+    the one there, or has other tensors), UNSUPPORTED (a form of slime's layout that is not known, or a package that it
+    needs is not installed), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL,
+    FIELD_INVALID (the directory cannot be written, or holds something that was not pulled, or the versions or the
+    engine's checkpoint themselves), PATH_NOT_ALLOWED (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
+    """
+    patience = patience or Patience()
+    place = Path(os.path.realpath(local_checkpoint_dir))
+    with atomic_write.writing(place, LOCAL):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Only a pull locks; and what comes where nothing was comes by a pull.
+        ours = atomic_write.was_locked(place) or not place.exists()
+        _local_version(place, ours=ours)  # what is refused is not locked: it would pass for a copy from then on
+    with atomic_write.locked(place, patience, LOCAL):
+        with atomic_write.writing(place, LOCAL):
+            atomic_write.recover(place)
+            here = _local_version(place, ours=ours)
+        plan = _plan(Path(source_dir), target_version, here, base_dir, roots)
+        if here is not None and not plan.deltas and plan.seed.manifest is here.manifest:
+            return Pulled(here.manifest, changed=False)
+        if Path(os.path.realpath(source_dir)).is_relative_to(place):
+            raise Reason.FIELD_INVALID.error(f"{source_dir} lies within {place}, which a pull replaces", field=SOURCE)
+        if not plan.can_replace(place):
+            raise Reason.FIELD_INVALID.error(
+                f"{plan.seed.path}, which the engine was started with, lies within {place}, which a pull replaces",
+                field=LOCAL,
+                next_step="Name another directory, or start the engine with another checkpoint.",
+            )
+        with contextlib.ExitStack() as stack:
+            files = _open(plan.seed.path, stack)
+            changes = [make(stack) for make in plan.deltas]
+            work = _Replay(plan, files, changes, patience)
+            with atomic_write.writing(place, LOCAL), atomic_write.building(place) as new:
+                manifest = work.write(new, threads or min(8, os.cpu_count() or 1))
+                plan.check_unchanged()
+                atomic_write.write_file(new / MANIFEST, manifest.to_json())
+                atomic_write.put_in_place(new, place)
+            return Pulled(manifest, changed=True, deltas=len(changes), bytes_read=work.bytes_read)
+
+
+class _Change(Protocol):
+    """A delta, opened."""
+
+    path: Path
+
+    def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
+        """Raise CHECKPOINT_MISMATCH where it is no difference to these tensors, which lie in ``seed``."""
+
+    def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A tensor's bytes after this delta, given those before it, which may be changed; and the bytes read."""
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """Where the replay starts; ``manifest`` says what must be found there. None: a checkpoint without one."""
+
+    path: Path
+    manifest: Manifest | None
+    field: str = "base_dir"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to make a copy of a version.
+
+    Attributes:
+        version: label of the version.
+        sequence: its sequence.
+        tensors: what must come out; None: nothing says so as a whole, and the copy's digests are computed.
+        seed: where to start.
+        deltas: what opens each delta, in the order of the replay.
+        read: the versions in slime's layout that are read.
+        origin: as in the manifest of the copy.
+    """
+
+    version: str
+    sequence: int
+    tensors: Mapping[str, Entry] | None
+    seed: _Seed
+    deltas: Sequence[Callable[[contextlib.ExitStack], _Change]]
+    read: Sequence[Slime] = ()
+    origin: tuple[str, ...] = ()
+
+    def can_replace(self, place: Path) -> bool:
+        """False where slime's version 0 would be lost, or be another version since the last pull."""
+        return not any(
+            version.number == 0 and Path(os.path.realpath(version.path)).is_relative_to(place) for version in self.read
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise CHECKPOINT_NOT_FOUND when what was read was written to meanwhile."""
+        for version in self.read:
+            version.check_unchanged()
+
+
+def _local_version(place: Path, *, ours: bool) -> Published | None:
+    """What is in the local directory. None: nothing, or something that a crash of the system has damaged.
+
+    ``ours``: what does not say that it was pulled is a copy all the same, from before they said so, unless it has the
+    name of a published version. Raises FIELD_INVALID for what is no copy; OSError.
+    """
+    if not place.exists() or not any(place.iterdir()):
+        return None
+    try:
+        manifest = read_manifest(place, blame=LOCAL)
+    except RlctlError as error:
+        if ours:
+            return None  # it was pulled once: another pull makes it whole
+        raise _not_pulled(f"{place} holds something that cannot be told to have been pulled") from error
+    if manifest is None:
+        raise _not_pulled(f"{place} holds something that was not pulled")
+    if not manifest.pulled and (is_named(place, manifest) or not ours):
+        raise _not_pulled(f"{place} is a published version, no copy of one")
+    sizes = {name: file.size for name, file in manifest.files.items()} | dict(manifest.shards)
+    whole = all((place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items())
+    return Published(place, manifest) if whole else None
+
+
+def _not_pulled(cause: str) -> RlctlError:
+    next_step = "Name an empty directory, or one that is not there yet."
+    return Reason.FIELD_INVALID.error(cause, field=LOCAL, next_step=next_step)
+
+
+def _is_at(here: Manifest, target: Manifest) -> bool:
+    return (here.version, here.sequence, here.digest) == (target.version, target.sequence, target.digest)
+
+
+def _plan(source: Path, version: str, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
+    """How to make a copy of a version in either layout; of one that is in both, the project's."""
+    found = look_up(source, version, roots=roots)
+    number = slime_layout.number_of(version)
+    if found is None and number is not None:
+        target = slime_layout.find(source, number, roots) if number else None
+        if number == 0 and base_dir and look_up(source) is None:
+            target = slime_layout.version_0(base_dir)
+        if target is not None:
+            return _plan_slime(source, target, here, base_dir, roots)
+    return _plan_ours(source, found or published(source, version, roots), here, base_dir, roots)
+
+
+def _plan_slime(source: Path, target: Slime, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
+    deltas: list[Slime] = []
+    at = target
+    while not (copied := here is not None and _is_copy(here.manifest, at, base_dir)) and at.delta is not None:
+        deltas.append(at)
+        at = _base_of(source, at, base_dir, roots)
+    if here is not None and copied:
+        seed, begun, read = _Seed(here.path, here.manifest), here.manifest.origin[1:], deltas
+    else:
+        seed, begun, read = _Seed(at.path, None, SOURCE if at.number else "base_dir"), (), [*deltas, at]
+        if at.number == 0:
+            begun = (at.identity,)
+    opens = [partial(SlimeDelta, delta) for delta in reversed(deltas)]
+    return _Plan(str(target.number), target.number, None, seed, opens, read, (target.identity, *begun))
+
+
+def _is_copy(here: Manifest, version: Slime, base_dir: str) -> bool:
+    """Whether the local copy is of this very version, and began at the checkpoint that the engine has now."""
+    if here.origin[:1] != (version.identity,) or here.sequence != version.number:
+        return False
+    begun = here.origin[1:]
+    return not begun or (bool(base_dir) and begun == (slime_layout.version_0(base_dir).identity,))
+
+
+def _base_of(source: Path, delta: Slime, base_dir: str, roots: Roots | None) -> Slime:
+    """The version that a delta in slime's layout is a difference to."""
+    assert delta.delta is not None
+    number = delta.delta.base
+    if number == 0 and base_dir:
+        return slime_layout.version_0(base_dir)
+    found = slime_layout.find(source, number, roots) if number else None
+    if found is not None:
+        return found
+    if number:
+        cause = f"version {number}, which is not published: {slime_layout.directory_of(source, number)} is not there"
+        next_step = "Keep the versions back to the newest complete one, or publish a complete one."
+    else:
+        cause = "version 0, the checkpoint that the engine was started with; it has none"
+        next_step = "Start the engine with a checkpoint, or publish a complete version."
+    raise Reason.CHECKPOINT_NOT_FOUND.error(
+        f"{delta.path} is a difference to {cause}", field=SOURCE, next_step=next_step
+    )
+
+
+def _plan_ours(source: Path, target: Published, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
+    seed, deltas = _chain(source, target, here, base_dir, roots)
+    manifest = target.manifest
+    opens = [partial(_Delta, delta) for delta in deltas]
+    return _Plan(manifest.version, manifest.sequence, manifest.tensors, seed, opens)
+
+
+def _chain(
+    source: Path, target: Published, here: Published | None, base_dir: str, roots: Roots | None
+) -> tuple[_Seed, list[Published]]:
+    """From where to start, and which deltas to replay in which order."""
+    deltas: list[Published] = []
+    at = target
+    while True:
+        if here is not None and _is_at(here.manifest, at.manifest):
+            return _Seed(here.path, here.manifest), deltas[::-1]
+        base = at.manifest.base
+        if base is None:
+            return _Seed(at.path, at.manifest), deltas[::-1]
+        deltas.append(at)
+        # Its label may have been given otherwise where the delta was made; two may have the same sequence.
+        found = look_up(source, base.version, base.sequence, roots) or look_up(source, "", base.sequence, roots)
+        if found is not None:
+            if not found.manifest.is_base_of(at.manifest):
+                raise Reason.CHECKPOINT_MISMATCH.error(
+                    f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; {found.path} has "
+                    f"{found.manifest.digest[:16]}",
+                    field=SOURCE,
+                )
+            at = found
+        elif here is not None and here.manifest.is_base_of(at.manifest):
+            return _Seed(here.path, here.manifest), deltas[::-1]
+        elif base_dir:
+            return _Seed(Path(base_dir), _before(at.manifest)), deltas[::-1]
+        else:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"{at.path} is a difference to version {base.version!r} (sequence {base.sequence}), which is not "
+                f"published in {source}",
+                field=SOURCE,
+            )
+
+
+def _before(delta: Manifest) -> Manifest:
+    """What a delta says that its base is."""
+    assert delta.base is not None
+    entries = {name: Entry(entry.meta, entry.base_sha256) for name, entry in delta.tensors.items()}
+    return Manifest(delta.base.version, delta.base.sequence, entries)
+
+
+def _open(path: Path, stack: contextlib.ExitStack) -> list[TensorFile]:
+    files = open_files(str(path), field=SOURCE)
+    for file in files:
+        stack.callback(file.close)
+    return files
+
+
+class _Delta:
+    """One delta, opened and checked against its manifest."""
+
+    def __init__(self, found: Published, stack: contextlib.ExitStack) -> None:
+        self.path, self.manifest = found.path, found.manifest
+        self._stored: dict[str, TensorFile] = {}
+        for name, size in found.manifest.shards.items():
+            file = TensorFile(found.path / name, field=SOURCE)
+            stack.callback(file.close)
+            if file.size != size:
+                raise Reason.CHECKPOINT_NOT_FOUND.error(
+                    f"{file.path}: it has {file.size} bytes, its manifest says {size}", field=SOURCE
+                )
+            self._stored |= dict.fromkeys(file.metas, file)
+        stored = {name for name, entry in found.manifest.tensors.items() if entry.encoding != "same"}
+        if self._stored.keys() != stored:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"{found.path}: its files hold other tensors than it says", field=SOURCE
+            )
+
+    def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
+        """See :class:`_Change`."""
+        _compare(metas, self.manifest, seed)
+
+    def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """See :class:`_Change`."""
+        entry = self.manifest.tensors[name]
+        if entry.encoding == "same":
+            return data, 0
+        payload = self._payload(name, entry)
+        if entry.encoding == "xor":
+            return data.bitwise_xor_(payload), payload.numel()
+        return payload, payload.numel()
+
+    def _payload(self, name: str, entry: Entry) -> torch.Tensor:
+        file = self._stored[name]
+        stored = torch.empty(file.metas[name].nbytes, dtype=torch.uint8)
+        file.read_bytes(file.offsets[name], stored)
+        if entry.compression == "zlib":
+            inflate = zlib.decompressobj()
+            try:
+                plain = inflate.decompress(stored.numpy().data, entry.meta.nbytes + 1)
+            except zlib.error as error:
+                raise self._damaged(name, str(error)) from error
+            stored = torch.frombuffer(bytearray(plain), dtype=torch.uint8) if plain else stored[:0]
+        if stored.numel() != entry.meta.nbytes:
+            raise self._damaged(name, f"{stored.numel()} bytes instead of {entry.meta.nbytes}")
+        return stored
+
+    def _damaged(self, name: str, cause: str) -> RlctlError:
+        return Reason.CHECKPOINT_NOT_FOUND.error(
+            f"{self.path}: what it stores of {name} is damaged: {cause}", field=SOURCE
+        )
+
+
+class _Replay:
+    """Computes the target from the seed and the deltas, file by file of the seed."""
+
+    def __init__(self, plan: _Plan, files: Sequence[TensorFile], deltas: Sequence[_Change], patience: Patience) -> None:
+        self._plan = plan
+        self._seed = plan.seed
+        self._files = files
+        self._deltas = deltas
+        self._patience = patience
+        self.bytes_read = 0
+        self._digests: dict[str, str] = {}
+        found = {name: meta for file in files for name, meta in file.metas.items()}
+        if plan.seed.manifest is not None:
+            _compare(found, plan.seed.manifest, plan.seed.path)
+        for delta in deltas:
+            delta.check(found, plan.seed.path)
+
+    def write(self, new: Path, threads: int) -> Manifest:
+        """Write all files of the target but the manifest, which is returned. Raises OSError."""
+        files = self._files_beside()
+        with contextlib.ExitStack() as stack:
+            # All room is claimed first: a full disk shows before anything is read.
+            outputs = [_Output(file, new, stack) for file in self._files]
+            with ThreadPoolExecutor(threads, "rlctl-pull") as pool:
+                jobs = [pool.submit(self._tensor, out, meta) for out in outputs for meta in out.file.metas.values()]
+                try:
+                    self.bytes_read = sum(job.result() for job in jobs)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            for output in outputs:
+                output.finish()
+        metas = {name: meta for file in self._files for name, meta in file.metas.items()}
+        return Manifest(
+            self._plan.version,
+            self._plan.sequence,
+            {name: Entry(meta, self._digests[name]) for name, meta in metas.items()},
+            files=write_files(files, new),
+            shards={output.file.path.name: output.file.size for output in outputs},
+            pulled=True,
+            origin=self._plan.origin,
+        )
+
+    def _files_beside(self) -> dict[str, bytes]:
+        """The files that go with the weights: those that the seed's manifest names, of a plain checkpoint all."""
+        path, manifest = self._seed.path, self._seed.manifest
+        named = manifest.files if manifest is not None else {}
+        if not named:
+            found = files_beside(path, blame=self._seed.field)
+            if [file.path.name for file in self._files] != [SINGLE]:
+                found[INDEX] = read_regular(path / INDEX)
+            return found
+        try:
+            found = {name: read_regular(path / name) for name in named}
+        except OSError as error:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
+        for name, expected in named.items():
+            if hashlib.sha256(found[name]).hexdigest() != expected.sha256:
+                raise Reason.DIGEST_MISMATCH.error(f"{path / name} is not what its checksum says", field=SOURCE)
+        return found
+
+    def _tensor(self, output: _Output, meta: TensorMeta) -> int:
+        self._patience.check("before everything was pulled")
+        name = meta.name
+        data = torch.empty(meta.nbytes, dtype=torch.uint8)
+        output.file.read_bytes(output.file.offsets[name], data)
+        digest = digest_of_bytes(meta, data)
+        if self._seed.manifest is not None:
+            self._check(name, digest, self._seed.manifest.tensors[name].sha256, f"before: in {output.file.path}")
+        changed = 0
+        for delta in self._deltas:
+            data, read = delta.apply(name, data)
+            changed += read
+        if changed:
+            digest = digest_of_bytes(meta, data)
+        if self._deltas and self._plan.tensors is not None:
+            self._check(name, digest, self._plan.tensors[name].sha256, f"after {self._deltas[-1].path}")
+        self._digests[name] = digest
+        output.write(name, data)
+        return meta.nbytes + changed
+
+    def _check(self, name: str, found: str, expected: str, where: str) -> None:
+        if found != expected:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"{name} is not what its checksum says {where}",
+                field=SOURCE,
+                metadata={"expected": expected, "found": found},
+            )
+
+
+def _compare(found: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) -> None:
+    compare(found, manifest.metas, what=f"what {seed} holds")
+    other = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
+    if other:
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{len(other)} tensors are of another dtype than in {manifest.version!r} ({other[0]})", field=SOURCE
+        )
+
+
+class _Output:
+    """A file of the new directory: laid out as the seed's."""
+
+    def __init__(self, file: TensorFile, new: Path, stack: contextlib.ExitStack) -> None:
+        self.file = file
+        self._fd = atomic_write.create(new / file.path.name, file.size)
+        stack.callback(os.close, self._fd)
+        header = torch.empty(min(file.offsets.values(), default=file.size), dtype=torch.uint8)
+        file.read_bytes(0, header)
+        atomic_write.write_at(self._fd, header.numpy().data, 0)
+
+    def write(self, name: str, data: torch.Tensor) -> None:
+        atomic_write.write_at(self._fd, data.numpy().data, self.file.offsets[name])
+
+    def finish(self) -> None:
+        atomic_write.sync(self._fd)

@@ -1,0 +1,421 @@
+"""What must hold after every step, checked against what really happened: the processes tell of it as they do it.
+
+What can be seen only by looking into them is in :mod:`.inspection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlctl.contract.errors import Reason
+from rlctl.ports import Delete, Put
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED
+from rlctl.v1.journal_pb2 import (
+    UPDATE_PHASE_PUBLISHED,
+    FleetRecord,
+    ModelRecord,
+    OperationRecord,
+    PauseRecord,
+    SlotRecord,
+    UpdateRecord,
+)
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+    OPERATION_STATE_RUNNING,
+    OPERATION_STATE_UNKNOWN,
+    Operation,
+    StageResult,
+)
+from rlctl.v1.rollout_pb2 import GenerateResponse
+from tests.simulator.model.profiles import SimSlot
+from tests.simulator.model.rank_weights import Holding
+from tests.simulator.ports.journal import SimJournal, Store
+from tests.simulator.ports.process_groups import Tensors
+from tests.simulator.ports.virtual_time import Node, World
+
+LEASE_S = 10.0
+"""How long a coordinator lets stages serve, as from its word."""
+
+WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
+
+MOST_REPORTS = 100
+"""Reports of a stage in a second: five times what a busy one needs."""
+
+_STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory", "ResumeMemory", "CheckWeights")
+"""Verbs that all ranks carry out at one step of their engine."""
+
+_GO_ON = ("ContinueGeneration", "ResumeMemory")
+"""What lets a stage go on that was paused by name."""
+
+PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
+"""States of an update whose version is served."""
+
+
+@dataclass
+class Violation(Exception):
+    """A promise that was broken."""
+
+    invariant: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.what}"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a token was made of, by rank."""
+
+    weights: list[Tensors]
+    released: frozenset[int]
+    adapter: str
+    adapters: list[Tensors]
+    stale: bool
+
+
+class Observer:
+    """Sees what no process sees: all of it at once.
+
+    Attributes:
+        history: what happened, if it is to be told.
+        published: what each version of a model is made of, by model and sequence.
+        adapters: what each adapter is made of, by model, name and version.
+        digested: updates whose trainers say which digest is right.
+        compared: partial updates whose targets are compared with each other.
+        mistaken: updates with a probe that their weights do not pass.
+        nameless: every tensor that a trainer has sent that names no update.
+    """
+
+    def __init__(
+        self, world: World, store: Store, disks: dict[str, Tensors], slots: dict[str, SimSlot], *, telling: bool
+    ) -> None:
+        self._world = world
+        self._store = store
+        self._disks = disks
+        self._slots = slots
+        self._telling = telling
+        self.violations: list[Violation] = []
+        self.history: list[str] = []
+        self.published: dict[tuple[str, int], Tensors] = {}
+        self.adapters: dict[tuple[str, str, str], Tensors] = {}
+        self.digested: set[str] = set()
+        self.compared: set[str] = set()
+        self.mistaken: set[str] = set()
+        self.nameless: set[str] = set()
+        self.latest: dict[str, ModelRecord] = {}
+        self.epoch = 0
+        self.tokens = 0
+        self._made: dict[tuple[str, int], _Made] = {}
+        self._applied: set[tuple[str, int, str]] = set()
+        self._acknowledged: dict[tuple[str, str], dict[str, set[int]]] = {}
+        """Ranks that carried a step out, by operation, slot and step."""
+        self._outcomes: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
+        self._reign: tuple[SimJournal | None, int] = (None, 0)
+        """The journal of the coordinator whose writes count, and the epoch that it began with: adopting stages, it may
+        raise it.
+        """
+        self._loaded: dict[tuple[str, int], dict[str, str]] = {}
+        """Versions of adapters by name while a sequence was a model's latest: as long as it is served, so are they."""
+        self._unloading: dict[tuple[str, str], str] = {}
+        """Versions of adapters that a model has no more, by model and name, until whoever unloads them is told so."""
+        self._reports: dict[str, int] = {}
+        self._paused: dict[tuple[str, int], str] = {}
+        """What paused an incarnation of a stage by name, until somebody asks for it to go on."""
+        self._pauses_of_the_fleet: dict[str, tuple[PauseRecord, set[str]]] = {}
+        """Pauses by name that were OK, by operation, until a continue; with slots that were continued since."""
+        self._retired: set[str] = set()
+        """Slots that are retired on record."""
+        self._recorded: dict[str, PauseRecord] = {}
+        """Every pause by name that is on record."""
+        self._continued: dict[str, int] = {}
+        """When that was asked for last, by slot, in nanoseconds of the wall clock."""
+        self._rolling: dict[tuple[str, str, int], int] = {}
+        """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
+        epoch that the coordinator began with that carries it out.
+        """
+
+    def note(self, what: str) -> None:
+        """Add to the history."""
+        if self._telling:
+            self.history.append(f"{self._world.now:9.3f} {what}")
+
+    def broken(self, invariant: str, what: str) -> None:
+        """A promise was broken."""
+        if any(known.invariant == invariant for known in self.violations):
+            return  # one of a kind is enough to see
+        violation = Violation(invariant, what)
+        self.violations.append(violation)
+        self.note(f"VIOLATED {violation}")
+
+    def sequence(self, model: str) -> int:
+        """The version of a model that is published."""
+        return self.latest[model].latest.sequence if model in self.latest else 0
+
+    # What becomes durable. I4: published sequences are monotone; epochs too. I8: an outcome stays what it is.
+
+    def journaled(self, change: Put | Delete) -> None:
+        """A record became durable."""
+        if isinstance(change, Delete):
+            if change.kind == "update":  # a successor takes it off the record, and what it admitted runs out
+                self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
+            elif change.kind == "operation":  # forgotten, perhaps before its end could be recorded
+                self._outcomes.pop(change.key, None)
+            elif change.kind == "slot":
+                self._retired.discard(change.key)
+            elif change.kind == "pause":
+                self._recorded.pop(change.key, None)
+                self._pauses_of_the_fleet.pop(change.key, None)
+            return
+        if change.kind == "model":
+            self._published(ModelRecord.FromString(change.body))
+        elif change.kind == "update":
+            record = UpdateRecord.FromString(change.body)
+            if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
+                self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self._reign[1]
+        elif change.kind == "slot":
+            (self._retired.add if SlotRecord.FromString(change.body).retired else self._retired.discard)(change.key)
+        elif change.kind == "pause":
+            pause = self._recorded[change.key] = PauseRecord.FromString(change.body)
+            if change.key in self._pauses_of_the_fleet:
+                self._pauses_of_the_fleet[change.key] = pause, set()
+        elif change.kind == "operation":
+            operation = OperationRecord.FromString(change.body).operation
+            self._ended(operation)
+            before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
+            if before not in (OPERATION_STATE_RUNNING, operation.state):
+                self.broken("I8", f"{operation.verb} {change.key} was {before} on record, and is {operation.state} now")
+            self._outcomes[change.key] = operation.state
+        elif change.kind == "fleet":
+            epoch = FleetRecord.FromString(change.body).fleet_epoch
+            if epoch <= self.epoch:
+                self.broken("I5", f"epoch {epoch} follows {self.epoch}")
+            self.epoch = epoch
+            if self._reign[0] is not self._store.holder:
+                self._reign = self._store.holder, epoch
+                # What one before it admitted beside the latest version is served no longer than its leases.
+                self._world.timer.later(LEASE_S + 1.0, self._rolled, lambda entry: self._rolling[entry] < epoch)
+
+    def _ended(self, operation: Operation) -> None:
+        """No operation ends in a defect, and a target that is said to have done something has."""
+        what = f"{operation.verb} {operation.operation_id}"
+        self._pauses(operation)
+        if operation.verb == "UnloadAdapter" and operation.state != OPERATION_STATE_RUNNING:
+            models = {self._slots[target].model for target in operation.targets}
+            if operation.state == OPERATION_STATE_OK:
+                self._unloaded(models)
+            else:  # what it promises then is what the leases do
+                self._world.timer.later(LEASE_S + 1.0, self._unloaded, models)
+        for result in operation.stage_results:
+            if result.error.reason == Reason.INTERNAL.name:
+                self.broken("I0", f"{what} ended in a defect at {result.slot}: {result.error.message}")
+            if not self._carried_out(operation, result):
+                self.broken("I3", f"{what} is said to be APPLIED by ranks of {result.slot} that have not done it")
+        if operation.error.reason == Reason.INTERNAL.name:
+            self.broken("I0", f"{what} ended in a defect: {operation.error.message}")
+
+    def _pauses(self, operation: Operation) -> None:
+        """Take in who has been paused by name, and who is to go on."""
+        if operation.verb in _GO_ON and operation.state == OPERATION_STATE_RUNNING:
+            # A continue reaches the stages that are not there when they come back. An operation names no retired slots.
+            absent = {each.slot for each in operation.excluded} | {
+                slot for slot in self._retired if operation.model in ("", self._slots[slot].model)
+            }
+            absent = absent if operation.verb == "ContinueGeneration" else set()
+            for slot in (*operation.targets, *absent):
+                self._continued[slot] = operation.create_time.ToNanoseconds()
+                self._paused = {key: by for key, by in self._paused.items() if key[0] != slot}
+                for _, going in self._pauses_of_the_fleet.values():
+                    going.add(slot)
+        elif operation.verb == "PauseGeneration" and not operation.update_id:
+            ended = operation.done_time.ToNanoseconds()
+            for result in operation.stage_results:
+                if result.outcome == OUTCOME_APPLIED and ended > self._continued.get(result.slot, 0):
+                    self._paused[result.slot, result.incarnation] = operation.operation_id
+            record = self._recorded.get(operation.operation_id)
+            if operation.state == OPERATION_STATE_OK and record is not None:
+                going = {slot for slot, asked in self._continued.items() if asked > ended}
+                self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going))
+
+    def generates(self, slot: str, model: str, incarnation: int) -> None:
+        """A stage generates, or would: I11, nobody has paused it by name."""
+        by = self._paused.get((slot, incarnation))
+        if by is not None:
+            self.broken("I11", f"{slot} generates, which was paused by {by}, and nobody has asked for it to go on")
+        known = self._slots[slot]
+        for key, (record, going) in self._pauses_of_the_fleet.items():
+            target = record.target
+            meant = target.model in ("", model) and (not target.slots or slot in target.slots)
+            if meant and slot not in {*record.continued, *going} and not known.may_skip("PauseGeneration"):
+                self.broken("I11", f"{slot} generates, and pause {key} of its model is in force")
+
+    def _unloaded(self, models: set[str]) -> None:
+        """Nobody serves any more what these models have no more."""
+        self._unloading = {key: version for key, version in self._unloading.items() if key[0] not in models}
+
+    def unended(self) -> list[str]:
+        """Operations that are running, as far as is on record."""
+        return [key for key, state in self._outcomes.items() if state == OPERATION_STATE_RUNNING]
+
+    def _rolled(self, done: Callable[[tuple[str, str, int]], bool]) -> None:
+        """Updates roll no more."""
+        for entry in [entry for entry in self._rolling if done(entry)]:
+            del self._rolling[entry]
+
+    def _published(self, record: ModelRecord) -> None:
+        before = self.latest.get(record.name)
+        again = before is not None and before.latest.sequence == record.latest.sequence
+        loaded = {each.name: each.version for each in record.adapters}
+        former = self._loaded.get((record.name, record.latest.sequence), {})
+        self._loaded[record.name, record.latest.sequence] = loaded
+        self._unloading |= {(record.name, name): former[name] for name in former.keys() - loaded.keys()}
+        if before is not None and record.latest.sequence < before.latest.sequence:
+            self.broken("I4", f"{record.name} went from {before.latest.sequence} to {record.latest.sequence}")
+        if before is None or record.latest != before.latest:
+            self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
+            replaced = self.sequence(record.name)
+            self._rolled(lambda entry: not again and entry[0] == record.name and entry[2] != replaced)
+        self.latest[record.name] = record
+        if record.checkpoint:
+            self.published.setdefault((record.name, record.latest.sequence), self._disks[record.checkpoint])
+
+    # I1: nothing is served but what is published.
+
+    def _servable(self, model: str) -> list[int]:
+        """Sequences that may be served now: the latest, and the one before it while an update rolls."""
+        return sorted({self.sequence(model), *(entry[2] for entry in self._rolling if entry[0] == model)})
+
+    def made(
+        self, part: GenerateResponse, adapter: str, held: Sequence[Holding], released: frozenset[int], *, stale: bool
+    ) -> None:
+        """An engine made a token from what its ranks held; ``stale``: and from KV entries of other weights."""
+        adapters = [rank.adapters.get(adapter, (None, {}))[1] for rank in held] if adapter else []
+        weights = [dict(rank.weights) for rank in held]
+        self._made[part.rid, part.samples[0].output_ids[0]] = _Made(weights, released, adapter, adapters, stale)
+
+    def served(self, name: str, model: str, part: GenerateResponse) -> None:
+        """A token left a stage."""
+        if not part.samples[0].output_ids:
+            return
+        self.tokens += 1
+        self.generates(part.slot, model, part.incarnation)
+        made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
+        if made.released:
+            self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")
+        if made.stale:
+            self.broken("I1", f"{name} served a token with KV entries of other weights")
+        span = part.samples[0].versions[0]
+        self.right(name, model, span.version.sequence, made.weights, "served a token of")
+        known = self._loaded.get((model, span.version.sequence), {})
+        servable = (known.get(made.adapter), self._unloading.get((model, made.adapter)))
+        wanted = self.adapters.get((model, made.adapter, span.adapter_version))
+        if made.adapter and (span.adapter_version not in servable or any(a != wanted for a in made.adapters)):
+            self.broken(
+                "I1",
+                f"{name} served a token with {made.adapters} as {made.adapter} {span.adapter_version!r}, {known}",
+            )
+
+    def right(self, name: str, model: str, sequence: int, held: Sequence[Tensors], doing: str) -> None:
+        """What is, or could be, generated with is a version that may be served, on every rank."""
+        servable = self._servable(model)
+        if sequence not in servable:
+            self.broken("I1", f"{name} {doing} version {sequence} while {servable} may be served")
+            return
+        published = self.published.get((model, sequence))
+        if published is None and held and self.nameless.intersection(held[0].values()):
+            # Nobody was told its sequence when it began: whoever serves it first says what all must hold.
+            published = self.published[model, sequence] = dict(held[0])
+        for rank, weights in enumerate(held):
+            if weights != published:
+                now, right = ",".join(sorted(weights.values())), ",".join(sorted((published or {}).values()))
+                self.broken("I1", f"{name} {doing} version {sequence}; rank {rank} holds {now}, not {right}")
+                return
+
+    # I2: at most once.
+
+    def applied(self, node: Node, rank: int, verb: str, command_id: str) -> None:
+        """A rank carried a command out."""
+        key = (node.name, rank, command_id)
+        if key in self._applied:
+            self.broken("I2", f"{verb} {command_id} was carried out twice at {node.name}")
+        self._applied.add(key)
+        operation_id, slot, _, step = command_id.rsplit("/", 3)
+        self._acknowledged.setdefault((operation_id, slot), {}).setdefault(step, set()).add(rank)
+
+    # I3: OK implies that every rank of every target acknowledged.
+
+    def answered(self, operation: Operation) -> None:
+        """A client got an operation's outcome."""
+        if operation.validate_only or operation.state != OPERATION_STATE_OK:
+            return
+        update = operation.verb in WEIGHT_UPDATES
+        good = (OUTCOME_APPLIED,) if update else (OUTCOME_APPLIED, OUTCOME_SKIPPED)
+        results = {result.slot: result for result in operation.stage_results}
+        if operation.operation_id in self.mistaken:
+            self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, its probe does not pass")
+        for slot in operation.targets:
+            result = results.get(slot)
+            if result is None or result.outcome not in good:
+                self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, {slot} is not")
+                continue
+            if result.outcome == OUTCOME_SKIPPED and self._slots[slot].may_skip(operation.verb):
+                continue
+            answers = {rank.coordinates.rank: rank.outcome for rank in result.rank_results}
+            for rank in range(self._slots[slot].ranks):
+                if answers.get(rank) not in good:
+                    self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, rank {rank} of {slot} is not")
+
+    def _carried_out(self, operation: Operation, result: StageResult) -> bool:
+        """Whether the ranks of a target did what they are said to have done: the step of a verb, or the commit of an
+        update.
+        """
+        update = operation.verb in WEIGHT_UPDATES
+        if not update and operation.verb not in _STEPS:
+            return True
+        if update and (operation.state not in PUBLISHED or result.outcome != OUTCOME_APPLIED):
+            return True
+        said = {rank.coordinates.rank for rank in result.rank_results if rank.outcome == OUTCOME_APPLIED}
+        if self._slots[result.slot].speaker:
+            said &= {0}  # which speaks for the others
+        steps = self._acknowledged.get((operation.operation_id, result.slot), {})
+        counted = [did for step, did in steps.items() if not update or step.endswith("CommitUpdate")]
+        return not said or any(did >= said for did in counted)
+
+    # I2: a repeat changes nothing.
+
+    def repeated(self, first: Operation, second: Operation, *, same: bool) -> None:
+        """A request was made again under its id, as it was or (not ``same``) with another body, and was answered."""
+        what = f"{first.verb} {first.operation_id}"
+        if not same:
+            self.broken("I2", f"{what} was answered although its body was another")
+        elif first.create_time != second.create_time:
+            self.broken("I2", f"{what} was repeated, and begun anew")
+        elif second.state not in (first.state, OPERATION_STATE_UNKNOWN):
+            self.broken("I2", f"{what} was {first.state} and then {second.state}")
+
+    # I5: a trainer that is over updates nothing.
+
+    def began(self, model: str, incarnation: int) -> None:
+        """A trainer's update was accepted."""
+        newest = self._incarnations.get(model, 0)
+        if incarnation < newest:
+            self.broken("I5", f"trainer {incarnation} updates {model} after {newest} has")
+        self._incarnations[model] = max(newest, incarnation)
+
+    # I10: nobody says something again and again.
+
+    def reported(self, name: str, reports: int) -> None:
+        """A stage has reported so often until now; told once a second."""
+        latest = reports - self._reports.get(name, 0)
+        self._reports[name] = reports
+        if latest > MOST_REPORTS:
+            self.broken("I10", f"{name} has reported {latest} times in a second")
+
+    # I6: every call ends in time.
+
+    def took(self, what: str, seconds: float, limit: float) -> None:
+        """A call ended after so long."""
+        if seconds > limit:
+            self.broken("I6", f"{what} took {seconds:.2f} s of {limit:.2f} s")

@@ -1,0 +1,88 @@
+"""A coordinator and many stages that do nothing, each in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlctl.launch.local.child_processes import Process, stop_all
+from rlctl.sdk.blocking import Fleet, connect
+from tools.benchmark import null_stages
+
+START_S = 180.0
+STAGES_PER_PROCESS = 256
+
+
+class NullFleet:
+    """``with NullFleet(directory, stages=64, ranks=1) as fleet``: every stage is routable inside the block."""
+
+    def __init__(self, directory: Path, *, stages: int, ranks: int) -> None:
+        """``directory``: for the journal and the logs; made if it is missing."""
+        self.directory = directory
+        self.stages = stages
+        self.ranks = ranks
+        self.address = "127.0.0.1:0"
+        self._processes: list[Process] = []
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.start_coordinator()
+            self.address = self.coordinator.announced(START_S)["address"]
+            for first in range(0, self.stages, STAGES_PER_PROCESS):
+                count = min(STAGES_PER_PROCESS, self.stages - first)
+                where = ("--coordinator", self.address, "--first", str(first))
+                size = ("--stages", str(count), "--ranks", str(self.ranks))
+                self._spawn(f"stages-{first}", [*where, *size], null_stages.__name__)
+            for process in self._processes[1:]:
+                process.announced(START_S)
+            with self.connect() as fleet:
+                until_routable(fleet, self.stages)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End every process."""
+        self._stop()
+
+    def start_coordinator(self) -> None:
+        """Start the coordinator, at the address that it had before and on its journal; returns at once."""
+        arguments = ["coordinator", "--listen", self.address, "--journal", str(self.directory / "journal.db")]
+        self.coordinator = self._spawn("coordinator", arguments)
+
+    def kill_coordinator(self) -> None:
+        """End the coordinator without a warning."""
+        self.coordinator.kill()
+        self.coordinator.wait()
+        self._processes.remove(self.coordinator)
+
+    def connect(self) -> Fleet:
+        """A client of the fleet."""
+        return connect(self.address)
+
+    def _spawn(self, name: str, arguments: Sequence[str], module: str = "rlctl") -> Process:
+        process = Process(name, arguments, self.directory / f"{name}.log", {}, module)
+        self._processes.append(process)
+        return process
+
+    def _stop(self) -> None:
+        # The stages first: they need not look for a coordinator that has gone.
+        stop_all([process for process in self._processes if process is not self.coordinator])
+        stop_all([self.coordinator])
+
+
+def until_routable(fleet: Fleet, stages: int) -> None:
+    """Wait until so many stages are routable."""
+    routable: dict[str, bool] = {}
+    for event in fleet.watch():
+        routable |= {stage.registration.slot: stage.routable for stage in event.fleet.stages}
+        if sum(routable.values()) >= stages:
+            return
+    raise AssertionError("the watch ended")

@@ -1,0 +1,115 @@
+"""A process full of stages whose ranks do nothing: ``python -m tools.benchmark.null_stages``.
+
+Each is a stage server's own state machine behind its own gRPC server, as the coordinator would find it on a machine of
+its own; in the place of the relay to its ranks stands one that answers for all of them at once. What is left of an
+update is the control plane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.command_stream.executor import Executor
+from rlctl.contract.verbs import Verb
+from rlctl.engine import Call, EngineConfig
+from rlctl.ports import SystemClock
+from rlctl.runtime import event_loops
+from rlctl.runtime.server_process import announce, collect_seldom, end_with_parent, stop_event
+from rlctl.stage.relay import Relay
+from rlctl.stage.state_machine import Stage
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.transport.channel import open_channel
+from rlctl.transport.handlers import generic_handler
+from rlctl.transport.server import GrpcServer
+from rlctl.transport.unary_verbs import admin_methods
+from rlctl.v1 import stage_pb2
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
+    OUTCOME_APPLIED,
+    VERIFICATION_LEVEL_REPLICA,
+    WorkerCoordinates,
+)
+from rlctl.v1.coordinator_pb2 import RegisterStageRequest
+from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from rlctl.v1.fleet_pb2 import Capabilities, RankStatus, StageLayout, StageRegistration
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.version import CONTRACT_VERSION
+
+
+class NullRelay(Relay):
+    """Every rank has applied everything already."""
+
+    async def run(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:  # noqa: ARG002
+        """One result for each rank."""
+        return [
+            RankResult(coordinates=worker, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK) for worker in self._workers
+        ]
+
+
+async def _start_stage(slot: str, ranks: int) -> tuple[GrpcServer, StageRegistration]:
+    clock = SystemClock()
+    engine = FakeEngine(EngineConfig("", tp_size=ranks), lambda _: None)
+    workers = [WorkerCoordinates(rank=rank, tp=rank, node=slot, device="null") for rank in range(ranks)]
+    registration = StageRegistration(
+        slot=slot,
+        model="actor",
+        stage="main",
+        boot_id=clock.new_id(),
+        contract_version=CONTRACT_VERSION,
+        capabilities=Capabilities(verbs=engine.verbs(), verification=[VERIFICATION_LEVEL_REPLICA], fenced=True),
+        layout=StageLayout(tp_size=ranks, pp_size=1, dp_size=1, ep_size=1, workers=workers),
+        engine="null",
+        checkpoint="null",
+    )
+    stage = Stage(
+        registration,
+        engine,
+        NullRelay(engine, [], workers, clock),
+        [RankStatus(coordinates=worker, alive=True) for worker in workers],
+        clock,
+    )
+    executor = Executor(stage, clock)
+    methods = admin_methods("StageService", lambda: executor, clock, on_link_end=stage.detached)
+    service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
+    server = GrpcServer([(service, generic_handler(service, methods))], token=None)
+    registration.address = registration.rollout_address = await server.start("127.0.0.1:0")
+    return server, registration
+
+
+async def _serve(coordinator: str, first: int, stages: int, ranks: int) -> None:
+    stop = stop_event()
+    started = [await _start_stage(f"actor-{number}", ranks) for number in range(first, first + stages)]
+    async with open_channel(coordinator) as channel:
+        stub = CoordinatorServiceStub(channel)
+        registering = (
+            stub.RegisterStage(RegisterStageRequest(registration=registration), timeout=120.0)
+            for _, registration in started
+        )
+        await asyncio.gather(*registering)
+    announce("null_stages", stages=stages, pid=os.getpid())
+    await stop.wait()
+    await asyncio.gather(*(server.stop(0.1) for server, _ in started))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until asked to stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--first", type=int, default=0, help="number of the first stage")
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--end-with-parent", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.end_with_parent:
+        end_with_parent()
+    collect_seldom()  # as the servers do that these stand for
+    event_loops.run(_serve(given.coordinator, given.first, given.stages, given.ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Who asks: the SDK, and a bare client of gRPC; each a function that says how long each request took, in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from rlctl.runtime.event_loops import LoopThread
+from rlctl.sdk import aio
+from rlctl.transport.channel import open_channel
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+from tools.benchmark.figures import Setting
+from tools.benchmark.rollout.reply import TOKENS
+from tools.benchmark.rollout.ways import PROMPT, SAMPLING
+
+T = TypeVar("T")
+
+
+def run(setting: Setting, work: Coroutine[Any, Any, T]) -> T:
+    """Run a client on the one loop that all of them have: gRPC remembers loops that are closed, and complains."""
+    return setting.once(_loop).call(work)
+
+
+def _loop(_setting: Setting) -> LoopThread:
+    return LoopThread("clients")
+
+
+async def sdk(coordinator: str, count: int, at_once: int) -> list[float]:
+    """Samples of the SDK's rollout."""
+    async with await aio.connect(coordinator) as fleet:
+        rollout = fleet.rollout("actor")
+
+        async def one() -> None:
+            await rollout.generate(PROMPT, return_logprob=False, **SAMPLING)  # type: ignore[arg-type]
+
+        return await _timed(one, count, at_once)
+
+
+async def sdk_streams(coordinator: str, count: int, at_once: int) -> list[float]:
+    """Streams of the SDK, a message for every token."""
+    async with await aio.connect(coordinator) as fleet:
+
+        async def one() -> None:
+            parts = fleet.generate_stream(PROMPT, min_new_tokens=len(TOKENS), **SAMPLING)  # type: ignore[arg-type]
+            messages = [part async for part in parts]
+            if len(messages) != len(TOKENS):
+                raise AssertionError(f"{len(messages)} messages")
+
+        return await _timed(one, count, at_once)
+
+
+async def bare(stage: str, count: int, at_once: int, *, stream: bool) -> list[float]:
+    """The same request with nothing around it."""
+    request = GenerateRequest(input_ids=TokenIds(ids=PROMPT), sampling_params=SamplingParams(**SAMPLING))  # type: ignore[arg-type]
+    async with open_channel(stage) as channel:
+        stub = RolloutServiceStub(channel)
+
+        async def whole() -> None:
+            await stub.Generate(request)
+
+        async def streamed() -> None:
+            async for _ in stub.GenerateStream(request):
+                pass
+
+        return await _timed(streamed if stream else whole, count, at_once)
+
+
+async def _timed(ask: Callable[[], Awaitable[None]], count: int, at_once: int) -> list[float]:
+    await ask()  # the connection is there then
+    took: list[float] = []
+    left = iter(range(count))
+
+    async def run() -> None:
+        for _ in left:
+            started = time.perf_counter()
+            await ask()
+            took.append(time.perf_counter() - started)
+
+    await asyncio.gather(*(run() for _ in range(at_once)))
+    return took

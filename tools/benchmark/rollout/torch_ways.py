@@ -1,0 +1,51 @@
+"""The ways to a torch engine with a tiny model: the SDK, and the gateway with sglang-router in front of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.demo import tiny
+from rlctl.sdk.blocking import connect
+from tools.benchmark.figures import Setting
+from tools.benchmark.rollout.ways import ENDS, PROMPT
+from tools.benchmark.servers import announced, server, told
+
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class TorchWays:
+    """Addresses.
+
+    Attributes:
+        coordinator, stage: of the fleet; the stage's for generation.
+        router: /generate of sglang-router, whose worker is the gateway.
+    """
+
+    coordinator: str
+    stage: str
+    router: str
+
+
+@contextmanager
+def running(setting: Setting) -> Iterator[TorchWays]:
+    """All of them, in processes of their own."""
+    directory = Path(setting.directory) / "torch"
+    directory.mkdir(exist_ok=True)
+    tiny.save(tiny.make(0), directory / "model")
+    rlctl, quiet = [sys.executable, "-m", "rlctl"], ["--log-level", "WARNING", ENDS]
+    with ExitStack() as stack:
+        journal = str(directory / "journal.db")
+        coordinator = announced(stack.enter_context(server([*rlctl, "coordinator", "--journal", journal, *quiet])))
+        engine = ["--engine", "torch", "--model-path", str(directory / "model"), "--coordinator", coordinator]
+        announced(stack.enter_context(server([*rlctl, "stage", "--slot", "a", *engine, *quiet])))
+        with connect(coordinator) as fleet:
+            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=START_S)  # waits until it serves
+            (known,) = fleet.status().stages
+        behind = ["--coordinator", coordinator, "--router-backend", "sglang-router"]
+        gateway = stack.enter_context(server([*rlctl, "gateway", *behind, *quiet]))
+        yield TorchWays(coordinator, known.registration.rollout_address, f"{told(gateway)['router']}/generate")

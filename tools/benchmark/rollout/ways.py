@@ -1,0 +1,70 @@
+"""The ways to something that answers at once, all in processes of their own and up at the same time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.gateway.router.process import SglangRouter
+from rlctl.sdk.blocking import connect
+from tools.benchmark.figures import Setting
+from tools.benchmark.rollout.reply import TOKENS
+from tools.benchmark.servers import announced, server
+
+PROMPT = [4 + i % 12 for i in range(32)]  # in the tiny model's vocabulary, too
+SAMPLING = {"max_new_tokens": len(TOKENS), "temperature": 1.0, "ignore_eos": True}
+BODY = {"input_ids": PROMPT, "sampling_params": SAMPLING}
+STREAM = {**BODY, "stream": True}
+ENDS = "--end-with-parent"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Addresses.
+
+    Attributes:
+        coordinator, stage: of the fleet; the stage's for generation.
+        direct: /generate of the HTTP server.
+        router: /generate of sglang-router in front of it.
+        gateway: /generate of the gateway in front of the fleet.
+    """
+
+    coordinator: str
+    stage: str
+    direct: str
+    router: str
+    gateway: str
+
+
+@contextmanager
+def running(setting: Setting) -> Iterator[Ways]:
+    """All of them."""
+    directory = Path(setting.directory) / "ways"
+    directory.mkdir(exist_ok=True)
+    (directory / "weights.txt").write_text("light")
+    rlctl = [sys.executable, "-m", "rlctl"]
+    light = [sys.executable, "-m", "tools.benchmark.rollout.light"]
+    quiet = ["--log-level", "WARNING", ENDS]
+    with ExitStack() as stack:
+        journal = str(directory / "journal.db")
+        coordinator = announced(stack.enter_context(server([*rlctl, "coordinator", "--journal", journal, *quiet])))
+        engine = ["--engine", "fake", "--model-path", str(directory), "--coordinator", coordinator]
+        stage = stack.enter_context(server([*light, "stage", "--slot", "a", *engine, *quiet]))
+        announced(stage)
+        backend = announced(stack.enter_context(server([sys.executable, "-m", "tools.benchmark.rollout.backend"])))
+        router = stack.enter_context(SglangRouter(policy="round_robin", log=directory / "router.log"))
+        router.set_workers([backend])
+        gateway = announced(stack.enter_context(server([*rlctl, "gateway", "--coordinator", coordinator, *quiet])))
+        with connect(coordinator) as fleet:
+            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until it serves
+            (known,) = fleet.status().stages
+        yield Ways(
+            coordinator,
+            known.registration.rollout_address,
+            f"{backend}/generate",
+            f"{router.url}/generate",
+            f"{gateway}/generate",
+        )

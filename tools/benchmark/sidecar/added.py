@@ -1,0 +1,83 @@
+"""The same requests at an upstream and through the sidecar in front of it, taking turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from rlctl.runtime import event_loops
+from tools.benchmark.figures import Reading, Setting
+from tools.benchmark.rounds import Spread, interleaved, median
+from tools.benchmark.servers import announced, cpu_s, post_all, server
+
+PROMPT = [5 + i % 1000 for i in range(512)]
+TOKENS = 128
+MANY = 64
+
+THROUGH = {
+    "input_ids": PROMPT,
+    "sampling_params": {"max_new_tokens": TOKENS, "temperature": 1.0},
+    "return_logprob": True,
+}
+STRAIGHT = {
+    "token_ids": PROMPT,
+    "request_id": "r",
+    "output_mode": "text",
+    "sampling_params": {"max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0},
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both ends.
+
+    Attributes:
+        straight, through: addresses to POST to.
+        pid: process of the sidecar.
+    """
+
+    straight: str
+    through: str
+    pid: int
+
+
+@contextmanager
+def running(setting: Setting) -> Iterator[Pair]:
+    """An upstream and a sidecar, each a process."""
+    del setting
+    with ExitStack() as stack:
+        upstream = stack.enter_context(server([sys.executable, "-m", "tools.benchmark.sidecar.upstream"]))
+        address = announced(upstream)
+        command = [sys.executable, "-m", "rlctl", "sidecar", "vllm", "--upstream", address, "--end-with-parent"]
+        sidecar = stack.enter_context(server([*command, "--coordinator", "nobody:1", "--log-level", "WARNING"]))
+        yield Pair(f"{address}/inference/v1/generate", f"{announced(sidecar)}/generate", sidecar.pid)
+
+
+def latency_alone(setting: Setting) -> Reading:
+    """One request at a time: median through the sidecar less median straight, round by round."""
+    pair = setting.shared(running)
+    count = 30 if setting.quick else 300
+    sides = {
+        "straight": lambda: event_loops.run(post_all(pair.straight, STRAIGHT, count, 1)),
+        "through": lambda: event_loops.run(post_all(pair.through, THROUGH, count, 1)),
+    }
+    took = interleaved(setting.rounds, sides)
+    straight = [median(each) * 1000 for each in took["straight"]]
+    through = [median(each) * 1000 for each in took["through"]]
+    spread = Spread.of([a - b for a, b in zip(through, straight, strict=True)])
+    return Reading.of(spread, floor=median(straight), floor_unit="ms", through_ms=median(through))
+
+
+def cpu_of_many(setting: Setting) -> Reading:
+    """CPU time of the sidecar while 64 requests are under way at any time, by request."""
+    pair = setting.shared(running)
+    count = 4 * MANY if setting.quick else 32 * MANY
+    used = []
+    for number in range(setting.rounds + 1):
+        before = cpu_s(pair.pid)
+        event_loops.run(post_all(pair.through, THROUGH, count, MANY))
+        if number:
+            used.append((cpu_s(pair.pid) - before) / count * 1000)
+    return Reading.of(Spread.of(used), requests=count)

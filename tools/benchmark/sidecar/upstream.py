@@ -1,0 +1,73 @@
+"""A vLLM that answers at once: the routes that the sidecar uses, and nothing computed. Run as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from aiohttp import web
+
+from rlctl.runtime import event_loops
+from rlctl.runtime.server_process import announce, end_with_parent, stop_event
+
+VOCABULARY = 32000
+CONTEXT = 8192
+
+
+def _answer(body: dict[str, Any]) -> bytes:
+    count = body["sampling_params"]["max_tokens"]
+    ids = [7 + i % 100 for i in range(count)]
+    content = [{"token": "t", "logprob": -0.5 - i % 7, "top_logprobs": []} for i in range(count)]
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "stop_reason": None,
+        "token_ids": ids,
+        "text": "t" * count,
+        "logprobs": {"content": content},
+        "weight_versions": [{"version": "1", "start": 0, "end": count}],
+    }
+    usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": count}
+    return json.dumps({"request_id": body["request_id"], "choices": [choice], "usage": usage}).encode()
+
+
+async def _generate(request: web.Request) -> web.Response:
+    return web.Response(body=_answer(json.loads(await request.read())), content_type="application/json")
+
+
+def _told(value: Any) -> Any:
+    async def tell(request: web.Request) -> web.Response:
+        del request
+        return web.json_response(value)
+
+    return tell
+
+
+def application() -> web.Application:
+    """Its routes."""
+    app = web.Application(client_max_size=1 << 30)
+    paths = ["/inference/v1/generate", "/v1/completions", "/abort_requests"]
+    app.router.add_post("/inference/v1/generate", _generate)
+    app.router.add_get("/openapi.json", _told({"paths": {path: {} for path in paths}}))
+    app.router.add_get("/v1/models", _told({"data": [{"id": "fake", "root": "/nowhere", "max_model_len": CONTEXT}]}))
+    app.router.add_get("/version", _told({"version": "0"}))
+    app.router.add_get("/weight_info", _told({"weight_version": "1"}))
+    config = {"model_config": {"max_model_len": CONTEXT, "max_logprobs": 20, "logprobs_mode": "processed_logprobs"}}
+    app.router.add_get("/server_info", _told({"vllm_config": config}))
+    return app
+
+
+async def _main() -> None:
+    end_with_parent()
+    stop = stop_event()
+    runner = web.AppRunner(application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+    announce("upstream", address=f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await stop.wait()
+    await runner.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(event_loops.run(_main()))

@@ -1,0 +1,26 @@
+"""The benchmark of weight updates."""
+
+from __future__ import annotations
+
+from tools.benchmark.figures import Figure
+from tools.benchmark.weights import broadcast, checksum, control, disk, overhead, shared, small_tensors, staged
+
+FIGURES: list[Figure] = [
+    broadcast.TP1,
+    broadcast.TP2,
+    broadcast.VERIFIED,
+    small_tensors.FIGURE,
+    overhead.CONTROL,
+    control.BUCKET,
+    control.REST,
+    overhead.GROUPS,
+    overhead.STALL,
+    shared.TENSOR,
+    shared.TENSOR_COPY,
+    disk.FIGURE,
+    checksum.FIGURE,
+    overhead.MEMORY,
+    staged.SWAP,
+    staged.PAUSE,
+    staged.MEMORY,
+]

@@ -1,0 +1,65 @@
+"""checksum: how fast an idle engine digests its weights, against hashlib on all cores."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from rlctl.weights.tensor.tensors import as_bytes
+from tools.benchmark.figures import Figure, Reading, Setting
+from tools.benchmark.rounds import interleaved, median, ratios
+from tools.benchmark.weights import fleets
+from tools.benchmark.weights.fleets import Running
+
+
+def _measure(setting: Setting) -> Reading:
+    return measured(setting.shared(fleets.single), setting.rounds)
+
+
+def measured(fleet: Running, rounds: int) -> Reading:
+    """CheckWeights of the fleet's one engine beside hashlib over the same tensors in host memory."""
+    held = (as_bytes(tensor).cpu() for tensor in fleet.source.weights.values())
+    tensors = sorted(held, key=torch.Tensor.numel, reverse=True)
+    cores = len(os.sched_getaffinity(0))
+    sides = {
+        "product": lambda: _checksum(fleet),
+        "all_cores": lambda: _hash(tensors, cores),
+        "largest": lambda: _hash(tensors[:1], 1),
+    }
+    seconds = interleaved(rounds, sides)
+    nbytes = fleet.source.nbytes
+    return Reading.of(
+        ratios(seconds["all_cores"], seconds["product"]),
+        floor=nbytes / median(seconds["all_cores"]) / 1e9,
+        floor_unit="GB/s",
+        product_gb_s=nbytes / median(seconds["product"]) / 1e9,
+        largest_tensor_mib=tensors[0].nbytes / 2**20,
+        largest_tensor_alone_gb_s=tensors[0].nbytes / median(seconds["largest"]) / 1e9,
+    )
+
+
+def _checksum(fleet: Running) -> float:
+    started = time.perf_counter()
+    fleet.client.check_weights(model="actor")
+    return time.perf_counter() - started
+
+
+def _hash(tensors: Sequence[torch.Tensor], threads: int) -> float:
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda tensor: hashlib.sha256(tensor.numpy().data).digest(), tensors))
+    return time.perf_counter() - started
+
+
+FIGURE = Figure(
+    "checksum",
+    "bytes/s of CheckWeights at an idle engine ÷ hashlib's SHA-256 over the same tensors on all cores",
+    "ratio",
+    _measure,
+    at_least=0.9,
+)

@@ -1,0 +1,94 @@
+"""Rounds of whole updates beside bare broadcasts of as many bytes: several figures are read from the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.weights.tensor.tensors import as_bytes
+from tools.benchmark.figures import Setting
+from tools.benchmark.rounds import interleaved
+from tools.benchmark.weights import collectives, fleets
+from tools.benchmark.weights.fleets import Running
+from tools.benchmark.weights.memory import peaks
+
+RECEIVERS = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round of one side.
+
+    Attributes:
+        total_s: the whole of it.
+        control_s: of an update: what was neither collective nor copying into place.
+        receiving_s: of an update: from a rank's first broadcast to its last copy, the longest rank's.
+        sent_s: of an update: from the call until the source's tensors may be overwritten.
+        extra_bytes: most memory that a rank's process took beyond what it held before.
+    """
+
+    total_s: float
+    control_s: float = 0.0
+    receiving_s: float = 0.0
+    sent_s: float = 0.0
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What the rounds of one kind of fleet gave.
+
+    Attributes:
+        nbytes: size of the weights.
+        bare, plain, verified: the sides' samples, round by round.
+        formed: groups that were formed by the first update, and by all later ones together.
+    """
+
+    nbytes: int
+    bare: Sequence[Sample]
+    plain: Sequence[Sample]
+    verified: Sequence[Sample]
+    formed: tuple[int, int]
+
+
+def tp1(setting: Setting) -> Rounds:
+    """Receivers that hold the whole model each."""
+    return _rounds(setting, tp_size=1)
+
+
+def tp2(setting: Setting) -> Rounds:
+    """Receivers of two ranks, which keep their slices."""
+    return _rounds(setting, tp_size=2)
+
+
+def _rounds(setting: Setting, *, tp_size: int) -> Rounds:
+    with fleets.running(setting, fleets.model(setting), engines=RECEIVERS, tp_size=tp_size) as fleet:
+        # Of real bytes: memory that was never written is one page of zeros, and costs nothing to read.
+        flat = torch.cat([as_bytes(tensor) for tensor in fleet.source.weights.values()])
+        fleet.update()
+        first = _groups_formed(fleet)
+        sides = {
+            "bare": lambda: Sample(fleet.peers.broadcast(flat)),
+            "plain": lambda: _update(fleet, "none"),
+            "verified": lambda: _update(fleet, "expected"),
+        }
+        samples = interleaved(setting.rounds, sides)
+        return Rounds(fleet.source.nbytes, **samples, formed=(first, _groups_formed(fleet) - first))
+
+
+def _update(fleet: Running, verify: str) -> Sample:
+    with collectives.timed() as sending, peaks(fleet.engines) as extra:
+        fleet.peers.watch()
+        update = fleet.update(verify=verify)
+        ranks = fleet.peers.watched()
+    control_s = update.total_s - collectives.busy_s(sending, ranks)
+    receiving_s = max(max(end for _, end in taken) - min(start for start, _ in taken) for taken, _ in ranks)
+    return Sample(update.total_s, control_s, receiving_s, update.sent_s, max(extra))
+
+
+def _groups_formed(fleet: Running) -> int:
+    made = fleet.client.operations(verb="InitWeightsUpdateGroup", page_size=1000)
+    return sum(operation.state == OPERATION_STATE_OK for operation in made)

@@ -1,0 +1,130 @@
+"""docs/reference/verbs.md: the verb table and the comments of the protos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlctl.cli.commands.verbs import about
+from rlctl.contract import comments
+from rlctl.contract.comments import ANSWERS, PACKAGE, comment, type_name
+from rlctl.contract.verbs import VERBS, Verb
+from rlctl.v1 import coordinator_pb2, rollout_pb2
+from tools.reference.markdown import table
+
+
+def page() -> Iterator[str]:
+    """The verbs of the table, the other RPCs of the coordinator, generation, and what requests are made of."""
+    offered = [verb for verb in VERBS.values() if verb.fleet]
+    yield "# Verbs and other RPCs\n"
+    yield (
+        "The admin verbs are the same on `CoordinatorService`, `StageService` and `WorkerService`; their results grow "
+        "from a rank's to a stage's to an operation's. Every request opens with a [header](#requestheader).\n"
+    )
+    rows = [
+        [
+            f"[{verb.name}](#{verb.name.lower()})",
+            f"`rlctl {verb.cli}`" if verb.cli else "",
+            f"{verb.deadline_s:g} s",
+            about(verb)[0],
+        ]
+        for verb in offered
+    ]
+    yield from table(["verb", "command", "deadline", "what it does"], rows)
+    for verb in offered:
+        yield from _verb(verb)
+    in_table = {verb.name for verb in offered}
+    for service, title in (
+        (coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], "Other RPCs of CoordinatorService"),
+        (rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"], "RolloutService"),
+    ):
+        yield f"# {title}\n"
+        for method in service.methods:
+            if method.name not in in_table:
+                yield from _rpc(service.name, method)
+    yield from _shared()
+
+
+def _verb(verb: Verb) -> Iterator[str]:
+    text, answers = about(verb)
+    yield f"## {verb.name}\n"
+    yield f"{text}\n"
+    facts = [("Command", f"`rlctl {verb.cli}`")] if verb.cli else []
+    facts += [(question, answers[question]) for question in ANSWERS if question in answers]
+    if "Deadline" not in answers:
+        facts.append(("Deadline", f"{verb.deadline_s:g} s."))
+    facts.append(("Kind", _kind(verb)))
+    facts.append(("Carried out by a stage that is", ", ".join(_in_order(verb.states))))
+    yield from table(["", ""], facts)
+    yield from _fields(verb.request.DESCRIPTOR)
+
+
+def _kind(verb: Verb) -> str:
+    parts = ["a change: journaled, fenced" if verb.mutating else "a read: not recorded, never behind a change"]
+    if verb.reads_if is not None:
+        parts.append("a read unless the request changes something")
+    if verb.ordered:
+        parts.append("all ranks carry it out at one step of the engine")
+    if verb.mutating and not verb.waits:
+        parts.append("gets through while another change runs")
+    if verb.in_update:
+        parts.append("part of a weight update")
+    return "; ".join(parts)
+
+
+def _in_order(states: frozenset[str]) -> list[str]:
+    order = [value.name for value in coordinator_pb2.DESCRIPTOR.pool.FindEnumTypeByName(f"{PACKAGE}.StageState").values]
+    return sorted(states, key=lambda state: order.index(f"STAGE_STATE_{state}"))
+
+
+def _rpc(service: str, method: Any) -> Iterator[str]:
+    text, answers = comments.rpc(service, method.name)
+    streams = "a stream of " if method.server_streaming else ""
+    yield f"## {method.name}\n"
+    yield f"{text}\n"
+    rows = [(question, answers[question]) for question in ANSWERS if question in answers]
+    yield from table(["", ""], [*rows, ("Answers", f"{streams}`{method.output_type.name}`")])
+    yield from _fields(method.input_type)
+
+
+def _fields(message: Any) -> Iterator[str]:
+    rows = [[f"`{field.name}`", _type(field), comment(f"{message.full_name}.{field.name}")] for field in message.fields]
+    yield f"Fields of `{message.name}`:\n"
+    yield from table(["field", "type", "meaning"], rows)
+
+
+def _type(field: Any) -> str:
+    kind = field.message_type or field.enum_type
+    if kind is None or kind.full_name not in _shared_types():
+        return f"`{type_name(field)}`"
+    return ("repeated " if field.is_repeated else "") + f"[{kind.name}](#{kind.name.lower()})"
+
+
+def _shared() -> Iterator[str]:
+    yield "# Messages and enums that requests are made of\n"
+    for kind in _shared_types().values():
+        yield f"## {kind.name}\n"
+        yield f"{comment(kind.full_name)}\n"
+        if hasattr(kind, "fields"):
+            yield from _fields(kind)
+        else:
+            rows = [[f"`{value.name}`", comment(f"{kind.full_name}.{value.name}")] for value in kind.values]
+            yield from table(["value", "meaning"], rows)
+
+
+def _shared_types() -> dict[str, Any]:
+    """Messages and enums of this contract that the requests reach, by full name, messages first."""
+    found: dict[str, Any] = {}
+    todo: list[Any] = [verb.request.DESCRIPTOR for verb in VERBS.values() if verb.fleet]
+    for file, name in ((coordinator_pb2, "CoordinatorService"), (rollout_pb2, "RolloutService")):
+        todo += [method.input_type for method in file.DESCRIPTOR.services_by_name[name].methods]
+    requests = {message.full_name for message in todo}
+    while todo:
+        for field in todo.pop(0).fields:
+            kind: Any = field.message_type or field.enum_type
+            if kind is None or kind.file.package != PACKAGE or kind.full_name in requests | set(found):
+                continue
+            found[kind.full_name] = kind
+            if field.message_type is not None and not kind.GetOptions().map_entry:
+                todo.append(kind)
+    return {kind.full_name: kind for kind in sorted(found.values(), key=lambda kind: not hasattr(kind, "fields"))}
