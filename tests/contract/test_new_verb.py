@@ -42,7 +42,7 @@ METHOD = '''
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from rlctl.client import aio
+from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
@@ -87,7 +87,7 @@ def test_a_proto_a_row_and_a_method_are_all_it_takes(tmp_path: Path) -> None:
     for service, result in (("coordinator", "Operation"), ("stage", "StageResult"), ("worker", "RankResult")):
         path = protos / f"{service}.proto"
         insert(path, f"service {service.capitalize()}Service {{\n", RPC.format(result=result))
-    insert(checkout / "rlctl" / "verbs.py", "_ROWS = (\n", ROW)
+    insert(checkout / "rlctl" / "contract" / "verbs.py", "_ROWS = (\n", ROW)
     insert(checkout / "rlctl" / "testing" / "fake_engine.py", "    # Weights.\n", METHOD + "\n", before=True)
 
     environment = {**os.environ, "PYTHONPATH": f"{checkout}:{checkout / 'engines'}"}

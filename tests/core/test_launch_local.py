@@ -257,10 +257,10 @@ def test_a_gateway_that_does_not_come_up_is_told_of_and_tried_again(monkeypatch:
 def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:
     program = """
 import signal, time
-from rlctl import process
-process.ENDS_S = 0.1
+from rlctl.runtime import server_process
+server_process.ENDS_S = 0.1
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-process.end_with_parent()
+server_process.end_with_parent()
 time.sleep(60)
 """
     assert (

@@ -185,8 +185,8 @@ async def test_an_update_that_has_ended_is_told_after_the_end(
 async def test_an_update_that_is_ended_with_its_client_is_told_as_it_has_ended(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("part", "leading", "publisher"):
-        monkeypatch.setattr(f"rlctl.client.{module}.STOP_S", 0.1)
+    for module in ("source_rank", "lead", "publisher"):
+        monkeypatch.setattr(f"rlctl.trainer.{module}.STOP_S", 0.1)
     client, source = await asyncio.to_thread(rlctl.connect, fleet.server.address), Source()
     pending = await start(client, source, checkpoint("two"))
     waits = [asyncio.ensure_future(asyncio.to_thread(wait)) for wait in (pending.wait, pending.wait_sent)]

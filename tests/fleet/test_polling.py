@@ -78,7 +78,15 @@ def test_nobody_is_woken_for_a_message_but_who_waits_for_it() -> None:
 @can_choose
 @pytest.mark.parametrize(
     "module",
-    ["coordinator.server", "stage.server", "worker.server", "gateway.workers", "client.fleet", "client.aio", "embed"],
+    [
+        "coordinator.server",
+        "stage.server",
+        "worker.server",
+        "gateway.prefork",
+        "sdk.blocking",
+        "sdk.aio",
+        "launch.embedded",
+    ],
 )
 def test_whatever_is_imported_first_imports_grpc_by_the_one_door(module: str) -> None:
     code = f"import rlctl.{module}\nfrom rlctl.transport import POLLED\nprint(POLLED)"

@@ -29,7 +29,7 @@ PROMPTS = [encode("1+2=3+4=7+5=12"), encode("9+8=17")]
 
 UNPACKED = """
 def register():
-    from rlctl_vllm import model
+    from rlctl_vllm.worker import model
 
     model.repack_on_reload = lambda *arguments: None
 """

@@ -22,7 +22,7 @@ from rlctl.v1.verbs_pb2 import PauseGenerationRequest, ReleaseMemoryRequest
 _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
 
-def digests(slot: Slot) -> bool:
+def can_digest(slot: Slot) -> bool:
     """Whether a stage can digest the weights that its ranks hold."""
     return any(level in slot.capabilities.verification for level in _BY_DIGEST)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.adapter_identity import same
-from rlctl.coordinator.fleet.capabilities import digests
+from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import Verification, WeightVersion
@@ -74,7 +74,7 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
         return model.model_digest == report.model_digest
     if report.model_digest or not model.checkpoint or model.checkpoint != report.checkpoint:
         return False
-    unknown = model.latest.sequence == first_sequence(model) and not digests(slot)
+    unknown = model.latest.sequence == first_sequence(model) and not can_digest(slot)
     return unknown or not model.model_digest
 
 
@@ -116,12 +116,12 @@ def at_version(roster: Roster, slot: Slot) -> list[Slot]:
 
 def witnesses(roster: Roster, slot: Slot) -> list[Slot]:
     """Those that are at the version and can say what they hold."""
-    return [peer for peer in at_version(roster, slot) if digests(peer)]
+    return [peer for peer in at_version(roster, slot) if can_digest(peer)]
 
 
 def _may_tell(model: ModelRecord, slot: Slot) -> bool:
     """Whether a stage can say, or may be found to be able to, which weights a model's latest version has."""
-    if slot.model != model.name or slot.record.retired or not digests(slot):
+    if slot.model != model.name or slot.record.retired or not can_digest(slot):
         return False
     return slot.report is None or slot.report.weight_version == model.latest
 

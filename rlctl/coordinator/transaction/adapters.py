@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import blame
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.capabilities import digests
+from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.operations.fanout import Fanout
@@ -62,7 +62,7 @@ class FinishAdapter(Finish):
         session = self._session
         self._levels = levels
         # Always: it is small, what is missing shows here, and whoever loads it again must hold the same.
-        checked = [slot for slot in slots if digests(slot)]
+        checked = [slot for slot in slots if can_digest(slot)]
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
         wrong = verification_levels.judge_digests(results, levels, expected) | failed

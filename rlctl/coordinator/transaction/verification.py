@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import fingerprints
-from rlctl.coordinator.fleet.capabilities import digests
+from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.transaction import Session
@@ -57,7 +57,7 @@ async def verify(
     # With AUTO, ranks must agree among themselves also where there is nothing else to compare with.
     auto = verification_levels.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
-    results = await session.step(_check(session), [slot for slot in digested if digests(slot)])
+    results = await session.step(_check(session), [slot for slot in digested if can_digest(slot)])
     wrong = verification_levels.judge_digests(results, levels, expected)
     checks = await _compared(session, results, wrong, expected)
     for slot, answer in checks.items():

@@ -30,7 +30,7 @@ def reasons(text: str) -> set[str]:
 
 def test_every_refusal_on_the_page_is_one_of_the_plugins() -> None:
     raised = set()
-    for path in (ROOT / "engines").glob("rlctl_s*/*.py"):  # the plug-in, and what it shares with others
+    for path in (ROOT / "engines").glob("rlctl_s*/**/*.py"):  # the plug-in, and what it shares with others
         raised |= set(re.findall(r"Reason\.([A-Z_]+)", path.read_text()))
     raised |= {"CHECKPOINT_NOT_FOUND", "PATH_NOT_ALLOWED", "SEGMENT_EXPIRED", "SEGMENT_NOT_FOUND"}  # of rlctl.weights
     named = set().union(*(reasons(row[2]) for row in table()))
@@ -38,7 +38,7 @@ def test_every_refusal_on_the_page_is_one_of_the_plugins() -> None:
     assert all(len(row) == 3 for row in table())
     assert named <= raised
     state = (ROOT / "engines" / "rlctl_sglang" / "state.py").read_text() + (
-        ROOT / "engines" / "rlctl_sglang" / "requests.py"
+        ROOT / "engines" / "rlctl_sglang" / "requests" / "bodies.py"
     ).read_text()
     refused = set(re.findall(r"Reason\.([A-Z_]+)", state)) - ELSEWHERE - {"MEMORY_RELEASED", "ILLEGAL_STATE"}
     assert refused <= named, "the page lacks a row"
@@ -46,7 +46,7 @@ def test_every_refusal_on_the_page_is_one_of_the_plugins() -> None:
 
 def test_what_becomes_of_sglangs_fields_and_flags() -> None:
     """As the page says, row by row."""
-    bodies = (ROOT / "engines" / "rlctl_sglang" / "updates.py").read_text()
+    bodies = (ROOT / "engines" / "rlctl_sglang" / "updates" / "updates.py").read_text()
     loads = bodies[bodies.index("async def _load") :]
     kinds = set()
     for name, kind, how in table("| name | what becomes of it |"):
