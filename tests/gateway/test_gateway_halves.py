@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from rlctl.gateway.backend.service import Settings
-from rlctl.gateway.generation.samples import PREFILL
 from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.http.placeholders import PREFILL
 from rlctl.gateway.router import split_pairs
 from rlctl.gateway.router.split_pairs import Halves
 

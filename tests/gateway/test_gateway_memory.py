@@ -129,7 +129,7 @@ async def test_a_request_that_no_stage_takes_is_refused_before_samples_are_made(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(sglang.progress, "begin", lambda *args, **more: begun.append(args))
+    monkeypatch.setattr(sglang.continuation, "begin", lambda *args, **more: begun.append(args))
     async with http.post("/generate", data=sent({"text": ["x", TOO_LARGE]})) as response:
         said = (await response.json())["error"]
     assert (response.status, said["reason"], said["field"]) == (413, "MESSAGE_TOO_LARGE", "GenerateRequest")

@@ -17,9 +17,9 @@ from waiting import eventually
 from rlctl.contract.errors import RlctlError
 from rlctl.demo import tiny
 from rlctl.gateway.generation import samples
-from rlctl.gateway.generation.samples import ANY
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply
+from rlctl.gateway.http.placeholders import ANY
 from rlctl.gateway.router import process, split_pairs
 from rlctl.gateway.router.process import DECODE, PREFILL, SglangRouter
 from rlctl.gateway.router.split_pairs import Halves

@@ -15,7 +15,7 @@ from waiting import eventually
 
 from rlctl.contract.errors import RlctlError
 from rlctl.engine import Call
-from rlctl.gateway.generation.samples import ANY
+from rlctl.gateway.http.placeholders import ANY
 from rlctl.gateway.router import process
 from rlctl.gateway.router.process import SglangRouter
 from rlctl.gateway.server import GatewayConfig, GatewayServer
