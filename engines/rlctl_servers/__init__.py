@@ -1,7 +1,9 @@
-"""What the plug-ins for engine servers share: SGLang's and vLLM's are programs of their own, driven over HTTP.
+"""Shared code of the plug-ins for engine servers (SGLang, vLLM): programs of their own, driven over HTTP.
 
-:mod:`rlctl_servers.server.process` launches one, :mod:`rlctl_servers.server.server` watches it,
-:mod:`rlctl_servers.server.http` and :mod:`rlctl_servers.server.admin_calls` call it,
-:mod:`rlctl_servers.requests.requests` runs requests at it, and :mod:`rlctl_servers.updates.checkpoints` looks at what
-it is told to load.
+``engine.py`` (``ServerEngine``) is the life of such an engine and the check whether a verb can be done.
+Packages: server, requests, updates, adapters.
+
+Imports: rlctl.engine, rlctl.contract, rlctl.runtime, rlctl.weights.
+
+Start with ``engine.py``, then ``server/server.py`` (launched or attached) and ``requests/requests.py``.
 """

@@ -1,9 +1,12 @@
-"""A real SGLang server as an engine of rlctl: launched by the stage server, or attached to, and driven over HTTP.
+"""Real SGLang servers as engines: launched or attached to, driven over HTTP.
 
-:class:`SGLangEngine` is the port; see :mod:`rlctl_sglang.server.process` for launching,
-:mod:`rlctl_servers.server.http` for calls, :mod:`rlctl_sglang.state` for what SGLang may be told when,
-:mod:`rlctl_sglang.updates.updates` for weights, :mod:`rlctl_sglang.requests.requests` for requests. ``cpu/`` is what
-lets SGLang run without a GPU; rlctl imports none of it.
+``engine.py`` (``SGLangEngine``) implements the Engine interface; ``state.py`` (``State``, pure) decides what
+SGLang may be sent next. Packages: server, requests, updates, readback, diffusion. ``cpu`` lets SGLang run
+without a GPU; rlctl imports none of it.
+
+Imports: rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
+
+Start with ``state.py``, then ``updates/updates.py``. ``docs/sglang.md`` lists what is refused and why.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,11 @@
-"""rlctl's engine of plain torch and transformers: the embedded default and the reference for the others.
+"""The reference engine: torch and transformers, tensor parallel, continuous batching. Correctness before speed.
 
-Correctness before speed, and nothing beyond continuous batching. :class:`TorchEngine` is the port; see
-:mod:`rlctl_torch.step_loop` for the engine thread, :mod:`rlctl_torch.generation.scheduler` for batching,
-:mod:`rlctl_torch.model.model` and :mod:`rlctl_torch.model.tensor_parallel` for loading and cutting models,
-:mod:`rlctl_torch.verbs.update` for weight updates.
+``engine.py`` (``TorchEngine``) implements the Engine interface; ``step_loop.py`` is the engine thread;
+``rank.py`` is the state of one rank. Packages: steps, model, generation, requests, verbs, disaggregation.
+
+Imports: rlctl.engine, rlctl.contract, rlctl.weights.
+
+Start with ``engine.py``, then ``step_loop.py`` (``StepLoop``) and ``verbs/update.py`` (the steps of an update).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,1 +1,9 @@
-"""The trainer's SDK: ``connect`` for blocking code, ``aio.connect`` for asyncio. Import from ``rlctl``."""
+"""Calls to the coordinator: connection, admin verbs, watched fleet.
+
+Decides which calls are retried under the same request id, and how an error on the wire becomes an exception.
+
+Imports: contract, ports, transport.
+
+Start with ``connection.py`` (``Connection.call``), ``admin.py`` (``AsyncAdmin``: the verbs) and
+``fleet_watch.py`` (``FleetView``). Users import from ``rlctl`` or ``rlctl.sdk``.
+"""

@@ -1,6 +1,14 @@
 """The coordinator: one fleet, its operations and its weight updates.
 
-``core`` is what the RPCs call; ``roster`` is who there is, ``peers`` the links to them, ``fanout`` one verb to many,
-``operations`` the record of what was asked, ``updates`` the weight-update session, ``versions`` what may be served.
-Nothing here imports grpc or sqlite3 but ``server`` and ``sqlite_journal``.
+``service.py`` holds the RPCs as methods of ``Coordinator``; ``server.py`` is the process around it. The
+packages, from bottom to top: journal, fleet, operations, verbs, transaction, healing, updates. Each may import
+those before it.
+
+Only ``server.py`` and ``journal/sqlite.py`` import gRPC or SQLite. Everything else runs on the ports of
+``rlctl/ports.py``, so that the simulation can replace network, disk and clock.
+
+Imports: contract, ports, command_stream; ``server.py`` also transport.
+
+Start with ``service.py``: ``Coordinator.verb`` for any admin verb, ``Coordinator.begin_weight_update`` for an
+update, ``Coordinator._take_over`` for the epoch.
 """

@@ -1,8 +1,10 @@
-"""HTTP in front of a fleet: dialects that trainers speak already, as tables of routes onto the SDK.
+"""HTTP in front of a fleet. It holds no state of the fleet: coordinator and stages decide.
 
-A dialect (:mod:`.dialect`) is routes, a codec for errors and settings; each is a file of :mod:`.dialects`. A request is
-a :class:`.call.Call`: its body is read by :mod:`.bodies`, who asks and under which id by :mod:`.identity`.
-:mod:`.server` listens, runs one dialect and drains at its end; :mod:`.middleware` are the classes that users put around
-routes; :mod:`.generation` are the routes that generate, for every dialect. What is decided is decided by the
-coordinator and the stages: nothing here holds state of the fleet's.
+``server.py`` listens, runs one dialect and drains at its end; ``prefork.py`` shares one port between processes.
+Packages, from bottom to top: backend, http, generation, dialects; router and radix are options in front.
+
+Imports: sdk, rollout, sglang_api, contract, ports, runtime, transport.
+
+Start with ``http/dialect.py`` (``Dialect``, ``Route``), then ``dialects/slime/dialect.py``, the smallest
+dialect.
 """

@@ -1,1 +1,10 @@
-"""Names of other projects, so that code written for them finds them here."""
+"""rlctl inside the processes of other projects, under their names: slime, SkyRL, verl, vLLM's weight transfer.
+
+Decides how a name of the other project maps to the SDK. Versions that each was written from are named in the
+modules.
+
+Imports: sdk, trainer, rollout, weights, launch.supervisor, engine, contract, runtime.
+
+Start with ``slime.py``; ``child_fleet.py`` runs ``rlctl up`` as a child of a trainer. HTTP interfaces of other
+projects are in gateway.dialects.
+"""

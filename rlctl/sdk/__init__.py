@@ -1,1 +1,9 @@
-"""TODO."""
+"""The SDK as users see it: ``connect`` for blocking code, ``aio.connect`` for asyncio.
+
+Decides the public names and nothing else: each method forwards to client, rollout or trainer.
+
+Imports: client, rollout, trainer, contract, engine, ports, runtime, transport.
+
+Start with ``aio.py`` (``AsyncFleet``). ``blocking.py`` runs the same on a background loop; ``sglang_names.py``
+has the method names of SGLang's Python API.
+"""

@@ -1,3 +1,9 @@
-"""SGLang's native /generate, both ways, without I/O: its bodies into requests of the contract, and samples into its
-replies. The gateway and the sidecar for vLLM speak it. Written from SGLang 0.5.23's ``GenerateReqInput``.
+"""SGLang's ``/generate`` in both directions, without I/O: bodies to requests, samples to replies.
+
+Decides which fields of SGLang are supported and how a sample is expressed in its words. The gateway and the
+sidecar for vLLM use it.
+
+Imports: contract.
+
+Start with ``request.py`` (``read``) and ``response.py`` (``Reply``). Written from SGLang 0.5.23.
 """

@@ -1,4 +1,9 @@
-"""For tests of rlctl and of what is built on it: a fake engine, an in-process fleet, a local fleet of processes.
+"""Public test tools: a fake engine, an in-process fleet, links without a network, a chaos proxy.
 
-Everything here says that it is fake. Nothing of it is imported by the product but through the entry point ``fake``.
+Nothing here is used in production; only the entry point ``fake`` names it.
+
+Imports: coordinator, stage, worker, contract, engine, runtime, transport.
+
+Start with ``fake_engine.py`` (``FakeEngine``: the rules of an engine without a model) and
+``in_process_fleet.py`` (``InProcessFleet``).
 """

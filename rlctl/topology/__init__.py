@@ -1,6 +1,10 @@
-"""From a YAML file to what is to run: document → schema → resolve → plan → diff. No I/O beyond reading the file.
+"""From a YAML file to a plan: document, schema, resolve, plan, diff. No I/O beyond reading the file.
 
-:func:`rlctl.topology.resolve.resolve` gives the topology, or every problem of the file at once;
-:func:`rlctl.topology.plan.plan` the engines, ranks and devices; :func:`rlctl.topology.diff.difference` what that
-changes in a fleet that runs. The keys are one table, :mod:`rlctl.topology.schema`; editors get it as JSON Schema.
+Decides what a topology means, everything that is wrong with it, and what changes in a running fleet.
+
+Imports: launch.interface, launch.local, engine, contract.
+
+Start with ``schema.py`` (the table of keys: reader, JSON Schema and reference page come from it),
+``resolve.py`` (``resolve``), ``plan.py`` (``plan``) and ``diff.py`` (``difference``). ``support.py`` lists what
+this version cannot run.
 """

@@ -1,6 +1,12 @@
-"""gRPC behind the ports: channels, servers, handlers built from descriptors, status codes, tokens, links.
+"""gRPC behind the ports: channels, servers, handlers, status codes, tokens, links.
 
-Everything of rlctl takes ``grpc`` from here, where it is imported as rlctl wants it.
+Decides keepalive, message sizes, the bearer token and the mapping between errors and gRPC status. All other
+packages import ``grpc`` from here, because gRPC reads its settings when it is imported.
+
+Imports: contract, ports, runtime, command_stream.
+
+Start with ``handlers.py`` (``generic_handler``: parsing, size limit, deadline and errors for every method),
+``links.py`` (streams as the ``Link`` port) and ``auth.py`` (``TokenGuard``).
 """
 
 from __future__ import annotations

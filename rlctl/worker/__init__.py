@@ -1,1 +1,9 @@
-"""One rank: serialises admin work against its engine. Rank 0's lives in the stage server, followers' in their own."""
+"""One rank: runs admin commands on its engine, one mutating verb at a time, each answered with one result.
+
+Decides the order of commands at a rank, and turns every failure into a typed result.
+
+Imports: command_stream, contract, engine, ports; ``server.py`` also transport.
+
+Start with ``worker.py`` (``Worker.carry_out``), used inside the stage server for rank 0. ``follower.py`` and
+``server.py`` are the process of every other rank.
+"""

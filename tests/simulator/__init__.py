@@ -1,5 +1,11 @@
-"""The production state machines on a virtual clock, under faults that a seed draws, and the promises checked.
+"""Whole fleets on a virtual clock, under faults drawn from a seed, with the promises checked.
 
-Only the ports of :mod:`rlctl.ports` and :class:`rlctl.engine.Engine` are replaced: links, clock, journal, engine. What
-runs between them is the coordinator, the stages and the workers as they are shipped. ``tools/simulate`` runs it.
+Coordinator, stages and workers are the production code. Only the ports and the engine are replaced. Packages:
+ports, model, engine, processes, callers, faults.
+
+Imports: rlctl.coordinator, rlctl.stage, rlctl.worker, rlctl.command_stream, rlctl.contract, rlctl.ports,
+rlctl.runtime.
+
+Start with ``scenario.py`` (``Seed``: the course of one seed) and ``oracle.py`` (``Observer``: the invariants).
+``mutants.py`` switches safeguards off; ``shrink.py`` reduces a failing seed; ``runner.py`` runs one.
 """

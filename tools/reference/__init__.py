@@ -1,6 +1,11 @@
-"""Writes docs/reference from what defines it: the verb table, the protos' comments, the reasons, the commands and keys.
+"""The generated pages of ``docs/reference``: verbs, errors, commands, topology keys, the SGLang dialect.
 
-``python -m tools.reference DIRECTORY`` writes, ``--check`` says what is out of date and exits 1 when anything is.
+``tools/protos`` writes them; ``tools/protos --check`` compares. Edit the table or the comment that a page comes
+from.
+
+Imports: cli, contract, gateway, topology.
+
+Start with ``__main__.py``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,6 @@
-"""TODO."""
+"""LoRA adapters at a server: loaded beside the served one, swapped by the commit.
+
+Imports: rlctl_servers.updates, rlctl_servers.requests, rlctl.engine, rlctl.contract, rlctl.weights.
+
+Start with ``adapters.py`` (``Adapters``) and ``lora_table.py`` (``LoraTable``: names at the server, pure).
+"""

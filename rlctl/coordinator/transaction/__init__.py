@@ -1,1 +1,12 @@
-"""TODO."""
+"""One weight update from its plan to its end, as steps made of verbs.
+
+Decides the order pause, prepare, write, commit, flush, verify, publish, admit, resume; which targets are lost;
+and whether the evidence suffices. Nothing of a version is served before it is published.
+
+Imports: coordinator.verbs, coordinator.operations, coordinator.fleet, contract, ports.
+
+Start with ``planner.py`` (``Planner.plan``: targets, version, groups, or the refusal), then ``transaction.py``
+(``Session``: the steps up to the commit), ``transfer.py`` (joins, writes, further attempts), ``commit.py``
+(``Finish``: verify, publish, admit, resume). ``verification_levels.py`` is the pure decision,
+``verification.py`` asks the targets.
+"""

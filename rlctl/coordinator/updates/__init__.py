@@ -1,1 +1,12 @@
-"""TODO."""
+"""The open updates of all models: begun, owned under a lease, written, ended.
+
+Decides who may begin an update, whether the caller owns it, when its lease runs out, and which update a write
+without an update id belongs to.
+
+Imports: coordinator.healing, coordinator.transaction, coordinator.operations, coordinator.fleet, contract,
+ports.
+
+Start with ``manager.py`` (``Updates.begin``, ``Updates.renew``, ``Updates.commit``; ``Graces`` has the waits).
+``from_disk.py`` is an update in one call; ``implicit.py`` serves clients that do not name updates;
+``group_formation.py`` forms one group from calls for single engines.
+"""

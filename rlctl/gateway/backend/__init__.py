@@ -1,1 +1,9 @@
-"""TODO."""
+"""Generation behind the routes: samples through the SDK, with each caller's token, and tokenizers.
+
+Decides how many samples run at a time, which model a request means, and which tokenizer renders a chat.
+
+Imports: sdk, rollout, contract, transport.
+
+Start with ``service.py`` (``Generation.complete``). ``tokenizers.py`` loads tokenizers when they are first
+needed.
+"""

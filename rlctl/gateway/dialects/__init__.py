@@ -1,7 +1,12 @@
-"""The dialects: a package for each HTTP API that clients of other projects speak.
+"""The dialects: one package for each HTTP API that clients of other projects use.
 
-The function ``dialect(generation)`` of a package's module ``dialect`` makes its
-:class:`rlctl.gateway.http.dialect.Dialect`: a table of routes and their handlers.
+The function ``dialect(generation)`` in a package's module ``dialect`` returns its
+:class:`rlctl.gateway.http.dialect.Dialect`: routes, error format, settings. A new package here is a new
+``--dialect``.
+
+Imports: gateway.generation, gateway.backend, gateway.http, sglang_api, contract.
+
+Start with ``slime/dialect.py``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,9 @@
-"""Generation over HTTP: SGLang's native /generate and OpenAI's routes, the same for every dialect."""
+"""The routes that generate, the same in every dialect: SGLang's ``/generate`` and OpenAI's completions and chats.
+
+Decides how fields become requests and how samples become replies and events.
+
+Imports: gateway.backend, gateway.http, rollout, sglang_api, contract.
+
+Start with ``routes.py`` (``routes``), ``sglang.py`` (``generate``) and ``openai.py`` (``completions``,
+``chat``). ``samples.py`` runs the samples of one call side by side.
+"""

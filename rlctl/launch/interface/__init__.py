@@ -1,1 +1,7 @@
-"""TODO."""
+"""What a launcher must do, and what it starts.
+
+Imports: engine, contract.
+
+Start with ``launcher.py`` (``Launcher``, ``Launched``) and ``spec.py`` (``EngineSpec``: one engine and its
+command lines).
+"""

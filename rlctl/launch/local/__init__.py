@@ -1,1 +1,6 @@
-"""TODO."""
+"""Processes on this machine: children that end with their parent, their GPUs, cores and logs.
+
+Imports: launch.interface, engine, contract, runtime, transport.
+
+Start with ``launcher.py`` (``LocalLauncher``) and ``child_processes.py`` (``Process``).
+"""

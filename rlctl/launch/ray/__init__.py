@@ -1,1 +1,9 @@
-"""TODO."""
+"""Processes on a Ray cluster: one actor for each server, one placement group for each engine.
+
+Decides on which nodes an engine runs (``node_choice.py``, pure). Restarts are rlctl's: Ray restarts nothing.
+
+Imports: launch.local, launch.interface, weights.group (addresses of interfaces), contract, runtime, transport.
+
+Start with ``launcher.py`` (``RayLauncher``) and ``actor.py`` (``ServerActor``). ``given_placement_group.py``
+uses a group that a trainer has made.
+"""

@@ -1,1 +1,10 @@
-"""TODO."""
+"""The choice of a stage for one request. Pure: no I/O, no clock of its own.
+
+Decides by admission, health, policy and session which stage, or which prefill and decode pair, serves a
+request.
+
+Imports: contract.
+
+Start with ``router.py`` (``Router.pick``). ``policies.py`` has the policies, ``admission.py`` the lowest
+version, ``health.py`` the waits after refusals and failures.
+"""

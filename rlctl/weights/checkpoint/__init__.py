@@ -1,1 +1,10 @@
-"""TODO."""
+"""Checkpoints on disk: safe paths, checked headers, parallel reads, atomic writes.
+
+Decides which paths a request may name, whether a directory is a complete checkpoint that all engines read
+alike, and that a crash leaves either the old or the new file.
+
+Imports: weights.tensor, contract.
+
+Start with ``checkpoint.py`` (``open_checkpoint``), ``allowed_roots.py`` (``Roots.resolve``) and
+``parallel_read.py`` (``read_parts``). ``load_formats.py`` names the loaders; ``atomic_write.py`` writes.
+"""

@@ -1,1 +1,10 @@
-"""TODO."""
+"""Tensors in themselves: names, dtypes, slices, digests, buckets, and what a trainer may pass as weights.
+
+Decides the digest of a tensor and of a model, which tensors travel together, how module parameters map to
+checkpoint names, and which names are unknown or tied.
+
+Imports: contract.
+
+Start with ``tensors.py`` (``TensorMeta``), ``digest.py`` (``tensor_digest``, ``ModelDigest``), ``buckets.py``
+(``plan``) and ``source.py`` (``WeightSource``). ``placement.py`` has the identities of hosts and devices.
+"""
