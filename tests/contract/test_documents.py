@@ -1,4 +1,4 @@
-"""Links between documents resolve, and the glossary is complete and in order."""
+"""Links between documents resolve, paths exist, and the glossary is complete and in order."""
 
 from __future__ import annotations
 
@@ -61,3 +61,19 @@ def test_the_glossary_names_every_value_of_an_enum(enum: EnumTypeWrapper) -> Non
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.DESCRIPTOR.name).upper() + "_"
     for value in values:
         assert re.search(rf"\b{value.removeprefix(prefix)}\b", GLOSSARY, flags=re.IGNORECASE), value
+
+
+PATH = re.compile(r"`((?:rlctl|engines|protos|tests|docs)/[\w./-]+)`")
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "RELEASES.md"])
+def test_the_paths_of_a_guide_exist(name: str) -> None:
+    paths = PATH.findall(prose(ROOT / name))
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_guide_for_contributors_has_a_line_for_every_package() -> None:
+    listed = {path.split("/")[1] for path in PATH.findall(prose(ROOT / "CONTRIBUTING.md")) if path.startswith("rlctl/")}
+    packages = {path.parent.name for path in (ROOT / "rlctl").glob("*/__init__.py")}
+    assert packages - listed == {"demo"}
