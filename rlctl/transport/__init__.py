@@ -6,7 +6,7 @@ packages import ``grpc`` from here, because gRPC reads its settings when it is i
 Imports: contract, ports, runtime, command_stream.
 
 Start with ``handlers.py`` (``generic_handler``: parsing, size limit, deadline and errors for every method),
-``links.py`` (streams as the ``Link`` port) and ``auth.py`` (``TokenGuard``).
+``links.py`` (``GrpcDialer``: streams as links) and ``auth.py`` (``TokenGuard``).
 """
 
 from __future__ import annotations
