@@ -360,6 +360,7 @@ class ServingGrant(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     CONFIRM_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    WITHHELD_ADAPTERS_FIELD_NUMBER: _builtins.int
     fleet_epoch: _builtins.int
     """Epoch of the granting coordinator."""
     number: _builtins.int
@@ -384,6 +385,10 @@ class ServingGrant(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Adapters of the stage's model that may be served. Name, version and load_id are compared."""
 
+    @_builtins.property
+    def withheld_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of adapters that are missing from adapters only until the stage has carried out a pause by name of them."""
+
     def __init__(
         self,
         *,
@@ -395,10 +400,11 @@ class ServingGrant(_message.Message):
         echo: _builtins.int = ...,
         confirm: _builtins.bool = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
+        withheld_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "adopt", b"adopt", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "adopt", b"adopt", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number", "withheld_adapters", b"withheld_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

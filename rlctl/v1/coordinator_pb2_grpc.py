@@ -290,7 +290,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause stays in
         force until its ttl or a continue by name ends it. A stage of the target that is absent, restarts or joins later is paused before it
-        serves.
+        serves. With an adapter, all of this is about the requests with that adapter; the stages stay routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
@@ -306,10 +306,10 @@ class CoordinatorServiceServicer(object):
 
         Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for
         absent stages, but not for stages that refuse the continue. An open implicit update of theirs is committed first; if it does not
-        succeed, nothing goes on.
+        succeed, nothing goes on. With an adapter, pauses of that adapter end and nothing is committed.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
-        ASLEEP goes on later, if when_resident asks for that.
+        ASLEEP goes on later, if when_resident asks for that. With an adapter: as PauseGeneration.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

@@ -91,6 +91,7 @@ class Capabilities(_message.Message):
     ADAPTER_TRANSPORTS_FIELD_NUMBER: _builtins.int
     KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
     KEEPS_WEIGHTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_PAUSE_MODES_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
@@ -155,6 +156,10 @@ class Capabilities(_message.Message):
         host. Empty: the engine's own way, of which nothing is known here.
         """
 
+    @_builtins.property
+    def adapter_pause_modes(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.PauseMode.ValueType]:
+        """Pause modes for the requests of one adapter (PauseGeneration with adapter). Empty: none."""
+
     def __init__(
         self,
         *,
@@ -176,10 +181,11 @@ class Capabilities(_message.Message):
         adapter_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         kv_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         keeps_weights: _builtins.bool = ...,
+        adapter_pause_modes: _abc.Iterable[_common_pb2.PauseMode.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_pause_modes", b"adapter_pause_modes", "adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,6 +352,7 @@ class StageReport(_message.Message):
     UPDATE_STAGED_FIELD_NUMBER: _builtins.int
     UPDATE_PREPARED_FIELD_NUMBER: _builtins.int
     CLOSED_ADAPTER_FIELD_NUMBER: _builtins.int
+    PAUSED_ADAPTERS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which incarnation reports."""
     state: _common_pb2.StageState.ValueType
@@ -406,6 +413,10 @@ class StageReport(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Adapters that every rank of it holds."""
 
+    @_builtins.property
+    def paused_adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___PausedAdapter]:
+        """Adapters that are paused by name."""
+
     def __init__(
         self,
         *,
@@ -432,14 +443,41 @@ class StageReport(_message.Message):
         update_staged: _builtins.bool = ...,
         update_prepared: _builtins.bool = ...,
         closed_adapter: _builtins.str = ...,
+        paused_adapters: _abc.Iterable[Global___PausedAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_failure", b"engine_failure", "quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "closed_adapter", b"closed_adapter", "engine_failure", b"engine_failure", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "closed_adapter", b"closed_adapter", "engine_failure", b"engine_failure", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_adapters", b"paused_adapters", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
+
+@_typing.final
+class PausedAdapter(_message.Message):
+    """An adapter with which a stage generates nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the adapter. The stage need not hold the adapter."""
+    mode: _common_pb2.PauseMode.ValueType
+    """Treatment of its requests."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        mode: _common_pb2.PauseMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PausedAdapter: _TypeAlias = PausedAdapter  # noqa: Y015
 
 @_typing.final
 class StageRegistration(_message.Message):
@@ -543,6 +581,7 @@ class Pause(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Operation that made the pause: a PauseGeneration, or an update whose stages stay paused."""
     mode: _common_pb2.PauseMode.ValueType
@@ -551,6 +590,8 @@ class Pause(_message.Message):
     """Caller, as the request named it. Empty: not named."""
     reason: _builtins.str
     """Reason, as the request gave it. Empty: none given."""
+    adapter: _builtins.str
+    """The pause stops the requests with this adapter only. Empty: all requests."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Start of the pause, by the coordinator's wall clock; for display only."""
@@ -568,10 +609,11 @@ class Pause(_message.Message):
         by: _builtins.str = ...,
         reason: _builtins.str = ...,
         until: _timestamp_pb2.Timestamp | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "mode", b"mode", "operation_id", b"operation_id", "reason", b"reason", "since", b"since", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "by", b"by", "mode", b"mode", "operation_id", b"operation_id", "reason", b"reason", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,6 +640,7 @@ class Stage(_message.Message):
     DISABLE_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    ADAPTER_PAUSES_FIELD_NUMBER: _builtins.int
     HEAL_TIME_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Grows when what fills the slot restarts; assigned by the coordinator."""
@@ -641,7 +684,11 @@ class Stage(_message.Message):
 
     @_builtins.property
     def pause(self) -> Global___Pause:
-        """The pause by name in force for this stage. The stage gets no serving lease until it has paused. Unset: none."""
+        """The pause by name of all requests in force for this stage. The stage gets no serving lease until it has paused. Unset: none."""
+
+    @_builtins.property
+    def adapter_pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pause]:
+        """Pauses by name of single adapters in force for this stage, by adapter. The stage may not serve such an adapter until it has paused it."""
 
     @_builtins.property
     def heal_time(self) -> _timestamp_pb2.Timestamp:
@@ -665,11 +712,12 @@ class Stage(_message.Message):
         disable_time: _timestamp_pb2.Timestamp | None = ...,
         engine_failure: Global___EngineFailure | None = ...,
         pause: Global___Pause | None = ...,
+        adapter_pauses: _abc.Iterable[Global___Pause] | None = ...,
         heal_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "engine_failure", b"engine_failure", "heal_time", b"heal_time", "last_heard", b"last_heard", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "heal_time", b"heal_time", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_pauses", b"adapter_pauses", "disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "heal_time", b"heal_time", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

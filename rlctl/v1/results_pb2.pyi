@@ -325,6 +325,7 @@ class Operation(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     DROPPED_ADAPTERS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """The request_id that made it."""
     verb: _builtins.str
@@ -341,6 +342,8 @@ class Operation(_message.Message):
     """Model that the operation was meant for, when one was named."""
     model_digest: _builtins.str
     """Weight updates: model digest of the published weights, hex, when it was computed."""
+    adapter: _builtins.str
+    """PauseGeneration and ContinueGeneration: the adapter that the request names. Empty: all requests."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -412,10 +415,11 @@ class Operation(_message.Message):
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         dropped_adapters: _abc.Iterable[_builtins.str] | None = ...,
         verification: _common_pb2.Verification | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

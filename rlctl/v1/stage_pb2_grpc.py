@@ -208,7 +208,8 @@ class StageServiceServicer(object):
     def PauseGeneration(self, request, context):
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+        and the stages stay routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -224,7 +225,7 @@ class StageServiceServicer(object):
 
         Effect: requests that were kept go on; stages at an admitted version become routable.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

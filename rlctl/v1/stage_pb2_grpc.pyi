@@ -61,7 +61,8 @@ class StageServiceStub:
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.StageResult]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+    and the stages stay routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -73,7 +74,7 @@ class StageServiceStub:
 
     Effect: requests that were kept go on; stages at an admitted version become routable.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
-    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -335,7 +336,8 @@ class StageServiceAsyncStub(StageServiceStub):
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.StageResult]  # type: ignore[assignment]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+    and the stages stay routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -347,7 +349,7 @@ class StageServiceAsyncStub(StageServiceStub):
 
     Effect: requests that were kept go on; stages at an admitted version become routable.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
-    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -624,7 +626,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+        and the stages stay routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -642,7 +645,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: requests that were kept go on; stages at an admitted version become routable.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

@@ -333,12 +333,17 @@ class PauseGenerationRequest(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     mode: _common_pb2.PauseMode.ValueType
     """What happens to the requests that are waiting or running. Default ABORT."""
     by: _builtins.str
     """Caller, kept with the pause. The command line sends user@host. At most 200 characters."""
     reason: _builtins.str
     """Reason, kept with the pause. At most 1000 characters."""
+    adapter: _builtins.str
+    """Adapter. The pause then stops the requests with this adapter only: the mode treats them, the stages take no new ones, and every other
+    request goes on. It is independent of a pause of all requests. Not inside an update. Empty: all requests.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -357,10 +362,11 @@ class PauseGenerationRequest(_message.Message):
         by: _builtins.str = ...,
         reason: _builtins.str = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "header", b"header", "mode", b"mode", "reason", b"reason", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "by", b"by", "header", b"header", "mode", b"mode", "reason", b"reason", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -375,11 +381,16 @@ class ContinueGenerationRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     TORCH_EMPTY_CACHE_FIELD_NUMBER: _builtins.int
     WHEN_RESIDENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     torch_empty_cache: _builtins.bool
     """Give cached device memory back to the device first. Default true."""
     when_resident: _builtins.bool
     """Where only memory beside the weights is released: do not refuse (MEMORY_RELEASED), but go on as part of the ResumeMemory that
     brings the last region back. Such a stage is SKIPPED until then; a pause by name in between takes it back.
+    """
+    adapter: _builtins.str
+    """Adapter: ends pauses of this adapter, and no pause of all requests. Excludes the other options. Empty: ends pauses of all requests,
+    and no pause of an adapter.
     """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
@@ -391,10 +402,11 @@ class ContinueGenerationRequest(_message.Message):
         header: _common_pb2.RequestHeader | None = ...,
         torch_empty_cache: _builtins.bool | None = ...,
         when_resident: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache", "header", b"header", "torch_empty_cache", b"torch_empty_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache", "header", b"header", "torch_empty_cache", b"torch_empty_cache", "when_resident", b"when_resident"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache", "adapter", b"adapter", "header", b"header", "torch_empty_cache", b"torch_empty_cache", "when_resident", b"when_resident"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__torch_empty_cache: _TypeAlias = _typing.Literal["torch_empty_cache"]  # noqa: Y015
     _WhichOneofArgType__torch_empty_cache: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache"]  # noqa: Y015

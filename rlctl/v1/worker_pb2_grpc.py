@@ -206,7 +206,8 @@ class WorkerServiceServicer(object):
     def PauseGeneration(self, request, context):
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+        and the stages stay routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: none: one rank answers for itself.
@@ -222,7 +223,7 @@ class WorkerServiceServicer(object):
 
         Effect: requests that were kept go on; stages at an admitted version become routable.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

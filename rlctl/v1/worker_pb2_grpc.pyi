@@ -60,7 +60,8 @@ class WorkerServiceStub:
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.RankResult]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+    and the stages stay routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: none: one rank answers for itself.
@@ -72,7 +73,7 @@ class WorkerServiceStub:
 
     Effect: requests that were kept go on; stages at an admitted version become routable.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
-    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -332,7 +333,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+    and the stages stay routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: none: one rank answers for itself.
@@ -344,7 +346,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     Effect: requests that were kept go on; stages at an admitted version become routable.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
-    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -619,7 +621,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
+        and the stages stay routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: none: one rank answers for itself.
@@ -637,7 +640,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: requests that were kept go on; stages at an admitted version become routable.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
