@@ -1,8 +1,11 @@
-"""When two adapters are the same one."""
+"""When two adapters are the same one, and which engines can pause the requests of one."""
 
 from __future__ import annotations
 
-from rlctl.v1.verbs_pb2 import Adapter
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, PAUSE_MODE_ABORT, PauseMode
+from rlctl.v1.fleet_pb2 import Capabilities
+from rlctl.v1.verbs_pb2 import Adapter, PauseGenerationRequest
 
 
 def same(one: Adapter, other: Adapter) -> bool:
@@ -14,3 +17,24 @@ def same(one: Adapter, other: Adapter) -> bool:
     if (one.name, one.version) != (other.name, other.version):
         return False
     return not one.load_id or not other.load_id or one.load_id == other.load_id
+
+
+def unpaused(capabilities: Capabilities, request: PauseGenerationRequest, who: str = "the engine") -> RlctlError | None:
+    """Why an engine, which messages call ``who``, cannot pause the adapter of a request in its mode, or None."""
+    mode, modes = request.mode or PAUSE_MODE_ABORT, capabilities.adapter_pause_modes
+    if not request.adapter or mode in modes:
+        return None
+    if not modes:
+        return Reason.UNSUPPORTED.error(
+            f"{who} cannot pause the requests of one adapter",
+            field="adapter",
+            next_step="Pause all requests: leave the adapter out.",
+            outcome=OUTCOME_SKIPPED,
+        )
+    there = ", ".join(PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in modes)
+    name = PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
+    return Reason.UNSUPPORTED.error(
+        f"{who} has no pause mode {name} for the requests of one adapter; it has: {there}",
+        field="mode",
+        outcome=OUTCOME_SKIPPED,
+    )

@@ -395,6 +395,31 @@ def _pause(request: verbs_pb2.PauseGenerationRequest) -> None:
         timeout_s(request.ttl, "ttl")
         if request.header.fence.update_id:
             raise Reason.FIELD_CONFLICT.error("a pause inside an update ends with it", field="ttl")
+    _scope(request)
+
+
+@_rule(verbs_pb2.ContinueGenerationRequest)
+def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
+    _scope(request)
+    given = {"torch_empty_cache": request.HasField("torch_empty_cache"), "when_resident": request.when_resident}
+    for field in (name for name, is_given in given.items() if is_given):
+        if request.adapter:
+            raise Reason.FIELD_CONFLICT.error(
+                "the continue of one adapter concerns no memory", field=field, next_step=f"Leave {field} out."
+            )
+
+
+def _scope(request: verbs_pb2.PauseGenerationRequest | verbs_pb2.ContinueGenerationRequest) -> None:
+    """The adapter of a pause or a continue."""
+    if not request.adapter:
+        return
+    _adapter_name(request.adapter, "adapter")
+    if request.header.fence.update_id:
+        raise Reason.FIELD_CONFLICT.error(
+            "an update stops the requests with its adapter itself",
+            field="adapter",
+            next_step="Leave out the adapter, or the update in the header's fence.",
+        )
 
 
 @_rule(verbs_pb2.LoadAdapterRequest)

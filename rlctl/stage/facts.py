@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from rlctl.contract import memory_regions
 from rlctl.contract.adapter_identity import same
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.contract.verbs import STATE_PREFIX, Verb
+from rlctl.contract.verbs import STATE_PREFIX, VERBS, Verb
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
@@ -109,6 +109,9 @@ class Facts:
     fleet_epoch: int = 0
     adapters: dict[str, Adapter] = field(default_factory=dict)
     admitted_adapters: dict[str, Adapter] = field(default_factory=dict)
+    paused_adapters: dict[str, PauseMode.ValueType] = field(default_factory=dict)
+    """Modes by name. A pause of an adapter does not depend on whether the stage holds the adapter."""
+    withheld_adapters: frozenset[str] = frozenset()
 
     @property
     def state(self) -> StageState.ValueType:
@@ -170,7 +173,7 @@ class Facts:
             raise Reason.ILLEGAL_STATE.error("the update is finished at this stage: nothing more is written in it")
         if verb.in_update and not fence.update_id:
             raise Reason.FIELD_REQUIRED.error(f"{verb.name} belongs to an update", field="header.fence.update_id")
-        if isinstance(request, verbs_pb2.ContinueGenerationRequest):
+        if isinstance(request, verbs_pb2.ContinueGenerationRequest) and not request.adapter:
             self._refuse_continue()
         if isinstance(request, verbs_pb2.PrepareUpdateRequest):
             self._refuse_update(request)
@@ -183,6 +186,8 @@ class Facts:
             self._refuse_staged(request)
         # The steps of an update that leaves alone what serves are carried out in whatever state the stage is.
         a_step = staging and (verb.in_update or _of_staged(request) or self._checks_update(request))
+        if _continues_adapter(request):  # nothing goes on with weights that may not be served: the state sees to that
+            verb = VERBS["PauseGeneration"]
         if not a_step and not verb.allows(self.state):
             state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
             raise Reason.ILLEGAL_STATE.error(
@@ -288,6 +293,12 @@ class Facts:
         possible = outcome in POSSIBLY_DONE
         changed = True
         match request:
+            case verbs_pb2.PauseGenerationRequest() if request.adapter:
+                if possible:
+                    self.paused_adapters[request.adapter] = request.mode or common_pb2.PAUSE_MODE_ABORT
+            case verbs_pb2.ContinueGenerationRequest() if request.adapter:
+                if applied:
+                    self.paused_adapters.pop(request.adapter, None)
             case verbs_pb2.PauseGenerationRequest() if possible:
                 # Whoever pauses by name takes an update's pause over; an update does not take over theirs.
                 if not self.paused or not request.header.fence.update_id:
@@ -391,11 +402,16 @@ class Facts:
         }
 
     def admit(
-        self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None, adapters: Iterable[Adapter] = ()
+        self,
+        admitted: Iterable[WeightVersion],
+        adopt: WeightVersion | None,
+        adapters: Iterable[Adapter] = (),
+        withheld_adapters: Iterable[str] = (),
     ) -> None:
         """Take in which versions may be served, and optionally which one the weights at hand are."""
         self.admitted = tuple(admitted)
         self.admitted_adapters = {adapter.name: adapter for adapter in adapters}
+        self.withheld_adapters = frozenset(withheld_adapters)
         if adopt is not None and self.update is None and self.weights is Weights.WHOLE:
             self.version = adopt
         if self.update is not None and self.update.committed and self.at_admitted_version:
@@ -484,6 +500,10 @@ def _digests(results: Sequence[RankResult]) -> set[str]:
     mismatch = Reason.DIGEST_MISMATCH.name
     unlike = {result.error.metadata.get("found", "") for result in results if result.error.reason == mismatch}
     return ({result.check.model_digest for result in results} | unlike) - {""}
+
+
+def _continues_adapter(request: Message) -> bool:
+    return isinstance(request, verbs_pb2.ContinueGenerationRequest) and bool(request.adapter)
 
 
 def _ends_update(request: Message) -> bool:

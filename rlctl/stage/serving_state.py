@@ -34,6 +34,8 @@ class Serving(NamedTuple):
         spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
         closed_adapter: adapter that an update is about to replace, and that takes no new request. "": none.
         sealed: the engine generates nothing with that adapter until the update ends.
+        paused_adapters: adapters that are paused by name, or are about to be.
+        withheld_adapters: adapters that may not be served until the stage has paused them.
     """
 
     slot: str
@@ -50,6 +52,8 @@ class Serving(NamedTuple):
     spoiling: str
     closed_adapter: str = ""
     sealed: bool = False
+    paused_adapters: frozenset[str] = frozenset()
+    withheld_adapters: frozenset[str] = frozenset()
 
     def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise why nothing is generated now, or return."""
@@ -70,10 +74,18 @@ class Serving(NamedTuple):
             )
         if adapter and adapter == self.closed_adapter:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot}: an update is replacing adapter {adapter!r}")
+        self.refuse_paused(adapter)
         if adapter and adapter not in self.adapters:
             self._refuse_adapter(adapter)
 
+    def refuse_paused(self, adapter: str) -> None:
+        """Raise STAGE_NOT_SERVING for an adapter that is paused by name."""
+        if adapter in self.paused_adapters:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot}: adapter {adapter!r} is paused by name")
+
     def _refuse_adapter(self, adapter: str) -> None:
+        if adapter in self.withheld_adapters:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is about to pause adapter {adapter!r}")
         if adapter in self.held and adapter in self.awaited:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds adapter {adapter!r} at another version")
         there = ", ".join(sorted(self.adapters)) or "none"

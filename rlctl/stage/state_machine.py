@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from rlctl.contract import memory_regions, outcomes
+from rlctl.contract import adapter_identity, memory_regions, outcomes
 from rlctl.contract.durations import seconds, set_duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.validation import check
@@ -33,7 +33,7 @@ from rlctl.v1.control_pb2 import (
     ControlResponse,
     ServingGrant,
 )
-from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
+from rlctl.v1.fleet_pb2 import EngineFailure, PausedAdapter, RankStatus, StageRegistration, StageReport
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.version import CONTRACT_VERSION
 
@@ -81,7 +81,7 @@ class Stage:
         self._confirmed_grant = 0
         self._obstacle: RlctlError | None = None
         self._engine_failure: EngineFailure | None = None
-        self._spoiling = self._closing = ""
+        self._spoiling = self._closing = self._pausing = ""
         self._writing = self._written = 0
         """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
         self._revision = 0
@@ -165,7 +165,7 @@ class Stage:
         if grant.confirm:
             self._confirmed_grant = grant.number
         adopt = grant.adopt if grant.HasField("adopt") else None
-        self.facts.admit(grant.admitted, adopt, grant.adapters)
+        self.facts.admit(grant.admitted, adopt, grant.adapters, grant.withheld_adapters)
         if adopt is not None and self.facts.version == adopt:
             self._engine.set_version(adopt)
         lease_s = seconds(grant.lease)
@@ -247,6 +247,9 @@ class Stage:
             adapters=[adapter for _, adapter in sorted(facts.adapters.items())],
             closed_adapter=self._closed_adapter,
             engine_failure=self._engine_failure,
+            paused_adapters=[
+                PausedAdapter(name=name, mode=mode) for name, mode in sorted(facts.paused_adapters.items())
+            ],
         )
 
     @property
@@ -271,6 +274,8 @@ class Stage:
             self._spoiling,
             self._closed_adapter,
             self.facts.update is not None and self.facts.update.prepared,
+            frozenset(self.facts.paused_adapters) | ({self._pausing} - {""}),
+            self.facts.withheld_adapters,
         )
 
     def _changed(self, *, tell: bool = True, granted: bool = False) -> None:
@@ -306,6 +311,10 @@ class Stage:
             unkept = memory_regions.unkept(self.registration.capabilities, request)
             if unkept is not None:
                 raise unkept
+        if isinstance(request, verbs_pb2.PauseGenerationRequest):
+            unpaused = adapter_identity.unpaused(self.registration.capabilities, request)
+            if unpaused is not None:
+                raise unpaused
         if mutates and self._obstacle is not None:
             raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
         if not mutates or not verb.waits or verb.interrupts:
@@ -340,11 +349,14 @@ class Stage:
             self._spoiling = verb.name
         # Close the adapter first: the ranks would otherwise have to stop requests that came meanwhile.
         closing = self.facts.closes(request)
+        pausing = request.adapter if isinstance(request, verbs_pb2.PauseGenerationRequest) else ""
         if closing:
             self._closing = closing
+        if pausing:
+            self._pausing = pausing
         if closing:
             self._changed()
-        if spoiling:
+        if spoiling or pausing:
             self.serving = self._serving()
         written = self._written
         writes = verb.writes_weights or spoiling
@@ -356,6 +368,8 @@ class Stage:
             self._written += writes
             if closing:
                 self._closing = ""
+            if pausing:
+                self._pausing = ""
             if spoiling:
                 self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
@@ -367,7 +381,7 @@ class Stage:
         changed = self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
-        if changed or spoiling or closing:
+        if changed or spoiling or closing or pausing:
             self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
 
