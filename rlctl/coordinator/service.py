@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import NoReturn
 
 from google.protobuf.message import Message
@@ -17,7 +17,7 @@ from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.admission import Admission
-from rlctl.coordinator.fleet.capabilities import incapable_all
+from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_unpaused
 from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
@@ -280,7 +280,8 @@ class Coordinator:
             if not isinstance(request, UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest):
                 run.refuse_given_up()  # of a write somebody has to tell the source
             deadline = self._clock.now() + timeout_s
-            ends_serving = isinstance(request, PauseGenerationRequest) or spoils(request)
+            pauses = isinstance(request, PauseGenerationRequest) and not request.adapter
+            ends_serving = pauses or spoils(request)
             async with self.roster.leaving(targets if ends_serving else ()):
                 await carry_out(run, deadline)
 
@@ -294,6 +295,9 @@ class Coordinator:
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:
                     await self._pausing.pause(request, targets, run, deadline)
+                    self.updates.look_after_all(request.header.target)
+                case ContinueGenerationRequest() if request.adapter:
+                    await self._pausing.go_on_with(request, targets, run, deadline)
                     self.updates.look_after_all(request.header.target)
                 case ContinueGenerationRequest() if not update_id:
                     await self._pausing.go_on(request, targets, run, deadline)
@@ -337,12 +341,28 @@ class Coordinator:
             targets, excluded = self.updates.adapter_holders(request)
         else:
             targets, excluded = self.roster.select(header.target)
+        if isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) and request.adapter:
+            self._refuse_unknown_adapter(request.adapter, targets)
+        if isinstance(request, PauseGenerationRequest) and request.adapter:
+            refuse_unpaused(targets, request)
         missing = incapable_all(targets, request)
         if missing is not None:
             raise Reason.UNSUPPORTED_BY_ALL.error(
                 f"none of {len(targets)} stages can do {verb.name}: {missing.message}", field=missing.field
             )
         return targets, excluded
+
+    def _refuse_unknown_adapter(self, adapter: str, targets: Sequence[Slot]) -> None:
+        """Raise ADAPTER_NOT_FOUND for an adapter that no target's model has, and of which no pause is in force."""
+        models = sorted({slot.model for slot in targets})
+        known = {each.name for model in models for each in self.roster.models[model].record.adapters}
+        held = {each.name for slot in targets if slot.report is not None for each in slot.report.adapters}
+        paused = {name for slot in targets for name in (*slot.adapter_pauses, *slot.paused_adapters)}
+        if adapter not in known | held | paused:
+            raise Reason.ADAPTER_NOT_FOUND.error(
+                f"{', '.join(models)} has no adapter {adapter!r}; it has: {', '.join(sorted(known)) or 'none'}",
+                field="adapter",
+            )
 
     def _timeout(self, request: Message, default_s: float, remaining_s: float | None) -> float:
         header = _header(request)

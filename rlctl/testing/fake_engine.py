@@ -51,6 +51,8 @@ LEVELS = [
     VERIFICATION_LEVEL_PROBE,
 ]
 
+MODES = [PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN]
+
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
 Fault = Callable[["FakeEngine", str, Call], Awaitable[None]]
@@ -138,6 +140,7 @@ class FakeEngine(Engine):
         self._pause = 0
         self._held = ""
         self._released_adapter = asyncio.Event()
+        self.paused_adapters: set[str] = set()
         self._with_adapter: dict[str, str] = {}
 
     def setup(self) -> dict[str, str]:
@@ -157,7 +160,8 @@ class FakeEngine(Engine):
         return EngineInfo(
             layout=StageLayout(tp_size=self.config.tp_size, pp_size=1, dp_size=1, ep_size=1, workers=workers),
             capabilities=Capabilities(
-                pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
+                pause_modes=MODES,
+                adapter_pause_modes=MODES,
                 transports=[TRANSPORT_TORCH_GLOO, TRANSPORT_DISK],
                 verification=[VERIFICATION_LEVEL_PROBE] if self._opaque else LEVELS,
                 answers_for_ranks=self._opaque == "said",
@@ -236,6 +240,10 @@ class FakeEngine(Engine):
     async def pause_generation(self, request: verbs.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         mode = request.mode or PAUSE_MODE_ABORT
+        if request.adapter:
+            await self._begin("pause_generation", call)
+            await self._pause_adapter(request.adapter, mode)
+            return
         if self._paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT and self._running:
             raise Reason.PAUSE_MODE_CONFLICT.error("requests are frozen in place; continue, or pause with retract")
         await self._begin("pause_generation", call)
@@ -247,10 +255,21 @@ class FakeEngine(Engine):
         self._paused = mode
         self._going.clear()
 
+    async def _pause_adapter(self, name: str, mode: int) -> None:
+        if mode == PAUSE_MODE_ABORT:
+            self._end_users(name, end=True)
+        while mode == PAUSE_MODE_DRAIN and self._paused is None and name in self._with_adapter.values():  # noqa: ASYNC110
+            await asyncio.sleep(self._pace)
+        self.paused_adapters.add(name)
+        self._released_adapter.clear()
+
     async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
-        del request
         await self._begin("continue_generation", call)
+        if request.adapter:
+            self.paused_adapters.discard(request.adapter)
+            self._released_adapter.set()
+            return
         self._paused = None
         self._going.set()
 
@@ -295,7 +314,8 @@ class FakeEngine(Engine):
         """Open an update."""
         await self._begin("prepare_update", call)
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
-            if request.abort_all_requests or not (self._paused or request.pause):
+            stopped = self._paused or request.pause or request.adapter.name in self.paused_adapters
+            if request.abort_all_requests or not stopped:
                 self._end_users(request.adapter.name, end=request.abort_all_requests)
             self._update, self._staged, self._pause = call.update_id, (request.adapter, ""), request.pause
             self._let_go_on()
@@ -426,9 +446,10 @@ class FakeEngine(Engine):
     async def _seal_adapter(self, adapter: verbs.Adapter, text: str) -> verbs.WeightsReport:
         if not text:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
-        if self._paused is None and self._pause in (0, PAUSE_MODE_ABORT):
+        runs = self._paused is None and adapter.name not in self.paused_adapters
+        if runs and self._pause in (0, PAUSE_MODE_ABORT):
             self._end_users(adapter.name, end=self._pause == PAUSE_MODE_ABORT)
-        drains = self._pause == PAUSE_MODE_DRAIN and self._paused is None
+        drains = self._pause == PAUSE_MODE_DRAIN and runs
         while drains and adapter.name in self._with_adapter.values():  # noqa: ASYNC110
             await asyncio.sleep(self._pace)
         self._held = adapter.name
@@ -560,7 +581,10 @@ class FakeEngine(Engine):
         """What a request waits for, or None."""
         if self._paused is not None:
             return self._going
-        return self._released_adapter if adapter and adapter == self._held else None
+        if not adapter or adapter not in {self._held, *self.paused_adapters}:
+            return None
+        self._released_adapter.clear()  # another adapter may have set it
+        return self._released_adapter
 
     def _part(
         self, rid: str, count: int, kind: rollout.FinishType.ValueType, adapter: str, token: int

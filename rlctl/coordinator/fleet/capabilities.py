@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from rlctl.contract import memory_regions
+from rlctl.contract import adapter_identity, memory_regions
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.v1.common_pb2 import (
+    OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_REPLICA,
     PauseMode,
     Transport,
 )
-from rlctl.v1.verbs_pb2 import PauseGenerationRequest, ReleaseMemoryRequest
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest, ReleaseMemoryRequest
 
 _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
@@ -39,6 +40,8 @@ def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
 def incapable(slot: Slot, request: Message) -> RlctlError | None:
     """Why a stage cannot carry a request out, whatever its state, or None."""
     missing = unsupported(slot, of_request(request).name)
+    if missing is None and isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) and request.adapter:
+        return unsupported(slot, "LoadAdapter")  # it serves no adapter
     if missing is None and isinstance(request, PauseGenerationRequest):
         missing = no_pause(slot, request.mode or PAUSE_MODE_ABORT, field="mode")
     if missing is None and isinstance(request, ReleaseMemoryRequest):
@@ -64,6 +67,16 @@ def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError
         return None
     name, *there = (PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in (mode, *known))
     return Reason.UNSUPPORTED.error(f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field=field)
+
+
+def refuse_unpaused(slots: Sequence[Slot], request: PauseGenerationRequest) -> None:
+    """Raise UNSUPPORTED, with its name, for a stage that serves adapters and cannot pause one as a request says."""
+    for slot in slots:
+        able = "LoadAdapter" not in slot.verbs  # it serves no adapter
+        unpaused = None if able else adapter_identity.unpaused(slot.capabilities, request, slot.name)
+        if unpaused is not None:
+            unpaused.outcome = OUTCOME_REJECTED
+            raise unpaused
 
 
 def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:

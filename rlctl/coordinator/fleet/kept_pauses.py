@@ -1,7 +1,8 @@
 """The pauses by name in force. A pause is journaled before its first command is sent, and ends with a continue by name.
 
 A pause belongs to the fleet, not to the stages that it has reached: a stage that was out of reach, restarts or joins
-later is paused before it may serve.
+later is paused before it may serve. The scope of a pause is one adapter or, with "", all requests. Pauses of different
+scopes do not affect each other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def covers(target: Target, slot: Addressed) -> bool:
 
 
 class Pauses:
-    """Every pause in force, oldest first. The newest pause that covers a slot decides."""
+    """Every pause in force, oldest first. Of each scope, the newest pause that covers a slot decides."""
 
     def __init__(self, journal: Journal, changed: Callable[[], None]) -> None:
         """``changed`` is called after every change of what is in force."""
@@ -55,17 +56,15 @@ class Pauses:
         records.sort(key=lambda record: record.pause.since.ToNanoseconds())
         self._records = {record.pause.operation_id: record for record in records}
 
-    def of(self, slot: Addressed) -> PauseRecord | None:
-        """The pause that is in force for a slot, or None."""
-        for record in reversed(self._records.values()):
-            if covers(record.target, slot) and slot.name not in record.continued:
-                return record
-        return None
+    def of(self, slot: Addressed) -> dict[str, PauseRecord]:
+        """The pauses that are in force for a slot, by scope."""
+        return {record.pause.adapter: record for record in self._records.values() if _applies(record, slot)}
 
     def beside(self, slot: Addressed, key: str) -> bool:
-        """Whether another pause than this one covers a slot."""
+        """Whether another pause of the same scope than this one covers a slot."""
+        scope = self._records[key].pause.adapter
         records = (record for name, record in self._records.items() if name != key)
-        return any(covers(record.target, slot) and slot.name not in record.continued for record in records)
+        return any(record.pause.adapter == scope and _applies(record, slot) for record in records)
 
     @property
     def in_force(self) -> list[PauseRecord]:
@@ -76,7 +75,9 @@ class Pauses:
         """Put a pause in force, durably. Returns the earlier pauses that it replaces. Raises JOURNAL_FAILED."""
         key = record.pause.operation_id
         async with self._writing:
+            scope = record.pause.adapter
             others = [other for name, other in self._records.items() if name != key]
+            others = [other for other in others if other.pause.adapter == scope]
             replaced = [other for other in others if _within(other.target, record.target)]
             gone = [other.pause.operation_id for other in replaced]
             await self._journal.write([_put(record), *(Delete("pause", other) for other in gone)])
@@ -104,15 +105,23 @@ class Pauses:
                 log.warning("pause %s was taken back, which could not be recorded: %s", key, error)
 
     async def end(
-        self, target: Target, slots: Sequence[Addressed], refused: Collection[str], with_it: Sequence[Put] = ()
+        self,
+        target: Target,
+        slots: Sequence[Addressed],
+        refused: Collection[str],
+        with_it: Sequence[Put] = (),
+        *,
+        adapter: str = "",
     ) -> None:
-        """End the pauses of a continue's target, durably, except for slots that ``refused``. ``slots``: all slots.
-        ``with_it``: further puts of the same write.
+        """End the pauses of a continue's target and scope, durably, except for slots that ``refused``. ``slots``: all
+        slots. ``with_it``: further puts of the same write.
         """
         async with self._writing:
             changed: dict[str, PauseRecord | None] = {}
             for key, record in self._records.items():
-                paused = [slot for slot in slots if covers(record.target, slot) and slot.name not in record.continued]
+                if record.pause.adapter != adapter:
+                    continue
+                paused = [slot for slot in slots if _applies(record, slot)]
                 left = [slot.name for slot in paused if not covers(target, slot) or slot.name in refused]
                 rest: PauseRecord | None = PauseRecord()
                 assert rest is not None
@@ -151,6 +160,11 @@ class Pauses:
                 [_put(self._records[key]) if key in self._records else Delete("pause", key) for key in late]
             )
             self._unrecorded.difference_update(late)
+
+
+def _applies(record: PauseRecord, slot: Addressed) -> bool:
+    """Whether a pause covers a slot that was not continued since."""
+    return covers(record.target, slot) and slot.name not in record.continued
 
 
 def _within(inner: Target, outer: Target) -> bool:

@@ -78,6 +78,8 @@ RETIRED = 1024
 whose slots are named after pods, those of every pod there ever was would add up.
 """
 
+NONE: frozenset[str] = frozenset()
+
 _MIXTURE = "its weights are a mixture; a full update or a heal clears it"
 """Of a DIRTY stage of which nobody knows the cause any more."""
 
@@ -107,9 +109,11 @@ class Slot:
         unhealable: why it needs a heal and can get none, or "".
         misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
         engine_failure: failure of its process, as its launcher reports it; None: no report.
-        pause: the pause by name that is in force for it, or None.
+        pause: the pause by name of all requests that is in force for it, or None.
+        adapter_pauses: the pauses by name of single adapters that are in force for it, by adapter.
         away: cause of the missing link, if known, or "".
         taken: it obeys the epoch of another fleet's coordinator.
+        withheld_adapters: adapters that its last grant withheld, because it owed a pause by name of them.
         in_hand: number of running operations by name that pause or continue it. Their outcome decides its pause.
     """
 
@@ -133,6 +137,8 @@ class Slot:
     misread: bool = False
     engine_failure: EngineFailure | None = None
     pause: Pause | None = None
+    adapter_pauses: Mapping[str, Pause] = field(default_factory=dict)
+    withheld_adapters: Sequence[str] = ()
     in_hand: int = 0
     away: str = ""
     taken: bool = False
@@ -165,6 +171,27 @@ class Slot:
         if self.pause is None or self.in_hand or self.report is None or self.report.paused:
             return False
         return "PauseGeneration" in self.verbs
+
+    @property
+    def paused_adapters(self) -> frozenset[str]:
+        """Names of the adapters that it reports as paused."""
+        return frozenset(paused.name for paused in self.report.paused_adapters) if self.report is not None else NONE
+
+    @property
+    def owed_adapters(self) -> list[str]:
+        """Adapters of which a pause by name is in force that it has not carried out yet. Until then it may not serve
+        them.
+        """
+        if not self.adapter_pauses or self.in_hand or self.report is None:
+            return []
+        return [adapter for adapter in self.adapter_pauses if adapter not in self.paused_adapters]
+
+    @property
+    def unkept_adapters(self) -> list[str]:
+        """Adapters that it keeps paused, and of which no pause by name is in force."""
+        if self.in_hand or self.report is None:
+            return []
+        return [paused.name for paused in self.report.paused_adapters if paused.name not in self.adapter_pauses]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -342,8 +369,9 @@ class Roster:
         return [slot for slot in self.slots.values() if covers(target, slot)]
 
     def _take_pause(self, slot: Slot) -> None:
-        record = self.pauses.of(slot)
-        slot.pause = record.pause if record is not None else None
+        pauses = {scope: record.pause for scope, record in self.pauses.of(slot).items()}
+        slot.pause = pauses.pop("", None)
+        slot.adapter_pauses = pauses
 
     def _pauses_changed(self) -> None:
         for slot in self.slots.values():
@@ -631,6 +659,7 @@ class Roster:
             disabled_reason=slot.record.disabled_reason,
             disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
             pause=slot.pause,
+            adapter_pauses=[pause for _, pause in sorted(slot.adapter_pauses.items())],
             heal_time=slot.heal_time if slot.heal_at is not None and self._clock.now() < slot.heal_at else None,
         )
         if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.any_pb2 import Any
 
@@ -14,7 +14,6 @@ from rlctl.command_stream.commander import Commander, Issued
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.inflight_replay import Unanswered
-from rlctl.coordinator.fleet.kept_pauses import covers
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.coordinator.fleet.versions import adoptable, first_digest, lacking, surplus
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
@@ -44,6 +43,7 @@ TURN_S = 0.1
 """So many links are made at a time, each counted for so long at most: a coordinator that takes over a thousand stages
 answers its callers meanwhile, and hosts that do not answer hold nobody up."""
 REPORT_AGAIN_S = 1.0
+REPLACED = "an engine that was replaced"
 TAKE_OVER = "`rlctl take-over {}` takes it back if no other coordinator is to hold it"
 
 
@@ -99,7 +99,8 @@ class Peers:
 
     def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
         """Tell a stage which versions may be served. One that is quarantined, left out of a version that is being
-        published, or about to take a pause by name that is in force, is told to serve nothing.
+        published, or about to take a pause by name that is in force, is told to serve nothing. An adapter that it is
+        about to pause by name is withheld.
 
         The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
         long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what
@@ -117,6 +118,7 @@ class Peers:
         failed = slot.report.state == STAGE_STATE_FAILED
         nothing = withheld or failed or slot.owes_pause or slot.record.HasField("quarantine")
         lease_s = 0.0 if nothing else self._lease_s
+        withheld_adapters = slot.withheld_adapters = slot.owed_adapters
         if lease_s:
             slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
         commander.grant(
@@ -128,7 +130,8 @@ class Peers:
                 number=number,
                 echo=commander.echo,
                 confirm=confirm or (withheld and slot.silent_from > 0 and not self._is_silent(slot)),
-                adapters=model.record.adapters,
+                adapters=[each for each in model.record.adapters if each.name not in withheld_adapters],
+                withheld_adapters=withheld_adapters,
             )
         )
         return number
@@ -162,19 +165,48 @@ class Peers:
         themselves: each stage has paused, or its lease has run out. Returns "", or at the deadline a stage that may
         still generate.
         """
-        slots = self._roster.slots
-        absent = [slot for slot in slots.values() if covers(target, slot) and slot not in addressed]
+        absent = self._absent(target, addressed)
 
         def may() -> dict[str, float]:
             """End of the lease, by name."""
-            times = {"an engine that was replaced": self._roster.formers.meant(target)}
-            times |= {slot.name: slot.lease_until for slot in absent if not (slot.gone or self._has_paused(slot))}
-            return {name: until for name, until in times.items() if until > self._clock.now()}
+            times = {REPLACED: self._roster.formers.meant(target)}
+            return times | {slot.name: slot.lease_until for slot in absent if not (slot.gone or self._has_paused(slot))}
+
+        return await self._until_none(may, deadline)
+
+    async def generating_with(self, adapter: str, target: Target, addressed: Collection[Slot], deadline: float) -> str:
+        """The same for the requests with one adapter, of which a pause by name is in force. A stage has also stopped
+        once it has taken in a grant without the adapter. Its lease may go on.
+        """
+        absent = self._absent(target, addressed)
+        leases = {slot: slot.lease_until for slot in absent}
+        numbers = {slot: self.grant(slot, confirm=True) for slot in absent}
+
+        def has_stopped(slot: Slot) -> bool:
+            linked = slot.commander is not None and not slot.commander.lost
+            return slot.gone or (linked and adapter in slot.paused_adapters) or self._took(slot, numbers[slot])
+
+        def may() -> dict[str, float]:
+            times = {REPLACED: self._roster.formers.meant(target)}
+            return times | {slot.name: leases[slot] for slot in absent if not has_stopped(slot)}
+
+        return await self._until_none(may, deadline)
+
+    def _absent(self, target: Target, addressed: Collection[Slot]) -> list[Slot]:
+        return [slot for slot in self._roster.covered(target) if slot not in addressed]
+
+    async def _until_none(self, may: Callable[[], Mapping[str, float]], deadline: float) -> str:
+        """Wait until nothing may generate any more; ``may``: what may, and until when. Returns "", or at the deadline
+        the name of what may still generate.
+        """
+
+        def left() -> dict[str, float]:
+            return {name: until for name, until in may().items() if until > self._clock.now()}
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline - self._clock.now()):
-                await self._passed(lambda: max(may().values(), default=float("-inf")))
-        return next(iter(may()), "")
+                await self._passed(lambda: max(left().values(), default=float("-inf")))
+        return next(iter(left()), "")
 
     @staticmethod
     def _has_paused(slot: Slot) -> bool:
@@ -395,7 +427,8 @@ class Peers:
         stale = slot.late and report.state == STAGE_STATE_STALE
         held = report.update_id or report.paused_by_update or slot.record.continue_when_resident or slot.owes_pause
         other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
-        if first or adoptable(self._roster, slot) or held or stale or other_adapters:
+        other_pauses = slot.owed_adapters or slot.unkept_adapters or slot.withheld_adapters
+        if first or adoptable(self._roster, slot) or held or stale or other_adapters or other_pauses:
             self._consider(slot)
 
     def _consider(self, slot: Slot) -> None:

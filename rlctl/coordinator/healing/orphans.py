@@ -3,8 +3,9 @@
 A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
 other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
 nobody let go on, because the coordinator died before it could say, is let go on; so is one that was continued while its
-memory was released, or while it was out of reach. One that comes under a pause by name is paused. And one that was out
-of reach when an adapter was unloaded unloads it.
+memory was released, or while it was out of reach. One that comes under a pause by name is paused. What it keeps paused
+of single adapters becomes what the pauses by name say. And one that was out of reach when an adapter was unloaded
+unloads it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from rlctl.contract.errors import RlctlError
-from rlctl.contract.verbs import of_request
+from rlctl.contract.verbs import VERBS, of_request
 from rlctl.coordinator.fleet.capabilities import unsupported
 from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.fleet.versions import surplus
@@ -22,7 +23,7 @@ from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.verbs.continue_when_resident import Waking
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
-from rlctl.v1.fleet_pb2 import Pause
+from rlctl.v1.fleet_pb2 import Pause, StageReport
 from rlctl.v1.verbs_pb2 import (
     AbortUpdateRequest,
     ContinueGenerationRequest,
@@ -103,6 +104,9 @@ class Orphans:
         if nobodys and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
             # Generation goes on as it did before the update; what was paused by name stays so.
             return ContinueGenerationRequest()
+        scoped = self._due_scoped(slot, report)
+        if scoped is not None:
+            return scoped
         if not model.update_id and report.state in _UNLOADING and unsupported(slot, "UnloadAdapter") is None:
             # It could not be told when its model's adapter was unloaded. Nobody is served with it.
             for adapter in surplus(self._roster, slot):
@@ -120,13 +124,27 @@ class Orphans:
         able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
         return request if able and not busy else None
 
+    def _due_scoped(self, slot: Slot, report: StageReport) -> PauseGenerationRequest | ContinueGenerationRequest | None:
+        """What pauses an adapter of which a pause by name is in force, or continues one of which none is."""
+        busy = self._roster.models[slot.model].update_id or self._is_held(slot)
+        able = VERBS["PauseGeneration"].allows(report.state) and not report.HasField("quarantine")
+        modes = slot.capabilities.adapter_pause_modes
+        if busy or not able or not modes or unsupported(slot, "LoadAdapter") is not None:
+            return None
+        for adapter in slot.owed_adapters:
+            mode = slot.adapter_pauses[adapter].mode
+            return PauseGenerationRequest(adapter=adapter, mode=mode if mode in modes else modes[0])
+        for adapter in slot.unkept_adapters:
+            return ContinueGenerationRequest(adapter=adapter)
+        return None
+
     async def _end(self, slot: Slot) -> None:
         tries = 0
         while request := self._orphan(slot):
             self._steps += 1
             update_id = request.header.fence.update_id or type(request).DESCRIPTOR.name
             try:
-                if isinstance(request, PauseGenerationRequest):
+                if isinstance(request, PauseGenerationRequest) and not request.adapter:
                     # The pause may be taken back, or end, before its operation knows of this stage.
                     await self._waking.remember([slot])
                 [result] = await self._fanout.run(
@@ -136,7 +154,8 @@ class Orphans:
                     step=f"orphan-{self._roster.epoch}-{self._steps}",
                     deadline=self._clock.now() + END_S,
                 )
-                if isinstance(request, ContinueGenerationRequest) and result.outcome == OUTCOME_APPLIED:
+                continued = isinstance(request, ContinueGenerationRequest) and not request.adapter
+                if continued and result.outcome == OUTCOME_APPLIED:
                     await self._waking.forget([slot])
             except RlctlError as error:
                 log.warning("%s: %s could not be ended: %s", slot.name, update_id, error)

@@ -28,6 +28,7 @@ from rlctl.v1.results_pb2 import (
     OperationState,
     StageResult,
 )
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +247,7 @@ class Operations:
             model=model,
             update_id=update_id,
             create_time=self._clock.wall(),
+            adapter=_scope(request),
         )
         run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
         run.begun_at = self._clock.now()
@@ -494,3 +496,8 @@ def _hashes(record: OperationRecord, request_id: str) -> list[bytes]:
 
 def _put(record: OperationRecord) -> Put:
     return Put("operation", record.operation.operation_id, record.SerializeToString())
+
+
+def _scope(request: Message) -> str:
+    """The adapter that a pause or a continue names, or ""."""
+    return request.adapter if isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) else ""

@@ -423,6 +423,8 @@ class Implicit:
         """
         if not isinstance(request, ContinueGenerationRequest | ResumeMemoryRequest):
             return
+        if isinstance(request, ContinueGenerationRequest) and request.adapter:
+            return
         for model in sorted({slot.model for slot in targets}):
             opened = self._updates.implicit_of(model)
             if opened is None:

@@ -4,6 +4,9 @@ The record comes first (:mod:`.pauses`), so that a stage that joins meanwhile is
 does not confirm is taken back: the targets that it paused go on, and the operation has failed. Otherwise one refusal
 would leave most of the fleet paused, and no caller would know that it has to continue. Stages that were paused before
 stay paused.
+
+A pause of one adapter takes the same way. What a stage keeps paused of single adapters always follows the record: a
+stage that returns with a pause of which there is no record any more goes on with that adapter (`orphans.py`).
 """
 
 from __future__ import annotations
@@ -51,13 +54,8 @@ class Pausing:
         An absent stage of the request's target has stopped serving when this returns, and is paused before it serves
         again.
         """
-        target, operation_id = request.header.target, run.operation.operation_id
-        # The pause of an ended update is about to be lifted, unlike a pause by name.
-        generating = {
-            slot.name
-            for slot in targets
-            if slot.report is not None and (not slot.report.paused or slot.held) and slot.pause is None
-        }
+        target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
+        generating = {slot.name for slot in targets if _generates(slot, adapter)}
         with _in_hand(targets):
             replaced = await self._roster.pauses.begin(
                 PauseRecord(
@@ -69,6 +67,7 @@ class Pausing:
                         by=request.by,
                         reason=request.reason,
                         until=_end(run.operation.create_time, request),
+                        adapter=adapter,
                     ),
                 )
             )
@@ -84,19 +83,24 @@ class Pausing:
                 lenient=True,
             )
             missing = next((result.slot for result in results if not acknowledged(result, update=False)), "")
-            absent = "" if missing else await self._peers.generating(target, targets, deadline)
+            absent = "" if missing else await self._generating(adapter, target, targets, deadline)
             if not missing and not absent:
                 return
             await self._roster.pauses.take_back(operation_id, replaced)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
-            again = [slot for slot in targets if slot.name in paused and slot.pause is None]
-            await self._go_on_again(again, run, missing or absent)
+            again = [slot for slot in targets if slot.name in paused and not _is_kept(slot, adapter)]
+            await self._go_on_again(adapter, again, run, missing or absent)
         if absent:
             raise Reason.DEADLINE_EXCEEDED.error(f"{absent} could not be told, and its serving lease had not run out")
 
-    async def _go_on_again(self, slots: Sequence[Slot], run: Run, because_of: str) -> None:
+    async def _generating(self, adapter: str, target: Target, addressed: Collection[Slot], deadline: float) -> str:
+        if adapter:
+            return await self._peers.generating_with(adapter, target, addressed, deadline)
+        return await self._peers.generating(target, addressed, deadline)
+
+    async def _go_on_again(self, adapter: str, slots: Sequence[Slot], run: Run, because_of: str) -> None:
         continued = await self._fanout.run(
-            ContinueGenerationRequest(),
+            ContinueGenerationRequest(adapter=adapter),
             slots,
             operation_id=run.operation.operation_id,
             step="2",
@@ -123,6 +127,27 @@ class Pausing:
             if going:
                 await self._end(target, refused, addressed=targets)
 
+    async def go_on_with(
+        self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
+    ) -> None:
+        """Continue an adapter at the targets, in whatever state they are. Pauses of it by name end as in
+        :meth:`go_on`; an absent stage goes on when it returns.
+        """
+        with _in_hand(targets):
+            operation_id = run.operation.operation_id
+            run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
+            results = await self._fanout.run(
+                request, targets, operation_id=operation_id, step="1", deadline=deadline, on_result=run.add
+            )
+            refused = [r.slot for r in results if r.outcome not in (OUTCOME_APPLIED, OUTCOME_SKIPPED)]
+            if len(refused) < len(targets):
+                await self.end_with(request.adapter, request.header.target, refused)
+
+    async def end_with(self, adapter: str, target: Target, refused: Collection[str] = ()) -> None:
+        """End pauses of an adapter. Stages that keep it paused go on with it as soon as they can."""
+        every = list(self._roster.slots.values())
+        await self._roster.pauses.end(target, every, refused, adapter=adapter)
+
     async def go_on_later(self, target: Target) -> None:
         """End the pauses of a target whose stages cannot go on now: each goes on as soon as it can."""
         await self._end(target, (), addressed=())
@@ -132,6 +157,20 @@ class Pausing:
         later = [slot for slot in self._roster.covered(target) if slot not in addressed and slot.pause is not None]
         every = list(self._roster.slots.values())
         await self._waking.remember(later, lambda puts: self._roster.pauses.end(target, every, refused, puts))
+
+
+def _generates(slot: Slot, adapter: str) -> bool:
+    """Whether a stage generates, with an adapter if one is named, and would go on if a pause were taken back."""
+    if adapter:
+        return slot.report is not None and adapter not in slot.paused_adapters and not _is_kept(slot, adapter)
+    # The pause of an ended update is about to be lifted, unlike a pause by name.
+    generates = slot.report is not None and (not slot.report.paused or slot.held)
+    return generates and not _is_kept(slot, adapter)
+
+
+def _is_kept(slot: Slot, adapter: str) -> bool:
+    """Whether a pause by name of an adapter, or of all requests, is in force for a stage."""
+    return adapter in slot.adapter_pauses if adapter else slot.pause is not None
 
 
 def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:

@@ -80,6 +80,9 @@ class Lifting:
     async def _lift(self, record: PauseRecord) -> None:
         """End a pause. The stages that it alone keeps paused go on, now or as soon as they can."""
         key, pauses = _key(record), self._roster.pauses
+        if record.pause.adapter:
+            await self._lift_adapter(record)
+            return
         kept = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
         now = [slot.name for slot in kept if slot.state == STAGE_STATE_PAUSED]
         if now:
@@ -90,10 +93,28 @@ class Lifting:
         if not any(slot in kept for slot in self._own(record)):
             await pauses.take_back(key, ())  # an older one counts again; stages that join later are free
 
+    async def _lift_adapter(self, record: PauseRecord) -> None:
+        """End a pause of one adapter. The stages that it alone keeps paused go on with the adapter, absent ones when
+        they return.
+        """
+        key, adapter, pauses = _key(record), record.pause.adapter, self._roster.pauses
+        kept = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
+        now = [slot.name for slot in kept if slot.linked and adapter in slot.paused_adapters]
+        if now:
+            header = RequestHeader(target=Target(slots=now))
+            await self._go_on(ContinueGenerationRequest(header=header, adapter=adapter))
+        rest = [slot.name for slot in self._own(record) if slot in kept and slot.name not in now]
+        if rest:
+            await self._pausing.end_with(adapter, Target(slots=rest))
+        if not any(slot in kept for slot in self._own(record)):
+            await pauses.take_back(key, ())
+
     def _own(self, record: PauseRecord) -> list[Slot]:
         """The slots for which this pause is in force."""
-        covered = self._roster.covered(record.target)
-        return [slot for slot in covered if slot.pause is not None and slot.pause.operation_id == _key(record)]
+        pauses = {
+            slot: self._roster.pauses.of(slot).get(record.pause.adapter) for slot in self._roster.covered(record.target)
+        }
+        return [slot for slot, pause in pauses.items() if pause is not None and _key(pause) == _key(record)]
 
 
 def _key(record: PauseRecord) -> str:
