@@ -32,6 +32,7 @@ class Candidate:
         sequence: of the version that it says it is at.
         revision: of its report.
         adapters: names of those that it holds.
+        closed_adapters: names of those with which it takes no requests, though it may hold them.
         member: it is there, though it may be paused for a moment.
         prefills, decodes: it is one half of pairs.
     """
@@ -43,6 +44,7 @@ class Candidate:
     sequence: int
     revision: int
     adapters: frozenset[str]
+    closed_adapters: frozenset[str]
     member: bool
     prefills: bool
     decodes: bool
@@ -58,10 +60,17 @@ class Candidate:
             stage.report.weight_version.sequence,
             stage.report.revision,
             frozenset(adapter.name for adapter in stage.report.adapters),
+            closed_adapters(stage),
             stage.enabled and stage.state not in _AWAY,
             prefills(stage),
             decodes(stage),
         )
+
+
+def closed_adapters(stage: Stage) -> frozenset[str]:
+    """Names of adapters that an update is replacing at a stage, or of which a pause by name is in force for it."""
+    paused = (*(each.adapter for each in stage.adapter_pauses), *(each.name for each in stage.report.paused_adapters))
+    return frozenset({stage.report.closed_adapter, *paused} - {""})
 
 
 class Candidates:

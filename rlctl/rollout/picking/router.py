@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.rollout.picking.candidates import Candidate, Candidates
+from rlctl.rollout.picking.candidates import Candidate, Candidates, closed_adapters
 from rlctl.rollout.picking.health import Health
 from rlctl.rollout.picking.pairs import decodes, fit, prefills
 from rlctl.rollout.picking.policies import LeastConnections, Policy
@@ -138,6 +138,7 @@ class Router:
             candidate.routable
             and candidate.sequence >= wanted.floor
             and (not wanted.serves or wanted.adapter in candidate.adapters)
+            and wanted.adapter not in candidate.closed_adapters
             and self._health.usable(candidate.slot, candidate.incarnation, candidate.revision, now)
         )
 
@@ -232,4 +233,6 @@ def _lacks(stage: Stage, wanted: Wanted) -> str:
         return f"without adapter {wanted.adapter!r}"
     if wanted.adapter and wanted.adapter == stage.report.closed_adapter:
         return f"replacing adapter {wanted.adapter!r}"
+    if wanted.adapter in closed_adapters(stage):
+        return f"with adapter {wanted.adapter!r} paused by name"
     return ""
