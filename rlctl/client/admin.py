@@ -114,21 +114,28 @@ class AsyncAdmin:
         by: str = "",
         reason: str = "",
         ttl_s: float | None = None,
+        adapter: str = "",
         **targets: Unpack[Targets],
     ) -> Operation:
         """Stop generation. Modes: abort, retract, in_place, drain.
 
         ``by``, ``reason``: shown while the pause is in force. ``ttl_s``: seconds after which it ends by itself.
+        ``adapter``: stop the requests with this adapter only.
         """
         value = number(common_pb2.PauseMode.DESCRIPTOR, mode, "mode")
-        request = verbs_pb2.PauseGenerationRequest(mode=value, by=by, reason=reason)  # type: ignore[arg-type]
+        request = verbs_pb2.PauseGenerationRequest(
+            mode=value,  # type: ignore[arg-type]
+            by=by,
+            reason=reason,
+            adapter=adapter,
+        )
         if ttl_s is not None:
             request.ttl.CopyFrom(duration(ttl_s))
         return await self.call(request, **targets)
 
-    async def continue_generation(self, **targets: Unpack[Targets]) -> Operation:
-        """Start generation again."""
-        return await self.call(verbs_pb2.ContinueGenerationRequest(), **targets)
+    async def continue_generation(self, *, adapter: str = "", **targets: Unpack[Targets]) -> Operation:
+        """Start generation again; ``adapter``: of the requests with this adapter, if they are paused by name."""
+        return await self.call(verbs_pb2.ContinueGenerationRequest(adapter=adapter), **targets)
 
     async def abort_requests(
         self, rids: Sequence[str] = (), *, abort_all: bool = False, **targets: Unpack[Targets]

@@ -57,6 +57,7 @@ def _tables(operation: Operation) -> list[Table]:
             [
                 ("Operation", operation.operation_id),
                 ("Verb", operation.verb),
+                ("Adapter", operation.adapter),
                 ("State", values.name_of(OperationState.DESCRIPTOR, operation.state)),
                 ("Error", values.error(operation.error)),
                 ("Next step", operation.error.next_step),

@@ -17,7 +17,7 @@ from rlctl.v1.common_pb2 import (
     StageState,
     WorkerType,
 )
-from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Stage
+from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Pause, Stage
 
 _STAGES = ("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
 _STAGES_WIDE = (
@@ -109,8 +109,9 @@ def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
     if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
         # What the operator has said must be seen whatever the state: it holds when the state is over.
-        paused = f"paused {_pause(stage)}" if stage.HasField("pause") else ""
-        said = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused]))
+        paused = f"paused {_pause(stage.pause)}" if stage.HasField("pause") else ""
+        adapters = [f"adapter {pause.adapter} paused {_pause(pause)}" for pause in stage.adapter_pauses]
+        said = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused, *adapters]))
         why = said or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
         return "; ".join(filter(None, [why, _healed(stage)]))
     return stage.not_routable.removeprefix(f"{_state(stage)}: ")
@@ -193,7 +194,8 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Healed at", values.moment(stage.heal_time)),
             ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
             ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
-            ("Paused by name", _pause(stage) if stage.HasField("pause") else ""),
+            ("Paused by name", _pause(stage.pause) if stage.HasField("pause") else ""),
+            *((f"Adapter {name}", why) for name, why in _paused_adapters(stage)),
             ("Released", values.field(report, report.DESCRIPTOR.fields_by_name["released"])),
             ("Serving lease", _lease(stage)),
             ("Engine failed", values.moment(stage.engine_failure.since)),
@@ -261,9 +263,18 @@ def _known(stage: Stage) -> bool:
     return stage.state != STAGE_STATE_UNREACHABLE
 
 
-def _pause(stage: Stage) -> str:
-    """Start, caller, end and reason of the pause by name."""
-    pause = stage.pause
+def _paused_adapters(stage: Stage) -> list[tuple[str, str]]:
+    """Names of adapters that are paused by name, or are about to be, with the pause."""
+    done = {paused.name: short_name(PauseMode.DESCRIPTOR, paused.mode) for paused in stage.report.paused_adapters}
+    kept = {pause.adapter: _pause(pause) for pause in stage.adapter_pauses}
+    return [
+        (name, f"paused {done[name]} {kept.get(name, '')}".rstrip() if name in done else f"about to pause {kept[name]}")
+        for name in sorted(done.keys() | kept.keys())
+    ]
+
+
+def _pause(pause: Pause) -> str:
+    """Start, caller, end and reason of a pause by name."""
     return (
         f"since {values.moment(pause.since)}"
         + f" by {pause.by}" * bool(pause.by)
