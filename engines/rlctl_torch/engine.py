@@ -40,7 +40,7 @@ from rlctl_torch.verbs.adapters import LoadAdapter, PrepareAdapter, Unload
 from rlctl_torch.verbs.check_weights import Check
 from rlctl_torch.verbs.load_from_disk import Disk, FromDisk
 from rlctl_torch.verbs.memory import Release, Resume
-from rlctl_torch.verbs.pause import Continue, Flush, Pause
+from rlctl_torch.verbs.pause import Continue, ContinueAdapter, Flush, Pause, PauseAdapter
 from rlctl_torch.verbs.send_weights import Send
 from rlctl_torch.verbs.update import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal
 
@@ -181,12 +181,14 @@ class TorchEngine(Engine):
     # Verbs that the ranks carry out at one step.
 
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.verbs.pause.Pause`."""
-        await self._ordered(Pause(self._rank, request), call)
+        """See :class:`rlctl_torch.verbs.pause.Pause` and :class:`rlctl_torch.verbs.pause.PauseAdapter`."""
+        pause = PauseAdapter(self._rank, request) if request.adapter else Pause(self._rank, request)
+        await self._ordered(pause, call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.verbs.pause.Continue`."""
-        await self._ordered(Continue(self._rank, request), call)
+        """See :class:`rlctl_torch.verbs.pause.Continue` and :class:`rlctl_torch.verbs.pause.ContinueAdapter`."""
+        going_on = ContinueAdapter(self._rank, request) if request.adapter else Continue(self._rank, request)
+        await self._ordered(going_on, call)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.verbs.pause.Flush`."""

@@ -49,6 +49,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
     return fleet_pb2.Capabilities(
         verbs=verbs,
         pause_modes=pause.PAUSE_MODES,
+        adapter_pause_modes=pause.PAUSE_MODES,
         transports=transports,
         verification=verification,
         load_dtypes=[dtype_name(dtype) for dtype in (*float_dtypes(), *([CODES] if rank.model.block else []))],

@@ -60,6 +60,7 @@ class Scheduler:
         self._version = WeightVersion()
         self._generated = 0
         self._draining = self._held = ""  # adapters that no sample starts with, and that no sample runs with
+        self._paused: dict[str, bool] = {}  # adapters paused by name; False: about to be, its running samples go on
         self.work = threading.Event()
         """Set when there may be something to do; the engine thread waits on it."""
 
@@ -239,6 +240,38 @@ class Scheduler:
             self._draining = self._held = ""
         self.work.set()
 
+    def drain_paused(self, name: str) -> None:
+        """Start nothing more with an adapter that is about to be paused by name; running samples go on."""
+        with self._lock:
+            self._paused.setdefault(name, False)
+
+    def pause_adapter(self, name: str, mode: PauseMode.ValueType) -> None:
+        """Compute nothing with an adapter until :meth:`continue_adapter`, whatever updates do. Modes as in
+        :meth:`hold_adapter`.
+        """
+        with self._lock:
+            self._paused[name] = True
+            streams = self._abort(self._using(name)) if mode == PAUSE_MODE_ABORT else []
+            if mode == PAUSE_MODE_RETRACT:
+                for sample in reversed([s for s in self._running if s.adapter == name]):
+                    self._retract(sample)
+        wake(streams)
+
+    def continue_adapter(self, name: str) -> None:
+        """End the pause by name of an adapter."""
+        with self._lock:
+            self._paused.pop(name, None)
+        self.work.set()
+
+    def is_paused(self, adapter: str) -> bool:
+        """Whether an adapter is paused by name."""
+        return self._paused.get(adapter, False)
+
+    def frozen(self, adapter: str = "") -> int:
+        """Running samples that a pause by name of their adapter holds; of this adapter only if it is named."""
+        with self._lock:
+            return sum(self.is_paused(s.adapter) for s in self._running if adapter in ("", s.adapter))
+
     @property
     def idle(self) -> bool:
         """Whether no request waits or runs."""
@@ -265,7 +298,8 @@ class Scheduler:
                 self._admit()
             parts = self._share()
             while sum(count for _, count in parts) > self._slots.free:
-                self._retract(self._running[-1])
+                if not self._make_room():
+                    self._retract(self._running[-1])
                 parts = self._share()
             return self._form(parts) if parts else None
 
@@ -348,20 +382,31 @@ class Scheduler:
     def _admit(self) -> None:
         claimed = sum(sample.pending for sample in self._running)
         for sample in list(self._waiting):
-            if len(self._running) >= self._max_running or not self._slots.free_rows:
-                return
-            if self._draining and sample.adapter == self._draining:
+            if sample.adapter and (sample.adapter == self._draining or sample.adapter in self._paused):
                 continue
-            # Besides its own tokens, one for the next step of everybody.
-            if self._running and claimed + sample.pending + len(self._running) + 1 > self._slots.free:
-                return
+            while not self._has_room(sample, claimed):
+                if not self._make_room():
+                    return
             claimed += sample.pending
             sample.row = self._slots.take_row()
             self._waiting.remove(sample)
             self._running.append(sample)
 
+    def _has_room(self, sample: Sample, claimed: int) -> bool:
+        if len(self._running) >= self._max_running or not self._slots.free_rows:
+            return False
+        # Besides its own tokens, one for the next step of everybody.
+        return not self._running or claimed + sample.pending + len(self._running) + 1 <= self._slots.free
+
+    def _make_room(self) -> bool:
+        """Send a sample back to waiting that the pause of its adapter holds; whether there was one."""
+        frozen = [sample for sample in self._running if self.is_paused(sample.adapter) and sample is not self._moving]
+        if frozen:
+            self._retract(frozen[-1])
+        return bool(frozen)
+
     def _is_held(self, sample: Sample) -> bool:
-        return bool(self._held) and sample.adapter == self._held
+        return bool(sample.adapter) and (sample.adapter == self._held or self.is_paused(sample.adapter))
 
     def _share(self) -> list[tuple[Sample, int]]:
         """The running samples that take part in the next step, and how many tokens of each."""

@@ -60,7 +60,7 @@ class PrepareAdapter:
         if rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
         stopped = self._request.pause or self._request.abort_all_requests or rank.paused
-        if not stopped and rank.scheduler is not None:
+        if not stopped and rank.scheduler is not None and not rank.scheduler.is_paused(name):
             refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
         return True
 

@@ -46,6 +46,11 @@ class Pause:
         """Refuse what would end requests that are frozen in place; a drain waits until nothing runs."""
         rank = self._rank
         assert rank.scheduler is not None
+        if self._mode == PAUSE_MODE_DRAIN and (frozen := rank.scheduler.frozen()) and not rank.paused:
+            raise Reason.PAUSE_MODE_CONFLICT.error(
+                f"{frozen} samples are frozen in place by the pause of their adapter; they end only after its continue",
+                field="mode",
+            )
         if rank.paused == PAUSE_MODE_IN_PLACE and self._mode in (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN):
             raise Reason.PAUSE_MODE_CONFLICT.error(
                 f"generation is paused in_place; {mode_name(self._mode)} would have to end what is frozen", field="mode"
@@ -69,6 +74,65 @@ class Pause:
             elif self._mode == PAUSE_MODE_RETRACT:
                 rank.scheduler.retract_all()
         rank.paused = self._mode
+
+
+class PauseAdapter:
+    """PauseGeneration of one adapter. The same mode again confirms; requests that come while it is paused wait."""
+
+    def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
+        self._rank = rank
+        self._name = request.adapter
+        self._mode = request.mode or PAUSE_MODE_ABORT
+        if self._mode not in PAUSE_MODES:
+            raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
+
+    def admit(self) -> bool:
+        """Refuse what would end requests that are frozen in place; a drain waits until none runs with the adapter."""
+        rank, scheduler = self._rank, self._rank.scheduler
+        assert scheduler is not None
+        runs = scheduler.runs_with(self._name)
+        frozen = runs and (scheduler.is_paused(self._name) or rank.paused == PAUSE_MODE_IN_PLACE)
+        if frozen and self._mode in (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN):
+            raise Reason.PAUSE_MODE_CONFLICT.error(
+                f"requests with adapter {self._name!r} are frozen in place; {mode_name(self._mode)} would have to end "
+                "what is frozen",
+                field="mode",
+            )
+        if self._mode == PAUSE_MODE_DRAIN and not scheduler.is_paused(self._name):
+            scheduler.drain_paused(self._name)
+            return not runs
+        return True
+
+    def give_up(self) -> None:
+        """Start waiting requests again."""
+        scheduler = self._rank.scheduler
+        if scheduler is not None and not scheduler.is_paused(self._name):
+            scheduler.continue_adapter(self._name)
+
+    def run(self) -> None:
+        """Stop; rank 0 also ends or sends back what runs with the adapter."""
+        if self._rank.scheduler is not None:
+            self._rank.scheduler.pause_adapter(self._name, self._mode)
+
+
+class ContinueAdapter:
+    """ContinueGeneration of one adapter, in whatever state the weights are. Confirms when it is not paused."""
+
+    def __init__(self, rank: Rank, request: ContinueGenerationRequest) -> None:
+        self._rank = rank
+        self._name = request.adapter
+
+    def admit(self) -> bool:
+        """Refuse nothing."""
+        return True
+
+    def give_up(self) -> None:
+        """Nothing to undo."""
+
+    def run(self) -> None:
+        """Go on."""
+        if self._rank.scheduler is not None:
+            self._rank.scheduler.continue_adapter(self._name)
 
 
 class Continue:
@@ -117,8 +181,9 @@ class Flush:
         running = rank.scheduler.running
         if not running:
             return True
-        if rank.paused or time.monotonic() >= self._until:
-            how = "frozen in place" if rank.paused else "running"
+        frozen = rank.paused or rank.scheduler.frozen() == running
+        if frozen or time.monotonic() >= self._until:
+            how = "frozen in place" if frozen else "running"
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{running} samples are {how} and use their KV entries", metadata={"count": str(running)}
             )

@@ -270,6 +270,8 @@ class Seal(InUpdate):
         if update.stages_adapter is None or rank.paused or rank.scheduler is None:
             return True
         name = update.stages_adapter.name
+        if rank.scheduler.is_paused(name):
+            return True
         match update.pause:
             case common_pb2.PAUSE_MODE_UNSPECIFIED:
                 refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
