@@ -225,6 +225,11 @@ class SGLangEngine(ServerEngine):
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         self._check("PauseGeneration")
+        if request.adapter:
+            self._check("LoadAdapter")
+            call.accept()
+            await self._adapters.pause(request, call, stopped=self._state.stopped)
+            return
         mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
         call.accept()
         self._pausing = True
@@ -247,6 +252,11 @@ class SGLangEngine(ServerEngine):
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
         self._check("ContinueGeneration")
+        if request.adapter:
+            self._check("LoadAdapter")
+            call.accept()
+            self._adapters.go_on(request.adapter)
+            return
         self._state.refuse_continue()
         call.accept()
         empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True

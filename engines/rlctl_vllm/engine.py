@@ -209,6 +209,11 @@ class VLLMEngine(ServerEngine):
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         self._check("PauseGeneration")
+        if request.adapter:
+            self._check("LoadAdapter")
+            call.accept()
+            await self._adapters.pause(request, call, stopped=self._state.stopped)
+            return
         mode = self._state.pause(request.mode)
         if mode == PAUSE_MODE_DRAIN:
             self._state.refuse_drain(active=await self._active(call), whole=self._updates.whole)
@@ -230,6 +235,11 @@ class VLLMEngine(ServerEngine):
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
         self._check("ContinueGeneration")
+        if request.adapter:
+            self._check("LoadAdapter")
+            call.accept()
+            self._adapters.go_on(request.adapter)
+            return
         self._state.refuse_continue(updating=self._updates.open)
         call.accept()
         await self._control.must("/resume", {}, call=call)

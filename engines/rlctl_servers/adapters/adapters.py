@@ -25,6 +25,7 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
     PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
     PAUSE_MODE_UNSPECIFIED,
     TRANSPORT_DISK,
     TRANSPORT_SHARED_MEMORY,
@@ -41,6 +42,7 @@ from rlctl.v1.verbs_pb2 import (
     CheckReport,
     CheckWeightsRequest,
     LoadAdapterRequest,
+    PauseGenerationRequest,
     PrepareUpdateRequest,
     UnloadAdapterRequest,
     UpdateWeightsFromTensorRequest,
@@ -61,6 +63,9 @@ LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 
 ADAPTERS_BY = (TRANSPORT_DISK, TRANSPORT_SHARED_MEMORY)
 """How an adapter comes: a group reaches the server's ranks, which take adapters from files only."""
+
+PAUSES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
+"""Pause modes for the requests of one adapter: servers cannot hold single requests back."""
 
 LOOK_S = 0.05
 
@@ -290,6 +295,36 @@ class Adapters(abc.ABC):
         self._update = None
         await self._sweep()
 
+    async def pause(self, request: PauseGenerationRequest, call: Call, *, stopped: bool) -> None:
+        """Stop the requests with one adapter, loaded or not: end them in mode abort, wait for their end in mode drain.
+        New ones are refused. ``stopped``: the server generates nothing, so that no request ends by itself.
+
+        Raises UNSUPPORTED, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
+        """
+        name, mode = request.adapter, request.mode or PAUSE_MODE_ABORT
+        if mode not in PAUSES:
+            raise Reason.UNSUPPORTED.error(
+                f"{self._product} cannot hold back the requests of one adapter; abort ends them, drain waits for them",
+                field="mode",
+                outcome=OUTCOME_SKIPPED,
+            )
+        before = self._requests.is_paused(name)
+        self._requests.pause(name)
+        try:
+            if stopped and mode == PAUSE_MODE_DRAIN:
+                self._refuse_held_back(name)
+            if mode == PAUSE_MODE_ABORT:
+                await self._free(name, call, abort=True)
+            await self._until_free(name, call)
+        except BaseException:
+            if not before:
+                self._requests.go_on(name)
+            raise
+
+    def go_on(self, name: str) -> None:
+        """Let requests use an adapter again."""
+        self._requests.go_on(name)
+
     async def drop(self, request: UnloadAdapterRequest, call: Call) -> AdapterList:
         """Forget an adapter. Raises ADAPTER_NOT_FOUND, ACTIVE_REQUESTS."""
         self._table.find(request.name, "name")
@@ -384,13 +419,18 @@ class Adapters(abc.ABC):
                 next_step="Name a pause mode: abort ends them, every other one waits for them.",
             )
         if self.stuck:
-            raise Reason.ACTIVE_REQUESTS.error(
-                f"{len(using)} requests with adapter {name!r} are held back by a pause",
-                metadata=count,
-                next_step="Continue generation first.",
-            )
+            self._refuse_held_back(name)
         await self._requests.abort(using, all_of_them=False)
         await self._until_free(name, call)
+
+    def _refuse_held_back(self, name: str) -> None:
+        """Raise ACTIVE_REQUESTS for requests with an adapter that cannot end while the server is paused."""
+        if using := self._requests.using(name):
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"{len(using)} requests with adapter {name!r} are held back by a pause",
+                metadata={"count": str(len(using))},
+                next_step="Continue generation first.",
+            )
 
     async def _until_free(self, name: str, call: Call) -> None:
         """Wait until no request uses an adapter. Raises DEADLINE_EXCEEDED."""

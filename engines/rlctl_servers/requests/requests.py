@@ -114,6 +114,20 @@ class Requests:
         self._running: dict[str, _Running] = {}
         self._lock = threading.Lock()
         self._held = False
+        self._paused: set[str] = set()
+        """Adapters that no request is sent with."""
+
+    def is_paused(self, adapter: str) -> bool:
+        """Whether no request is sent with an adapter."""
+        return adapter in self._paused
+
+    def pause(self, adapter: str) -> None:
+        """Send no request with an adapter from now on. Requests that :meth:`using` does not name then are refused."""
+        self._paused.add(adapter)
+
+    def go_on(self, adapter: str) -> None:
+        """Send requests with an adapter again."""
+        self._paused.discard(adapter)
 
     def hold(self) -> None:
         """From now on nothing that the server generates is told, until :meth:`release`."""
@@ -156,6 +170,8 @@ class Requests:
         try:
             # Not before it can be cut: what stops the server from now on finds it.
             self._dialect.admit(request)
+            if self.is_paused(request.adapter):
+                raise Reason.STAGE_NOT_SERVING.error(f"adapter {request.adapter!r} is paused by name")
             for index, sample in samples.items():
                 running.silent[index] = asyncio.create_task(_pump(index, sample, events, running.silent))
             running.sent = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlctl_servers.adapters.adapters import ADAPTERS_BY
+from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
 from rlctl_servers.server.update_blockers import keepers_in
@@ -202,6 +202,7 @@ class Facts:
         unsupported |= without_levels(verification, answers_for_ranks=self.ranks > 1)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES if self.mode == "null" else PAIR_MODES),
+            adapter_pause_modes=[] if "LoadAdapter" in unsupported else PAUSES,
             transports=transports,
             adapter_transports=[each for each in transports if each in ADAPTERS_BY],
             verification=verification,

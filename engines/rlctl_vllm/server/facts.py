@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlctl_servers.adapters.adapters import ADAPTERS_BY
+from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
 
@@ -214,6 +214,7 @@ class Facts:
         unsupported |= without_levels(verification, answers_for_ranks=answers_for_ranks, unproven=unproven)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
+            adapter_pause_modes=[] if "LoadAdapter" in unsupported else PAUSES,
             transports=transports,
             # The stage server reads segments in the host's memory, not in a GPU's.
             adapter_transports=[
