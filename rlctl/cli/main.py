@@ -228,6 +228,8 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
     try:
         code = run()
         sys.stdout.flush()
+        if settings.mutating:
+            settings.announce_fleet(done=True)
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
         from rlctl.cli.app.exit_codes import Exit
 

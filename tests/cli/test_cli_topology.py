@@ -144,7 +144,7 @@ def test_the_plan_against_a_fleet_that_is_up(cli: Cli, checkpoint: Callable[[str
     (obstacle,) = cli("plan", *flags, "-o", "json").data["obstacles"]
     assert obstacle["message"] == "fleet 'lab' is up already; only `rlctl up FILE` changes it"
     assert "fleet 'lab' is up already" in cli("up", *flags).err
-    assert "no fleet 'labs' is up on this machine; it may be one of: lab" in cli("down", "--name", "labs").err
+    assert "no fleet 'labs' is up on this machine; fleets that are up: 'lab' at" in cli("down", "--name", "labs").err
     model["overrides"] = {"pace": 0.5}
     file.write_text(json.dumps({"fleet": {"name": "lab", "hf_checkpoint": path}, "models": [model]}))
     shown = cli("plan", str(file)).out

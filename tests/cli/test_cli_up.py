@@ -89,7 +89,7 @@ def test_what_cannot_be_read_of_a_fleet_is_told_and_nothing_is_done(cli: Cli, wr
     assert ran.code == 1
     assert f"what {file} says of fleet 'lab' cannot be read" in ran.err
     assert file.read_bytes() == written
-    assert fleet_state.names() == []
+    assert fleet_state.up() == []
 
 
 def test_a_fleet_that_ends_while_it_is_asked_about_is_down(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,11 @@ from rlctl.contract.enums import short_names
 from tools.reference.markdown import prose, table
 
 _SETTINGS = """\
-Each setting is taken from the flag, else from the environment variable, else from the context, else its default. The
-bearer token comes from `RLCTL_TOKEN_FILE`, `RLCTL_TOKEN`, or the context's `token_file` or `token`. Contexts are kept
-in `XDG_CONFIG_HOME/rlctl/config.yaml`:
+Each setting is taken from the flag, else from the environment variable, else from the context, else its default.
+Without an endpoint, a command goes to the only fleet of this machine that is up, under any name; one that changes
+something says so. Where several are up, the command fails and lists them. The bearer token comes from
+`RLCTL_TOKEN_FILE`, `RLCTL_TOKEN`, or the context's `token_file` or `token`. Contexts are kept in
+`XDG_CONFIG_HOME/rlctl/config.yaml`:
 
 \b
 current: lab

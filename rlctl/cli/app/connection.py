@@ -28,20 +28,24 @@ CONNECT_S = 10.0
 def connected(settings: Settings) -> Iterator[Fleet]:
     """The fleet at the endpoint; closed at the end.
 
-    Raises UNREACHABLE, at once when nobody listens there, and DEADLINE_EXCEEDED when --timeout was over first.
+    Raises UNREACHABLE, at once when nobody listens there, and DEADLINE_EXCEEDED when --timeout was over first. Raises
+    FIELD_REQUIRED when no endpoint is set and several fleets are up.
     """
     if not settings.verbose:
         # gRPC's own lines about connections repeat what the errors say.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     limit_s = settings.timeout_s or CONNECT_S
-    probe(settings.endpoint, limit_s)
+    endpoint = settings.endpoint
+    if settings.mutating:
+        settings.announce_fleet()
+    probe(endpoint, limit_s)
     from rlctl.sdk.blocking import connect
 
     try:
-        opened = connect(settings.endpoint, token=settings.token, timeout_s=min(CONNECT_S, limit_s))
+        opened = connect(endpoint, token=settings.token, timeout_s=min(CONNECT_S, limit_s))
     except Unavailable:
         if limit_s < CONNECT_S:
-            raise _time_was_up(settings.endpoint, limit_s) from None
+            raise _time_was_up(endpoint, limit_s) from None
         raise
     with opened as fleet:
         yield fleet

@@ -8,7 +8,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from rlctl.cli.app.settings import COLORS, ENDPOINT, FORMATS, Settings
+from rlctl.cli.app.local_fleets import DEFAULT_ENDPOINT
+from rlctl.cli.app.settings import COLORS, FORMATS, Settings
 from rlctl.cli.app.types import DURATION
 
 pass_settings = click.make_pass_decorator(Settings, ensure=True)
@@ -50,7 +51,8 @@ def global_options(*, root: bool = False) -> list[click.Option]:
             ["--endpoint"],
             metavar="ADDRESS",
             envvar=env("RLCTL_ENDPOINT"),
-            help=f"Coordinator: HOST:PORT or unix:PATH.  [default: {ENDPOINT}]",
+            help="Coordinator: HOST:PORT or unix:PATH.  [default: the only fleet of this machine that is up, else "
+            f"{DEFAULT_ENDPOINT}]",
         ),
         GlobalOption(
             ["-o", "--output"],

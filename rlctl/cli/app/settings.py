@@ -1,7 +1,7 @@
 """What holds for every command: where the coordinator is, how to print, how long to wait.
 
-Each setting is taken from the flag, else from the environment (RLCTL_*), else from the context, else its default. A
-context is a named entry of ``config.yaml``::
+Each setting is taken from the flag, else from the environment (RLCTL_*), else from the context, else its default. The
+default of the endpoint is the only fleet of this machine that is up. A context is a named entry of ``config.yaml``::
 
     current: lab
     contexts:
@@ -23,10 +23,10 @@ from typing import Any
 
 import click
 
+from rlctl.cli.app.local_fleets import FleetChoice
 from rlctl.cli.app.types import DURATION
 from rlctl.contract.errors import Reason, RlctlError
 
-ENDPOINT = "127.0.0.1:5080"
 FORMATS = ("table", "wide", "json", "jsonl", "yaml", "name")
 MACHINE_FORMATS = ("json", "jsonl", "yaml")
 COLORS = ("auto", "always", "never")
@@ -43,13 +43,19 @@ class Settings:
         self.flags: dict[str, Any] = {}
         self.request_id = ""
         self.mutating = False
+        self.fleet_choice = FleetChoice()
+        self._announced = False
 
     # What was set.
 
     @property
     def endpoint(self) -> str:
-        """Address of the coordinator."""
-        return str(self._get("endpoint", ENDPOINT))
+        """Address of the coordinator. Raises what :meth:`FleetChoice.endpoint` does."""
+        return self.fleet_choice.endpoint(self._explicit_endpoint)
+
+    def fleet_name(self, explicit: str | None) -> str:
+        """Name of a fleet on this machine, ``explicit`` if it is given. Raises what :meth:`FleetChoice.name` does."""
+        return self.fleet_choice.name(explicit, self._explicit_endpoint)
 
     @property
     def output(self) -> str:
@@ -119,6 +125,11 @@ class Settings:
             return self.flags[name]
         return self.context.get(name, default)
 
+    @property
+    def _explicit_endpoint(self) -> str | None:
+        endpoint = self._get("endpoint", None)
+        return None if endpoint is None else str(endpoint)
+
     def _choice(self, name: str, known: tuple[str, ...]) -> str:
         value = str(self._get(name, known[0]))
         if value not in known:
@@ -135,6 +146,16 @@ class Settings:
         if not self.quiet:
             click.echo(text, err=True)
 
+    def announce_fleet(self, *, done: bool = False) -> None:
+        """Say, once and before a change, which fleet was found for it.
+
+        In a format for machines it is said when the change is ``done``: an error is the only line on stderr.
+        """
+        fleet = self.fleet_choice.found
+        if fleet is not None and not self._announced and (done or self.output not in MACHINE_FORMATS):
+            self._announced = True
+            self.say(f"Fleet {fleet.name} at {fleet.endpoint}, the only one that is up on this machine.")
+
     def confirm(self, question: str, *, unasked: bool = True) -> None:
         """Ask, when somebody can answer and nobody said --yes. Raises click.Abort on no; when nobody can answer and it
         may not be done ``unasked``, FIELD_REQUIRED.
@@ -149,8 +170,13 @@ class Settings:
             )
 
     def command(self, *, request_id: str = "", slots: Sequence[str] = ()) -> str:
-        """This command line again, with this request_id, or for these slots instead of its own targets."""
+        """This command line again, with this request_id, or for these slots instead of its own targets.
+
+        A fleet that was found is named: another one may be the only one that is up later.
+        """
         words = ["rlctl", *_without(self.arguments, _TARGETING if slots else ("--request-id",))]
+        if self.fleet_choice.found is not None:
+            words += ["--endpoint", self.endpoint]
         for slot in slots:
             words += ["--slot", slot]
         if request_id:

@@ -26,6 +26,7 @@ def cancel(settings: Settings, operation_id: str) -> None:
             operation = fleet.operation(operation_id)
         else:
             settings.mutating = True
+            settings.announce_fleet()
             operation = fleet.cancel_operation(operation_id)
     show(settings, operations.view(operation))
     settings.say(operations.summary(operation))

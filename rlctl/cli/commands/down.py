@@ -10,6 +10,7 @@ from dataclasses import asdict
 import click
 
 from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.local_fleets import listed
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.render.printer import View, show
 from rlctl.cli.render.tables import Table
@@ -22,17 +23,17 @@ LOOK_S = 0.05
 
 
 @click.command(cls=Command)
-@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@click.option("--name", help="Name of the fleet.  [default: the only one that is up, else default]")
 @pass_settings
-def down(settings: Settings, name: str) -> None:
+def down(settings: Settings, name: str | None) -> None:
     """Take down a fleet that `up` started, detached or in another terminal, and wait until it is gone."""
+    name = settings.fleet_name(name)
     running = fleet_state.read(name)
     if running is None and (file := fleet_state.state_file(name)).exists():
         raise click.ClickException(f"what {file} says of fleet {name!r} cannot be read; nothing was done")
     if running is None:
-        there = ", ".join(fleet_state.names())
         raise click.BadParameter(
-            f"no fleet {name!r} is up on this machine; " + (f"it may be one of: {there}" if there else "none is"),
+            f"no fleet {name!r} is up on this machine; fleets that are up: {listed(fleet_state.up())}",
             param_hint="--name",
         )
     if not running.alive and (left := running.survivors):

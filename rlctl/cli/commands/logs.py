@@ -22,15 +22,15 @@ BLOCK = 1 << 16
 @click.argument("process", metavar="SLOT[.RANK]")
 @click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(1), help="Last lines to show.")
 @click.option("-f", "--follow", is_flag=True, help="Follow the log until Ctrl-C.")
-@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@click.option("--name", help="Name of the fleet.  [default: the only one that is up, else default]")
 @pass_settings
-def logs(settings: Settings, process: str, lines: int, follow: bool, name: str) -> None:
+def logs(settings: Settings, process: str, lines: int, follow: bool, name: str | None) -> None:
     """Show the log of an engine: of its rank 0, or of another rank (`actor-0.1`).
 
     `coordinator`, `supervisor` and `gateway-MODEL` name the other processes of a fleet. A fleet that is down keeps its
     logs. `rlctl describe stage` shows the last lines of a failed engine, also of one on another machine.
     """
-    log = _find(name, process)
+    log = _find(settings.fleet_name(name), process)
     tail, end = _last(log, lines)
     if settings.output in MACHINE_FORMATS:
         about = {"process": process, "log": str(log), "lines": tail}
@@ -48,8 +48,13 @@ def _find(name: str, process: str) -> Path:
     there = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
     if process not in there:
         known = ", ".join(sorted(there)) or "none"
+        others = ", ".join(
+            sorted({log.parents[1].name for log in fleet_state.state_directory("").glob("*/logs/*.log")})
+        )
         raise click.BadParameter(
-            f"fleet {name!r} has no log of {process!r} on this machine; there are: {known}", param_hint="SLOT"
+            f"fleet {name!r} has no log of {process!r} on this machine; there are: {known}; "
+            f"fleets with logs (--name): {others or 'none'}",
+            param_hint="SLOT",
         )
     return there[process]
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.cli.app.settings import ENDPOINT, MACHINE_FORMATS, Settings
+from rlctl.cli.app.local_fleets import DEFAULT_ENDPOINT
+from rlctl.cli.app.settings import MACHINE_FORMATS, Settings
 from rlctl.cli.render.printer import View
 from rlctl.cli.render.tables import Table, facts
 from rlctl.contract.errors import Reason
@@ -142,7 +143,7 @@ def prepare(file: Path | None, given: Flags) -> Prepared:
 def _as_it_is(topology: Topology, running: fleet_state.FleetState | None) -> dict[str, Any]:
     """What nobody says stays as it is in the fleet that is up."""
     present = running.deployment if running is not None else {}
-    listen = topology.listen or present.get("listen", "") or ENDPOINT
+    listen = topology.listen or present.get("listen", "") or DEFAULT_ENDPOINT
     if running is not None and listen == running.endpoint:
         listen = present.get("listen", listen)  # port 0, which became this one
     insecure = present.get("insecure") if topology.insecure is None else topology.insecure

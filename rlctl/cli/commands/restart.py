@@ -8,6 +8,7 @@ import click
 
 from rlctl.cli.app.connection import interruptible
 from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.local_fleets import listed
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.render.printer import View, show
 from rlctl.cli.render.tables import Table
@@ -18,9 +19,9 @@ from rlctl.launch.supervisor import fleet_state
 
 @click.command(cls=Command)
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
-@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@click.option("--name", help="Name of the fleet.  [default: the only one that is up, else default]")
 @pass_settings
-def restart(settings: Settings, slots: tuple[str, ...], name: str) -> None:
+def restart(settings: Settings, slots: tuple[str, ...], name: str | None) -> None:
     """Drain engines of a fleet on this machine, and start them again, one engine of a model at a time.
 
     An engine is healed to the published version after its start. A failed engine is started without a drain. A disabled
@@ -28,9 +29,13 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str) -> None:
     """
     from rlctl.launch.supervisor.control_socket import apply
 
+    name = settings.fleet_name(name)
     running = fleet_state.read(name)
     if running is None or not running.alive:
-        raise click.BadParameter(f"no fleet {name!r} is up on this machine", param_hint="--name")
+        raise click.BadParameter(
+            f"no fleet {name!r} is up on this machine; fleets that are up: {listed(fleet_state.up())}",
+            param_hint="--name",
+        )
     if not running.deployment:
         raise Reason.OPERATION_CONFLICT.error(f"fleet {name!r} is still starting")
     deployment = Deployment.of(running.deployment)
@@ -43,6 +48,7 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str) -> None:
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained and started again.")
         return
+    settings.announce_fleet()
     settings.confirm(f"Drain and start again {', '.join(slots)}?")
 
     def farewell() -> None:
@@ -54,3 +60,4 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str) -> None:
     rows = [[slot, str(ready.processes.get(slot, "")), ready.engines.get(slot, "")] for slot in slots]
     show(settings, View(asdict(ready), lambda _: [Table(("SLOT", "PID", "STATE"), rows)], lambda: list(slots)))
     settings.say("Started again.")
+    settings.announce_fleet(done=True)

@@ -21,6 +21,8 @@ def take_over(settings: Settings, slots: tuple[str, ...]) -> None:
     """
     settings.mutating = not settings.dry_run
     if not settings.dry_run:
+        _ = settings.endpoint  # chosen before the question, which is about that fleet
+        settings.announce_fleet()
         settings.confirm(f"Another coordinator that holds {', '.join(slots)} loses them. Go on?", unasked=False)
     with bounded(settings) as fleet:
         after = fleet.take_over(slots, validate_only=settings.dry_run)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlctl.cli.app.global_options import pass_settings
-from rlctl.cli.app.settings import ENDPOINT, Settings
+from rlctl.cli.app.settings import Settings
 from rlctl.cli.commands.topology_flags import TopologyCommand, flags, options
 from rlctl.cli.render.errors import machine_readable
 from rlctl.cli.render.printer import View, show
@@ -242,7 +242,7 @@ def _state_view(ready: FleetState) -> View:
             ("State", ready.directory),
             *((f"Gateway of {model}", address) for model, address in ready.gateways.items()),
             *((f"Router of {model}", address) for model, address in ready.routers.items()),
-            ("Use it", "" if ready.endpoint == ENDPOINT else f"export RLCTL_ENDPOINT={shlex.quote(ready.endpoint)}"),
+            ("Use it", f"export RLCTL_ENDPOINT={shlex.quote(ready.endpoint)}" if len(fleet_state.up()) > 1 else ""),
         ]
     )
     processes = Table(

@@ -119,6 +119,9 @@ def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) 
     from rlctl.ports import new_uuid7
 
     mutates = verb.mutates(request)
+    if mutates and not settings.dry_run:
+        _ = settings.endpoint  # chosen before the questions, which are about that fleet
+        settings.announce_fleet()
     if mutates and verb.reads_if is not None and not settings.dry_run:
         settings.confirm(f"This {verb.cli} changes the stages. Go on?", unasked=False)
     if isinstance(request, PauseGenerationRequest) and not request.mode and not settings.dry_run:

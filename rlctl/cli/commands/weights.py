@@ -35,6 +35,7 @@ def weights_abort(settings: Settings, model: str, reason: str) -> None:
         if settings.dry_run:
             operation = fleet.operation(update_id)
         else:
+            settings.announce_fleet()
             settings.confirm(f"Abort update {update_id} of {name}?")
             settings.mutating = True
             operation = fleet.abort_update(update_id, reason=reason)

@@ -92,11 +92,11 @@ def read(name: str) -> FleetState | None:
     return found if all(type(getattr(found, name)) is kind for name, kind in _KINDS.items()) else None
 
 
-def names() -> list[str]:
-    """Fleets that are up on this machine."""
+def up() -> list[FleetState]:
+    """Fleets that are up on this machine, by name."""
     directories = sorted(state_directory("").glob("*/fleet.json"))
     found = (read(path.parent.name) for path in directories)
-    return [state.name for state in found if state is not None and state.alive]
+    return [state for state in found if state is not None and state.alive]
 
 
 def write(state: FleetState) -> None:

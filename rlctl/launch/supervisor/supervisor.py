@@ -121,7 +121,7 @@ class _Supervisor:
             listen=wanted.listen,
             token=settings.token,
             insecure=wanted.insecure,
-            on_progress=self._say,
+            on_progress=self._progress,
             limits=wanted.limits,
             launcher=wanted.launcher_of(directory / "logs", settings.token),
             reserved=wanted.reserved,
@@ -304,6 +304,16 @@ class _Supervisor:
             else fleet_state.identity(each.pid)
             for each in here
         }
+
+    def _progress(self, line: str) -> None:
+        """Pass on what the fleet says; the endpoint is in the state file as soon as it is known, before the engines
+        are up.
+        """
+        if not self._state.endpoint and self._fleet.address:
+            self._state = dataclasses.replace(self._state, endpoint=self._fleet.address)
+            with contextlib.suppress(OSError):  # written again when the fleet is ready
+                fleet_state.write(self._state)
+        self._say(line)
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone

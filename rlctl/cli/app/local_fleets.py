@@ -1,0 +1,98 @@
+"""Choice of the fleet that a command is about, where several may be up on this machine.
+
+An explicit endpoint or name comes first: option, environment, context. Without one, a command is about the only fleet
+of this machine that is up, under any name. A fleet is up while its supervisor lives; state files of dead supervisors
+do not count.
+"""
+
+from __future__ import annotations
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.supervisor import fleet_state
+from rlctl.launch.supervisor.fleet_state import FleetState
+
+DEFAULT_NAME = "default"
+DEFAULT_ENDPOINT = "127.0.0.1:5080"
+
+_LOCAL_HOSTS = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+class FleetChoice:
+    """The choice of one command. A fleet that was found is kept for the whole command.
+
+    Attributes:
+        found: the fleet that was chosen because no other is up; None where an endpoint or a name was explicit.
+    """
+
+    def __init__(self) -> None:
+        self.found: FleetState | None = None
+
+    def endpoint(self, explicit: str | None) -> str:
+        """Address of the coordinator.
+
+        Without a fleet that is up it is the default address, where `rlctl coordinator` listens. Raises FIELD_REQUIRED
+        when several fleets are up, UNREACHABLE while the coordinator of the only one does not listen yet.
+        """
+        if explicit is not None:
+            return explicit
+        chosen = self._only("Name its coordinator with --endpoint or RLCTL_ENDPOINT.", "--endpoint")
+        if chosen is None:
+            return DEFAULT_ENDPOINT
+        if not chosen.endpoint:
+            raise Reason.UNREACHABLE.error(
+                f"fleet {chosen.name!r} is still starting: its coordinator does not listen yet",
+                next_step="Try again in a moment.",
+            )
+        self.found = chosen
+        return chosen.endpoint
+
+    def name(self, explicit: str | None, endpoint: str | None) -> str:
+        """Name of a fleet that `rlctl up` started on this machine.
+
+        ``explicit``: the name, if the command line has it; ``endpoint``: the explicit endpoint, if there is one.
+        Without a fleet that is up it is the default name: a fleet that is down has logs. Raises FIELD_REQUIRED when
+        several fleets are up, FIELD_INVALID when no fleet of this machine is at ``endpoint``.
+        """
+        if explicit is not None:
+            return explicit
+        if endpoint is not None:
+            return _name_at(endpoint)
+        self.found = self._only("Name it with --name.", "--name")
+        return self.found.name if self.found is not None else DEFAULT_NAME
+
+    def _only(self, next_step: str, field: str) -> FleetState | None:
+        if self.found is not None:
+            return self.found
+        up = fleet_state.up()
+        if len(up) > 1:
+            raise _ambiguous(up, field, next_step)
+        return up[0] if up else None
+
+
+def listed(fleets: list[FleetState]) -> str:
+    """Names and endpoints of fleets, for an error."""
+    return ", ".join(f"{fleet.name!r} at {fleet.endpoint or 'no endpoint yet'}" for fleet in fleets) or "none"
+
+
+def _ambiguous(up: list[FleetState], field: str, next_step: str) -> RlctlError:
+    return Reason.FIELD_REQUIRED.error(
+        f"{len(up)} fleets are up on this machine: {listed(up)}", field=field, next_step=next_step
+    )
+
+
+def _name_at(endpoint: str) -> str:
+    up = fleet_state.up()
+    for fleet in up:
+        if _comparable(fleet.endpoint) == _comparable(endpoint):
+            return fleet.name
+    raise Reason.FIELD_INVALID.error(
+        f"no fleet of this machine is up at {endpoint}; fleets that are up: {listed(up)}",
+        field="--endpoint",
+        next_step="Name the fleet with --name; --endpoint, RLCTL_ENDPOINT or the context has set the endpoint.",
+    )
+
+
+def _comparable(endpoint: str) -> str:
+    """The endpoint with one spelling for this host."""
+    host, colon, port = endpoint.rpartition(":")
+    return f"{_LOCAL_HOSTS.get(host, host)}{colon}{port}"
