@@ -200,12 +200,3 @@ def test_importing_rlctl_loads_neither_grpc_nor_torch() -> None:
     code = "import rlctl, rlctl.cli.main, sys; print([m for m in ('grpc', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_every_public_name_can_be_imported() -> None:
-    import rlctl
-
-    for name in rlctl.__all__:
-        assert getattr(rlctl, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'conect'"):
-        _ = rlctl.conect

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from interrupted_weights import Interrupted
-from test_attempts import held
+from test_attempts_processes import held
 from trainers import PP_TP, train
 from with_nccl import stand_in_at_a_source
 
