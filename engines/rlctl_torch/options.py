@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rlctl.contract.errors import Reason
 from rlctl.engine import KnownOptions
@@ -13,7 +13,7 @@ from rlctl.engine import KnownOptions
 if TYPE_CHECKING:
     import torch
 
-    Value = int | str | torch.dtype | tuple[str, ...]
+    Value: TypeAlias = int | str | torch.dtype | tuple[str, ...]
 
 MODES = ("null", "prefill", "decode")
 """SGLang's names for what an engine does of a request."""

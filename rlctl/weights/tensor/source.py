@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def is_stable(source: WeightSource) -> bool:
     return bool(getattr(source, "stable", False))
 
 
-Weights = nn.Module | WeightSource | Iterable[Entry]
+Weights: TypeAlias = nn.Module | WeightSource | Iterable[Entry]
 """What a trainer may hand over."""
 
 

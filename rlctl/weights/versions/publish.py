@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ _WEIGHTS = (
 _LEVEL = 1
 """zlib's fastest: the zeros of an XOR shrink at any level, and noise at none."""
 
-Weights = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
+Weights: TypeAlias = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
