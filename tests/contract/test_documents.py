@@ -66,7 +66,7 @@ def test_the_glossary_names_every_value_of_an_enum(enum: EnumTypeWrapper) -> Non
 PATH = re.compile(r"`((?:rlctl|engines|protos|tests|docs)/[\w./-]+)`")
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "RELEASES.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "RELEASES.md"])
 def test_the_paths_of_a_guide_exist(name: str) -> None:
     paths = PATH.findall(prose(ROOT / name))
     assert paths
