@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
-from rlctl.v1 import common_pb2
+from rlctl.v1 import common_pb2, results_pb2, verbs_pb2
 
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
@@ -53,7 +53,15 @@ def test_the_terms_of_the_glossary_are_in_order_and_defined_once() -> None:
 
 @pytest.mark.parametrize(
     "enum",
-    [common_pb2.StageState, common_pb2.Outcome, common_pb2.PauseMode, common_pb2.VerificationLevel],
+    [
+        common_pb2.Evidence,
+        common_pb2.Outcome,
+        common_pb2.PauseMode,
+        common_pb2.StageState,
+        common_pb2.VerificationLevel,
+        results_pb2.OperationState,
+        verbs_pb2.UpdateKind,
+    ],
     ids=lambda enum: enum.DESCRIPTOR.name,
 )
 def test_the_glossary_names_every_value_of_an_enum(enum: EnumTypeWrapper) -> None:
