@@ -8,5 +8,6 @@ Imports: coordinator.verbs, coordinator.operations, coordinator.fleet, contract,
 Start with ``planner.py`` (``Planner.plan``: targets, version, groups, or the refusal), then ``transaction.py``
 (``Session``: the steps up to the commit), ``transfer.py`` (joins, writes, further attempts), ``commit.py``
 (``Finish``: verify, publish, admit, resume). ``verification_levels.py`` is the pure decision,
-``verification.py`` asks the targets.
+``verification.py`` asks the targets. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and unloads
+adapters, ``process_groups.py`` names the groups.
 """
