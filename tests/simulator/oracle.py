@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlctl.contract.errors import Reason
 from rlctl.ports import Delete, Put
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED
 from rlctl.v1.journal_pb2 import (
     UPDATE_PHASE_PUBLISHED,
     FleetRecord,
@@ -180,7 +180,8 @@ class Observer:
         elif change.kind == "pause":
             pause = self._recorded[change.key] = PauseRecord.FromString(change.body)
             if change.key in self._pauses_of_the_fleet:
-                self._pauses_of_the_fleet[change.key] = pause, set()
+                _, going = self._pauses_of_the_fleet[change.key]
+                self._pauses_of_the_fleet[change.key] = pause, going
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             self._ended(operation)
@@ -229,6 +230,13 @@ class Observer:
                 self._paused = {key: by for key, by in self._paused.items() if key[0] != slot}
                 for _, going in self._pauses_of_the_fleet.values():
                     going.add(slot)
+        elif operation.verb == "ContinueGeneration":
+            # A stage that refused stays under its pause. A stage whose outcome is unknown may generate.
+            began = operation.create_time.ToNanoseconds()
+            for result in operation.stage_results:
+                if result.outcome == OUTCOME_REJECTED and self._continued.get(result.slot) == began:
+                    for _, going in self._pauses_of_the_fleet.values():
+                        going.discard(result.slot)
         elif operation.verb == "PauseGeneration" and not operation.update_id:
             ended = operation.done_time.ToNanoseconds()
             for result in operation.stage_results:
