@@ -40,6 +40,7 @@ class Progress:
         self._prompt_ids = sample.prompt_ids
         self._parts = list(sample.parts)
         self._input_logprobs = list(sample.input_logprobs)
+        self._answered_at = sample.answered_at
         self._tried = bool(sample.parts)
         self._base = self._text_base = 0  # tokens, and length of the text, that earlier attempts brought
         self._cached = self._retractions = 0  # what earlier attempts counted
@@ -108,6 +109,8 @@ class Progress:
         """Take in a message of the attempt under way. What is beyond a stop string is taken out of its text."""
         if not self._prompt_ids:
             self._prompt_ids = list(response.prompt_ids)
+        if response.HasField("weight_version"):
+            self._answered_at = response.weight_version
         if not self._base:
             self._input_logprobs.extend(response.input_logprobs)
         for sample in response.samples:
@@ -173,6 +176,7 @@ class Progress:
             index=known.index,
             latest=latest,
             error=error,
+            answered_at=self._answered_at,
         )
 
 

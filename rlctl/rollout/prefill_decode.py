@@ -89,7 +89,7 @@ async def together(
         if nothing and (prompt.aborted or _failed(computing) or missed):
             met_at_prefill()
         if nothing and prompt.aborted:
-            yield _cut(request, prompt.aborted)
+            yield _cut(request, prompt.aborted, prompt.head)
             return
         if nothing and _failed(computing):
             await computing
@@ -100,7 +100,7 @@ async def together(
                 met_at_prefill()
             await computing
             if prompt.aborted:  # before it had said them
-                yield _cut(request, prompt.aborted)
+                yield _cut(request, prompt.aborted, prompt.head)
                 return
             scores = [*prompt.head.input_logprobs, *part.input_logprobs]
             del part.input_logprobs[:]
@@ -126,7 +126,10 @@ def _failed(task: asyncio.Task[Any], reason: Reason | None = None) -> bool:
     return error is not None and (reason is None or (isinstance(error, RlctlError) and error.reason is reason))
 
 
-def _cut(request: GenerateRequest, why: FinishReason) -> GenerateResponse:
-    """All samples, ended by an abort before their first token."""
+def _cut(request: GenerateRequest, why: FinishReason, head: GenerateResponse) -> GenerateResponse:
+    """All samples, ended by an abort before their first token; ``head``: the prefill stage's first message."""
     count = request.sampling_params.n or 1
-    return GenerateResponse(rid=request.rid, samples=[Sample(index=i, finish_reason=why) for i in range(count)])
+    cut = GenerateResponse(rid=request.rid, samples=[Sample(index=i, finish_reason=why) for i in range(count)])
+    if head.HasField("weight_version"):
+        cut.weight_version.CopyFrom(head.weight_version)
+    return cut

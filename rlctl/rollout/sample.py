@@ -39,6 +39,7 @@ class RolloutSample:
         index: number of the sample within its group.
         latest: sequence number of the model's latest version when it ended, as far as was known here.
         error: what cut it, if it was neither an abort nor a stop of the caller's.
+        answered_at: the version that the last stage to answer served then, also without a token; None: not known.
     """
 
     request: GenerateRequest
@@ -52,6 +53,7 @@ class RolloutSample:
     latest: int = 0
     input_logprobs: Sequence[TokenLogprob] = ()
     error: RlctlError | None = None
+    answered_at: WeightVersion | None = None
 
     @property
     def finished(self) -> bool:
@@ -85,6 +87,11 @@ class RolloutSample:
         for span in self.whole.versions:
             versions[span.start : span.end] = [span.version] * (span.end - span.start)
         return versions
+
+    @property
+    def last_version(self) -> WeightVersion | None:
+        """The version of the last output token; without a token, the version under which the sample was answered."""
+        return self.whole.versions[-1].version if self.whole.versions else self.answered_at
 
     @property
     def staleness(self) -> int | None:

@@ -573,6 +573,7 @@ class GenerateResponse(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     rid: _builtins.str
     """Id of the request."""
     slot: _builtins.str
@@ -597,6 +598,12 @@ class GenerateResponse(_message.Message):
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt's token ids, when the prompt was text."""
 
+    @_builtins.property
+    def weight_version(self) -> _common_pb2.WeightVersion:
+        """Version that the stage served when it sent this message. GenerateStream and GenerateMany: set in the first message of a
+        request, and in a later one when the version has changed. An answer without tokens has no other version.
+        """
+
     def __init__(
         self,
         *,
@@ -608,10 +615,11 @@ class GenerateResponse(_message.Message):
         samples: _abc.Iterable[Global___Sample] | None = ...,
         elapsed: _duration_pb2.Duration | None = ...,
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weight_version: _common_pb2.WeightVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "incarnation", b"incarnation", "input_logprobs", b"input_logprobs", "prompt_ids", b"prompt_ids", "prompt_tokens", b"prompt_tokens", "rid", b"rid", "samples", b"samples", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "incarnation", b"incarnation", "input_logprobs", b"input_logprobs", "prompt_ids", b"prompt_ids", "prompt_tokens", b"prompt_tokens", "rid", b"rid", "samples", b"samples", "slot", b"slot", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

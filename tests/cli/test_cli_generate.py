@@ -41,6 +41,12 @@ def test_a_stream_prints_what_is_new_as_it_comes(rlctl: LiveFleet) -> None:
     assert [part["samples"][0]["output_ids"] for part in parts] == [[0], [1], [2], []]
 
 
+def test_an_answer_without_tokens_names_the_version_of_its_stage(rlctl: LiveFleet) -> None:
+    for arguments in ((), ("--stream",)):
+        ran = rlctl("generate", "x", "--max-new-tokens", "0", *arguments)
+        assert "initial#1, 0 tokens, length]" in ran.err
+
+
 def test_fields_of_the_engines_own_are_passed_on_and_what_it_says_comes_back(rlctl: LiveFleet) -> None:
     given = (
         "--engine-field",

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from http_calls import nested
-from updating import restart
+from updating import restart, update
 from waiting import eventually
 
 import rlctl
@@ -62,6 +62,42 @@ async def test_a_request_is_served_and_stamped(fleet: InProcessFleet) -> None:
         parts = [part async for part in stub.GenerateStream(request)]
         assert "".join(part.samples[0].text for part in parts) == whole.samples[0].text
         assert len(parts) == 4
+
+
+async def test_an_answer_without_tokens_names_the_version_that_the_stage_served(fleet: InProcessFleet) -> None:
+    await update(fleet, "new")
+    async with open_channel(fleet.stages["b"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        none = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=0))
+        whole = await stub.Generate(none)
+        assert (list(whole.samples[0].output_ids), list(whole.samples[0].versions)) == ([], [])
+        assert whole.weight_version == fleet.stages["b"]._serving().version
+        assert whole.weight_version.sequence == 2
+        two = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=2))
+        parts = [part async for part in stub.GenerateStream(two)]
+        assert [part.weight_version.sequence for part in parts] == [2, 0, 0]
+
+
+async def test_a_stream_names_the_version_again_once_it_has_changed(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.stages["b"]._engine, "_pace", 0.05)
+    async with open_channel(fleet.stages["b"].rollout_address) as channel:
+        request = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=30))
+        stream = aiter(RolloutServiceStub(channel).GenerateStream(request))
+        parts = [await anext(stream)]
+        await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=PAUSE_MODE_IN_PLACE))
+        await update(fleet, "new")
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+        parts += [part async for part in stream]
+    assert [part.weight_version.sequence for part in parts if part.HasField("weight_version")] == [1, 2]
+
+
+async def test_a_sample_without_tokens_has_the_version_under_which_it_was_answered(client: AsyncFleet) -> None:
+    (sample,) = await client.rollout("actor").generate([1], max_new_tokens=0)
+    assert (sample.output_ids, sample.versions, sample.staleness) == ([], [], None)
+    assert sample.last_version is not None
+    assert sample.last_version.sequence == 1
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,32 @@ async def test_a_defect_ends_a_stream(
         assert (status, reply["error"]["reason"]) == (500, "INTERNAL")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_without_tokens_names_the_version_under_which_it_was_given(
+    http: aiohttp.ClientSession, stream: bool
+) -> None:
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 0}, "stream": stream}
+    async with http.post("/generate", json=body) as response:
+        told = events(await response.text())[-1] if stream else await response.json()
+    meta = told["meta_info"]
+    assert (meta["completion_tokens"], meta["weight_version"], meta["weight_version_seq"]) == (0, "initial", 1)
+    assert "weight_versions" not in meta
+
+
+async def test_a_request_that_an_abort_ended_before_its_first_token_names_its_version(
+    http: aiohttp.ClientSession, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stage in fleet.stages.values():
+        monkeypatch.setattr(stage._engine, "_paused", common.PAUSE_MODE_IN_PLACE)
+    asked = asyncio.create_task(post(http, {"rid": "r", "text": "x", "sampling_params": {"max_new_tokens": 9}}))
+    await begun(fleet, 1)
+    async with http.post("/abort_request", json={"rid": "r"}) as response:
+        assert response.status == 200
+    _, reply = await asked
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (reply["output_ids"], reply["meta_info"]["weight_version"]) == ([], "initial")
+
+
 async def test_numbers_of_an_engines_own_that_json_has_not_are_null(
     http: aiohttp.ClientSession, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

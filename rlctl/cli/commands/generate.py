@@ -20,6 +20,7 @@ from rlctl.cli.render import values as text
 from rlctl.cli.render.printer import View, show, show_tables
 from rlctl.cli.render.tables import Table
 from rlctl.contract.enums import short_name
+from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FinishType, GenerateResponse, Sample, SamplingParams, VersionSpan
 
 GENERATE_S = 60.0
@@ -183,7 +184,10 @@ def _print(settings: Settings, responses: Sequence[GenerateResponse]) -> None:
 def _print_stream(settings: Settings, parts: Any) -> None:
     last: tuple[GenerateResponse, Sample] | None = None
     spans: list[VersionSpan] = []
+    version = WeightVersion()
     for part in parts:
+        if part.HasField("weight_version"):
+            version = part.weight_version
         if settings.output != "table":
             show(settings, _part_view(part))
             continue
@@ -195,6 +199,7 @@ def _print_stream(settings: Settings, parts: Any) -> None:
         click.echo()
         del last[1].versions[:]
         last[1].versions.extend(spans)
+        last[0].weight_version.CopyFrom(version)
         settings.say(f"[{_about(*last)}]")
 
 
@@ -204,13 +209,15 @@ def _part_view(part: GenerateResponse) -> View:
 
 def _about(response: GenerateResponse, sample: Sample) -> str:
     """Who served it, at which version, how long it is and why it ended."""
-    versions = _versions(sample)
+    versions = _versions(response, sample)
     facts = [response.slot, versions, f"{sample.completion_tokens} tokens", _finish(sample)]
     return ", ".join(fact for fact in facts if fact)
 
 
-def _versions(sample: Sample) -> str:
-    """Versions of the weights, and of the adapter beside them: step-42#7+a-3."""
+def _versions(response: GenerateResponse, sample: Sample) -> str:
+    """Versions of the weights, and of the adapter beside them: step-42#7+a-3. Without a token: the stage's."""
+    if not sample.versions:
+        return text.version(response.weight_version)
     shown = (
         text.version(span.version) + (f"+{span.adapter_version}" if span.adapter_version else "")
         for span in sample.versions
@@ -228,7 +235,7 @@ def _wide(responses: Sequence[GenerateResponse]) -> Table:
             response.rid,
             response.slot,
             str(sample.index),
-            _versions(sample),
+            _versions(response, sample),
             str(response.prompt_tokens),
             str(sample.completion_tokens),
             _finish(sample),

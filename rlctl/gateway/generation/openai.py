@@ -360,6 +360,7 @@ def _head(asked: _Asked, ended: Sequence[RolloutSample], *, chunk: bool) -> dict
     kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
     head: dict[str, Any] = {"id": asked.rid, "object": kind, "created": asked.created, "model": asked.model}
     sequences = [span.version.sequence for sample in ended for span in sample.whole.versions]
+    sequences = sequences or [sample.answered_at.sequence for sample in ended if sample.answered_at is not None]
     if sequences:
         head["weight_version_seq"] = min(sequences)
     return head

@@ -19,6 +19,7 @@ from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sglang_api import response
 from rlctl.sglang_api.request import Asked, Words, read
+from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason, Sample, TokenLogprob
 
 _ENGINE = frozenset({"priority", "cache_salt", "extra_key", "token_ids_logprob", "return_entropy"})
@@ -133,6 +134,7 @@ class Teller(response.Reply):
         self._text = ""
         self._began = began
         self._whole = Sample()
+        self._answered_at: WeightVersion | None = None
 
     def take(self, part: Sample, prompt_ids: Sequence[int]) -> None:
         """Add what is new, of a prompt of these tokens."""
@@ -150,23 +152,25 @@ class Teller(response.Reply):
     def reply(self) -> dict[str, Any]:
         """All of it so far."""
         spans = self._whole.versions
+        version = spans[-1].version if spans else self._answered_at
         answer = self.told(
             self._text,
             self._prompt,
             prompt_tokens=len(self._prompt),
             cached=self._whole.cached_tokens,
-            version=spans[-1].version.label if spans else None,
+            version=version.label if version is not None else None,
         )
         meta = answer["meta_info"]
         meta["num_retractions"] = self._whole.retractions
         meta["e2e_latency"] = time.perf_counter() - self._began
-        if spans:
-            meta["weight_version_seq"] = spans[-1].version.sequence
+        if version is not None:
+            meta["weight_version_seq"] = version.sequence
         return answer
 
     def end(self, sample: RolloutSample) -> dict[str, Any]:
         """All of it, once it has ended."""
         whole = self._whole = sample.whole
+        self._answered_at = sample.answered_at
         self._prompt, self._text = sample.prompt_ids, whole.text
         self._spans = [
             {"version": span.version.label, "start": span.start, "end": span.end, "seq": span.version.sequence}

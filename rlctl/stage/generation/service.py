@@ -18,6 +18,7 @@ from rlctl.ports import Clock
 from rlctl.stage.generation.gate_watch import Ongoing
 from rlctl.stage.generation.request_stream import Multiplexed
 from rlctl.stage.serving_state import Serving
+from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 
 
@@ -73,11 +74,14 @@ class Generation:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
         ongoing = self._ongoing.begin(deadline, request.adapter)
+        version: WeightVersion | None = None
         try:
             async with contextlib.aclosing(self._engine().generate(request)) as parts:
                 while (part := await ongoing.next(parts)) is not None:
                     part.slot, part.incarnation = serving.slot, serving.incarnation
                     part.elapsed.CopyFrom(duration(self._clock.now() - started))
+                    if version is not (version := self._serving().version):
+                        part.weight_version.CopyFrom(version)
                     yield part
         finally:
             self._ongoing.end(ongoing)
