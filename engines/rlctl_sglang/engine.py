@@ -110,7 +110,8 @@ class SGLangEngine(ServerEngine):
         prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
         self._workers = layout.workers
-        self._checker = Checker(self._control, readback, prober, layout.workers, self._updates.marking)
+        reference = self._checkpoints.reference
+        self._checker = Checker(self._control, readback, prober, layout.workers, self._updates.marking, reference)
         self._ready = True
         return EngineInfo(
             layout=layout,
@@ -438,7 +439,7 @@ class SGLangEngine(ServerEngine):
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest what every rank holds, or compute a probe."""
+        """Digest what every rank holds, read rows of a tensor, or compute a probe."""
         self._check("CheckWeights")
         call.accept()
         if request.adapter:

@@ -55,6 +55,13 @@ log = logging.getLogger(__name__)
 
 START_CALL_S = 120.0
 INTERRUPT_S = 10.0
+
+_RANKS_CHECK = (
+    verbs_pb2.CHECK_ACTION_UNSPECIFIED,
+    verbs_pb2.CHECK_ACTION_CHECKSUM,
+    verbs_pb2.CHECK_ACTION_READ,
+)
+"""What the ranks' own code does of the checker."""
 """How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
 
@@ -402,7 +409,7 @@ class VLLMEngine(ServerEngine):
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest what the ranks hold, as they compute with it, or an adapter, or compute a probe."""
+        """Digest or read what the ranks hold, as they compute with it, digest an adapter, or compute a probe."""
         if request.adapter:
             self._check("ListAdapters")
             return self._adapters.check(request, self._layout)
@@ -413,7 +420,7 @@ class VLLMEngine(ServerEngine):
             call.accept()
             return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
         workers = self._ranks("CheckWeights")
-        if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
+        if request.action not in _RANKS_CHECK:
             name = verbs_pb2.CheckAction.Name(request.action)
             raise Reason.UNSUPPORTED.error(
                 f"vLLM's weights are not driven to {name}", field="action", outcome=OUTCOME_SKIPPED

@@ -314,6 +314,20 @@ def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
         _prompts(request.prompts, "prompts")
     elif request.prompts:
         raise Reason.FIELD_CONFLICT.error("prompts are for the action PROBE", field="prompts")
+    if request.action == verbs_pb2.CHECK_ACTION_READ:
+        _read(request)
+    elif request.tensor or request.HasField("rows"):
+        field = "tensor" if request.tensor else "rows"
+        raise Reason.FIELD_CONFLICT.error(f"{field} is for the action READ", field=field)
+
+
+def _read(request: verbs_pb2.CheckWeightsRequest) -> None:
+    _name(request.tensor, "tensor", MOST_NAME)
+    if request.HasField("rows") and not request.rows:
+        raise _invalid("rows is 0; at least one row is read", "rows")
+    for field in ("adapter", "shadow", "expected_digest", "fingerprints", "per_tensor", "skip_tensors"):
+        if getattr(request, field):
+            raise Reason.FIELD_CONFLICT.error(f"the action READ takes no {field}", field=field)
 
 
 def _fingerprints(value: bytes) -> None:

@@ -215,6 +215,7 @@ class Engine(_OnLoop[AsyncEngine]):
     unload_lora_adapter = _blocking(AsyncEngine.unload_lora_adapter)
     get_model_info = _blocking(AsyncEngine.get_model_info)
     get_server_info = _blocking(AsyncEngine.get_server_info)
+    get_weights_by_name = _blocking(AsyncEngine.get_weights_by_name)
 
 
 def publisher(fleet: Fleet | None, model: str, **settings: Any) -> Publisher:

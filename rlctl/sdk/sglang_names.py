@@ -16,6 +16,7 @@ from rlctl.contract.enums import number
 from rlctl.contract.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.rollout.requests import GENERATE_S, Generator, build_request
+from rlctl.sglang_api.rows import rows_of
 from rlctl.trainer.update_result import UpdateResult
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import Operation, RankResult
@@ -221,6 +222,13 @@ class AsyncEngine:
     async def get_server_info(self) -> verbs_pb2.ServerInfo:
         """How the engine was started."""
         return (await self._first(verbs_pb2.GetServerInfoRequest())).server_info
+
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """Values of a tensor's first rows as nested lists, by its checkpoint name; for debugging."""
+        request = verbs_pb2.CheckWeightsRequest(action=verbs_pb2.CHECK_ACTION_READ, tensor=name, rows=truncate_size)
+        (result,) = (await self._fleet.call(request, slots=[self.slot])).stage_results
+        rows: list[Any] = rows_of([rank.check.values for rank in result.rank_results if rank.check.HasField("values")])
+        return rows
 
     async def _first(self, request: Any) -> RankResult:
         operation = await self._fleet.call(request, slots=[self.slot])

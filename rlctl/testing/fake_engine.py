@@ -166,6 +166,7 @@ class FakeEngine(Engine):
                 verification=[VERIFICATION_LEVEL_PROBE] if self._opaque else LEVELS,
                 answers_for_ranks=self._opaque == "said",
                 memory_tags=sorted(TAGS),
+                check_actions=[verbs.CHECK_ACTION_PROBE] if self._opaque else verbs.CheckAction.values()[1:],
                 cache_tiers=["kv"],
                 staged_apply=True,
                 keeps_weights=True,
@@ -515,6 +516,8 @@ class FakeEngine(Engine):
             return verbs.CheckReport(action=request.action, probed=computed if self.config.rank == 0 else ())
         if self._opaque:
             raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
+        if request.action == verbs.CHECK_ACTION_READ:
+            return verbs.CheckReport(action=request.action, values=self._rows(request))
         text = self._adapter_text(request.adapter) if request.adapter else self.weights
         digest = _digest(self._shadow or "" if request.shadow else text)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
@@ -530,6 +533,21 @@ class FakeEngine(Engine):
             part = verbs.TensorPart(name="weights", sha256=digest, differs=True)
             report.difference.CopyFrom(verbs.TensorDifference(count=1, first="weights", part=part, tensors=1))
         return report
+
+    def _rows(self, request: verbs.CheckWeightsRequest) -> verbs.TensorValues | None:
+        """The text's characters as the numbers of a tensor of one dimension, which the ranks share like its rows."""
+        if request.tensor != "weights":
+            raise Reason.FIELD_INVALID.error(f"the model has no tensor {request.tensor!r}", field="tensor")
+        numbers = [float(ord(character)) for character in self.weights]
+        share = -(-len(numbers) // self.config.tp_size)
+        start = share * self.config.rank
+        mine = numbers[: request.rows if request.HasField("rows") else 100][start : start + share]
+        if not mine:
+            return None
+        told = verbs.TensorValues(name="weights", dtype="torch.float32", dim=0, start=start, values=mine)
+        told.full_shape.dims.append(len(numbers))
+        told.shape.dims.append(len(mine))
+        return told
 
     def _adapter_text(self, name: str) -> str:
         if self._staged is not None and self._staged[0].name == name:

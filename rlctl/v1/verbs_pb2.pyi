@@ -120,6 +120,8 @@ class _CheckActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CheckActi
     """Digest every tensor and compare with the snapshot, or with what the request expects."""
     CHECK_ACTION_PROBE: _CheckAction.ValueType  # 5
     """Compute the log probabilities of prompts, without generating. Inside an update or a pause only."""
+    CHECK_ACTION_READ: _CheckAction.ValueType  # 6
+    """Return the values of the first rows of one tensor. For debugging; nothing is compared."""
 
 class CheckAction(_CheckAction, metaclass=_CheckActionEnumTypeWrapper):
     """What the checker does."""
@@ -136,6 +138,8 @@ CHECK_ACTION_COMPARE: CheckAction.ValueType  # 4
 """Digest every tensor and compare with the snapshot, or with what the request expects."""
 CHECK_ACTION_PROBE: CheckAction.ValueType  # 5
 """Compute the log probabilities of prompts, without generating. Inside an update or a pause only."""
+CHECK_ACTION_READ: CheckAction.ValueType  # 6
+"""Return the values of the first rows of one tensor. For debugging; nothing is compared."""
 Global___CheckAction: _TypeAlias = CheckAction  # noqa: Y015
 
 class _UpdateKind:
@@ -1535,6 +1539,8 @@ class CheckWeightsRequest(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    TENSOR_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """What to do. Default CHECKSUM."""
     model_digest: _builtins.bool
@@ -1551,6 +1557,10 @@ class CheckWeightsRequest(_message.Message):
     """Digest the shadow copy of the staged update that the fence names, beside generation, instead of the weights that serve. CHECKSUM only."""
     fingerprints: _builtins.bytes
     """The first 8 bytes of the SHA-256 of every full tensor, in the sorted order of their names: the answer says which differ. Empty: none."""
+    tensor: _builtins.str
+    """READ: checkpoint name of the tensor. Required there."""
+    rows: _builtins.int
+    """READ: most rows (indices of the first dimension) to return. Default 100."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1577,16 +1587,77 @@ class CheckWeightsRequest(_message.Message):
         shadow: _builtins.bool = ...,
         fingerprints: _builtins.bytes = ...,
         prompts: _abc.Iterable[Global___ProbePrompt] | None = ...,
+        tensor: _builtins.str = ...,
+        rows: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "header", b"header", "model_digest", b"model_digest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "_rows", b"_rows", "header", b"header", "model_digest", b"model_digest", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "adapter", b"adapter", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "_rows", b"_rows", "action", b"action", "adapter", b"adapter", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "rows", b"rows", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model_digest: _TypeAlias = _typing.Literal["model_digest"]  # noqa: Y015
     _WhichOneofArgType__model_digest: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest"]  # noqa: Y015
+    _WhichOneofReturnType__rows: _TypeAlias = _typing.Literal["rows"]  # noqa: Y015
+    _WhichOneofArgType__rows: _TypeAlias = _typing.Literal["_rows", b"_rows"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model_digest) -> _WhichOneofReturnType__model_digest | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rows) -> _WhichOneofReturnType__rows | None: ...
 
 Global___CheckWeightsRequest: _TypeAlias = CheckWeightsRequest  # noqa: Y015
+
+@_typing.final
+class TensorValues(_message.Message):
+    """Values that a rank holds of the first rows of a full tensor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    FULL_SHAPE_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Checkpoint name of the full tensor."""
+    dtype: _builtins.str
+    """Dtype that the tensor has in the checkpoint, "torch.bfloat16" say."""
+    dim: _builtins.int
+    """Dimension of which the values are a range of indices. Unset: they are all that the rows have."""
+    start: _builtins.int
+    """First index of that range."""
+    @_builtins.property
+    def full_shape(self) -> Global___Shape:
+        """Shape of the full tensor."""
+
+    @_builtins.property
+    def shape(self) -> Global___Shape:
+        """Shape of the values."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The values, the last dimension first, as float32."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        full_shape: Global___Shape | None = ...,
+        dim: _builtins.int | None = ...,
+        start: _builtins.int = ...,
+        shape: Global___Shape | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dim", b"_dim", "dim", b"dim", "full_shape", b"full_shape", "shape", b"shape"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dim", b"_dim", "dim", b"dim", "dtype", b"dtype", "full_shape", b"full_shape", "name", b"name", "shape", b"shape", "start", b"start", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dim: _TypeAlias = _typing.Literal["dim"]  # noqa: Y015
+    _WhichOneofArgType__dim: _TypeAlias = _typing.Literal["_dim", b"_dim"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dim) -> _WhichOneofReturnType__dim | None: ...
+
+Global___TensorValues: _TypeAlias = TensorValues  # noqa: Y015
 
 @_typing.final
 class TensorDifference(_message.Message):
@@ -1729,6 +1800,7 @@ class CheckReport(_message.Message):
     ELAPSED_FIELD_NUMBER: _builtins.int
     DIFFERENCE_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """The action that was carried out."""
     tensor_count: _builtins.int
@@ -1775,6 +1847,10 @@ class CheckReport(_message.Message):
     def probed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbePrompt]:
         """PROBE: the prompts with the log probabilities that the weights give, in the request's order; from the rank that has them."""
 
+    @_builtins.property
+    def values(self) -> Global___TensorValues:
+        """READ: what this rank holds of the rows. Unset: it holds none of them."""
+
     def __init__(
         self,
         *,
@@ -1792,10 +1868,11 @@ class CheckReport(_message.Message):
         elapsed: _duration_pb2.Duration | None = ...,
         difference: Global___TensorDifference | None = ...,
         probed: _abc.Iterable[Global___ProbePrompt] | None = ...,
+        values: Global___TensorValues | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "elapsed", b"elapsed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "elapsed", b"elapsed", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

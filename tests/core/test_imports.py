@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport"},
     "rlctl/rollout": CLIENT,
     "rlctl/trainer": CLIENT | {"rlctl.weights"},
-    "rlctl/sdk": CLIENT | {"rlctl.rollout", "rlctl.trainer"},
+    "rlctl/sdk": CLIENT | {"rlctl.rollout", "rlctl.sglang_api", "rlctl.trainer"},
     "rlctl/sglang_api": BASE,
     "rlctl/gateway": CLIENT | {"rlctl.rollout", "rlctl.sdk", "rlctl.sglang_api"},
     "rlctl/launch": SERVER | {"rlctl.coordinator", "rlctl.sdk", "rlctl.weights"},

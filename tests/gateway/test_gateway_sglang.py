@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,8 +13,9 @@ from updating import unreachable
 from waiting import eventually
 
 from rlctl.gateway.http.call import UNKNOWN_FIELDS
-from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
 
 BUCKET = {"names": ["w1"], "dtypes": ["float32"], "shapes": [[2, 3]], "group_name": "g", "flush_cache": False}
 
@@ -118,3 +120,32 @@ async def test_health_asks_for_the_engine_and_readiness_for_its_generation(
     assert (await http.get("/ready")).status == 200, "the fleet is, while one engine is"
     async with unreachable(fleet, "a"):
         assert await statuses("a") == [503, 503]
+
+
+async def test_rows_of_a_tensor_come_from_every_rank_of_one_engine(
+    fleet: InProcessFleet, http: aiohttp.ClientSession
+) -> None:
+    weights = [float(ord(character)) for character in fleet.stages["a"]._engine.weights]
+    for path in ("/get_weights_by_name", "/engines/a/get_weights_by_name", "/engines/b/get_weights_by_name"):
+        for method in ("GET", "POST"):
+            assert await ask(http, path, {"name": "weights"}, method) == (200, weights[:100])
+        assert await ask(http, path, {"name": "weights", "truncate_size": 2}) == (200, weights[:2])
+        status, told = await ask(http, path, {"name": "other"})
+        assert (status, told["error"]["reason"], told["error"]["field"]) == (400, "FIELD_INVALID", "name")
+        for rows in (0, -1, 1 << 32):
+            status, told = await ask(http, path, {"name": "weights", "truncate_size": rows})
+            assert (status, told["error"]["field"]) == (400, "truncate_size")
+
+
+async def test_at_the_root_an_engine_that_cannot_be_read_is_the_last_choice(
+    tmp_path: Path, make_gateway: Any, checkpoint: Any
+) -> None:
+    path = checkpoint("one")
+    specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path)]
+    async with InProcessFleet(tmp_path / "journal", specs) as fleet, make_gateway(fleet) as (_, http):
+        assert (await ask(http, "/get_weights_by_name", {"name": "weights"}))[0] == 200
+        status, told = await ask(http, "/engines/a/get_weights_by_name", {"name": "weights"})
+        assert (status, told["error"]["reason"]) == (400, "UNSUPPORTED")
+        for slots in (["b"], []):
+            await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header={"target": {"slots": slots}}))
+            assert (await ask(http, "/get_weights_by_name", {"name": "weights"}))[0] == 200

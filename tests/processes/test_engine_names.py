@@ -83,6 +83,9 @@ def test_weights_reach_every_engine_of_the_model(fleet: Fleet, tiny: tuple[Any, 
             update([], load_format="direct", weight_version="never")
         assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "load_format")
     assert engine.get_model_info().weight_version.label == "update_weights_from_distributed"
+    for slot in ("actor-0", "actor-1"):
+        for name, tensor in models[2].state_dict().items():
+            assert fleet.engine(slot).get_weights_by_name(name, 2) == tensor[:2].tolist(), name
 
 
 def test_weights_are_given_as_to_sglang_without_a_label(fleet: Fleet) -> None:

@@ -322,6 +322,42 @@ async def test_the_checker(server: Server) -> None:
 # Weights.
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_rows_of_a_tensor_by_its_name(server: Server, method: str, tmp_path: Path) -> None:
+    """As SGLang's own tests of weight updates look into an engine."""
+    path = "/get_weights_by_name"
+
+    async def read_as(model: Any) -> None:
+        for name, tensor in model.state_dict().items():
+            for engine in range(len(server.engines)):
+                told = await server.ask(method, path, {"name": name, "truncate_size": 3}, engine=engine)
+                assert told == (200, tensor[:3].tolist()), name
+
+    await read_as(server.tiny[0])
+    first = server.tiny[0].model.embed_tokens.weight.tolist()
+    status, told = await server.ask(method, path, {"name": "model.embed_tokens.weight"})
+    assert (status, told[: len(first)]) == (200, first)
+    assert len(told) == len(first) or server.real, "SGLang returns the rows that it pads with"
+    other = changed(server.tiny[0], 17)
+    other.save_pretrained(tmp_path / "other")
+    disk = {"model_path": str(tmp_path / "other"), "weight_version": "other"}
+    await server.every("POST", "/update_weights_from_disk", disk)
+    await read_as(other)
+    for body in ({"name": "model.nothing.weight"}, {"truncate_size": 3}, {"name": 3}):
+        status, told = await server.ask(method, path, body)
+        assert status == 400, told
+    if not server.real:
+        status, told = await server.ask(method, path, {"name": "model.nothing.weight"})
+        assert (told["error"]["reason"], told["error"]["field"]) == ("FIELD_INVALID", "name"), told
+        status, told = await server.ask(method, path, {"name": "lm_head.weight", "truncate_size": 0})
+        assert (status, told["error"]["field"]) == (400, "truncate_size"), told
+        name = {"name": "model.layers.1.mlp.down_proj.weight", "truncate_size": 2}
+        assert await server.ask(method, path, name, at=server.root) == (
+            200,
+            other.model.layers[1].mlp.down_proj.weight[:2].tolist(),
+        )
+
+
 async def test_from_disk(server: Server, tmp_path: Path) -> None:
     model = changed(server.tiny[0], seed=1, scale=0.3)
     model.save_pretrained(tmp_path / "saved")

@@ -423,6 +423,8 @@ def test_what_the_checker_does_not_do(driver: Driver) -> None:
     assert refusal(driver, v.CheckWeightsRequest(action=v.CHECK_ACTION_COMPARE)).reason is Reason.UNSUPPORTED
     assert refusal(driver, v.CheckWeightsRequest(per_tensor=True)).field == "per_tensor"
     assert refusal(driver, v.CheckWeightsRequest(expected_digest="00")).reason is Reason.DIGEST_MISMATCH
+    read = v.CheckWeightsRequest(action=v.CHECK_ACTION_READ, tensor="model.nothing")
+    assert (refusal(driver, read).reason, refusal(driver, read).field) == (Reason.FIELD_INVALID, "tensor")
 
 
 def test_memory_is_released_only_when_idle_and_resumed_only_when_released(

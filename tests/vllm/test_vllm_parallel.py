@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.demo.tiny import encode
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.sdk.blocking import Fleet
+from rlctl.sglang_api.rows import rows_of
 from rlctl.trainer.probe import Probe
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -58,7 +60,8 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(vllm: str, tiny: tuple[Any, Path], lost: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    environment = {"PYTHONPATH": str(lost.parent), "LOST": str(lost)}
+    paths = os.pathsep.join(filter(None, [str(lost.parent), os.environ.get("PYTHONPATH", "")]))
+    environment = {"PYTHONPATH": paths, "LOST": str(lost)}
     engines = [
         EngineSpec("pair", str(tiny[1]), engine="vllm", tp_size=2, environment=environment),
         EngineSpec("solo", str(tiny[1]), engine="torch"),
@@ -90,6 +93,11 @@ def test_what_two_ranks_hold_can_be_read_back(fleet: Fleet, tiny: tuple[Any, Pat
     (result,) = fleet.call(v.CheckWeightsRequest(), slots=["pair"]).stage_results
     assert [rank.evidence for rank in result.rank_results] == [common.EVIDENCE_RANK] * 2
     assert {rank.check.model_digest for rank in result.rank_results} == {rlctl.model_digest(tiny[0])}
+    for name, tensor in tiny[0].state_dict().items():
+        read = v.CheckWeightsRequest(action=v.CHECK_ACTION_READ, tensor=name, rows=3)
+        (result,) = fleet.call(read, slots=["pair"]).stage_results
+        parts = [rank.check.values for rank in result.rank_results if rank.check.HasField("values")]
+        assert rows_of(parts) == tensor[:3].tolist(), name
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
     CHECK_ACTION_COMPARE,
     CHECK_ACTION_PROBE,
+    CHECK_ACTION_READ,
     CHECK_ACTION_RESET_TENSORS,
     CHECK_ACTION_SNAPSHOT,
     CheckAction,
@@ -23,9 +24,10 @@ from rlctl.v1.verbs_pb2 import (
     Shape,
     TensorDigest,
 )
+from rlctl.weights.shards.first_rows import first_rows, rows_of, unknown
 from rlctl.weights.shards.load_hooks import refuse_draft
 from rlctl.weights.shards.mismatch import difference
-from rlctl.weights.shards.shard_map import ShardMap, agree_to_go_on, model_digest
+from rlctl.weights.shards.shard_map import Shard, ShardMap, agree_to_go_on, model_digest
 from rlctl.weights.tensor.digest import RankDigest, Stop, rank_digest
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
 from rlctl_torch.model.lora import LoraAdapter
@@ -41,6 +43,7 @@ ACTIONS = (
     CHECK_ACTION_RESET_TENSORS,
     CHECK_ACTION_COMPARE,
     CHECK_ACTION_PROBE,
+    CHECK_ACTION_READ,
 )
 
 
@@ -80,6 +83,8 @@ class Check:
             )
         if self._action == CHECK_ACTION_PROBE:
             refuse_prompts(rank, self._request.prompts)
+        if self._action == CHECK_ACTION_READ:
+            rows_of(self._request, self._shard().meta)
         if self._request.shadow:
             self._shadow()
         return True
@@ -92,6 +97,8 @@ class Check:
         rank = self._rank
         if self._action == CHECK_ACTION_PROBE:
             return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
+        if self._action == CHECK_ACTION_READ:
+            return CheckReport(action=self._action, values=first_rows(self._request, self._shard()))
         if self._request.adapter:
             return self._digest_adapter()
         if self._action == CHECK_ACTION_RESET_TENSORS:
@@ -121,6 +128,13 @@ class Check:
 
         # Nobody changes a copy but its own update, whose steps come one after the other.
         return Later(work, digesting.stop if shadow is None else None)
+
+    def _shard(self) -> Shard:
+        """What the rank holds of the tensor that is read. Raises FIELD_INVALID."""
+        shard = self._rank.model.shards.shards.get(self._request.tensor)
+        if shard is None:
+            raise unknown(self._request.tensor)
+        return shard
 
     def _shadow(self) -> Shadow:
         """The copy of the update that the command belongs to. Raises UPDATE_NOT_FOUND."""

@@ -14,7 +14,7 @@ from rlctl.contract.verbs import VERBS
 from rlctl.contract.vllm_groups import BACKEND
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
-from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, CHECK_ACTION_PROBE, Loads, ServerInfo
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, CHECK_ACTION_PROBE, CHECK_ACTION_READ, Loads, ServerInfo
 from rlctl_vllm.requests.bodies import Limits
 from rlctl_vllm.server.update_blockers import kept_by
 from rlctl_vllm.state import MODES, TAGS
@@ -202,7 +202,7 @@ class Facts:
             verification = [common_pb2.VERIFICATION_LEVEL_NONE]
         if readable:
             verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
-        actions = [CHECK_ACTION_CHECKSUM] if readable else []
+        actions = [CHECK_ACTION_CHECKSUM, CHECK_ACTION_READ] if readable else []
         if self.native:
             transports.insert(0, common_pb2.TRANSPORT_VLLM_NCCL)
         unsupported = dict(self.unsupported)

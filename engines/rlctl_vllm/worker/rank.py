@@ -27,6 +27,7 @@ from rlctl.weights.group.process_group import LONGEST_S
 from rlctl.weights.group.rank_groups import Groups, Membership
 from rlctl.weights.group.sender import wire_device
 from rlctl.weights.receiver import Receiver, ReceiveStats
+from rlctl.weights.shards.first_rows import first_rows, rows_of, unknown
 from rlctl.weights.shards.gather import Gathering
 from rlctl.weights.shards.load_hooks import Load, Loading
 from rlctl.weights.shards.mismatch import difference
@@ -307,6 +308,8 @@ class Rank:
         self._give_up()
 
     def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport:
+        if request.action == v.CHECK_ACTION_READ:
+            return self._read(request, timeout_s)
         report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM, tensor_count=len(self._shards.shards))
         with self._together.exchanging(self._calls, timeout_s) as exchange:
             held = self._held(exchange)
@@ -317,13 +320,23 @@ class Rank:
             report.difference.CopyFrom(difference(held, found, request.fingerprints))
         return report
 
-    def _held(self, exchange: Exchange) -> ShardMap:
-        """What every rank computes with; refused at all of them where one cannot say."""
+    def _read(self, request: v.CheckWeightsRequest, timeout_s: float) -> v.CheckReport:
+        """The values of a tensor's first rows. Raises FIELD_INVALID, UNSUPPORTED."""
+        meta = self._shards.reference.get(request.tensor)
+        if meta is None:
+            raise unknown(request.tensor)
+        rows_of(request, meta)
+        with self._together.exchanging(self._calls, timeout_s) as exchange:
+            held = self._held(exchange, {meta.name: meta})
+        return v.CheckReport(action=request.action, values=first_rows(request, held.shards[meta.name]))
+
+    def _held(self, exchange: Exchange, only: Mapping[str, TensorMeta] | None = None) -> ShardMap:
+        """What every rank computes with, or these tensors of it; refused at all of them where one cannot say."""
 
         def held() -> ShardMap:
             if self._loading is not None and self._shards.handed:
                 raise Reason.ILLEGAL_STATE.error("weights are being written")
-            return self._model.held(self._shards.reference)
+            return self._model.held(self._shards.reference if only is None else only)
 
         return agreed(exchange, held)
 

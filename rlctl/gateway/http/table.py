@@ -86,9 +86,14 @@ class Asked:
         """The gateway's, where it has one; the coordinator knows an engine's, and the only one that is updated."""
         return "" if self.slot else self.call.generation.settings.model
 
-    async def tell(self, request: Message, step: str = "", *, partly: bool = False) -> Operation:
-        """Carry out a verb at the engine, or at all that the gateway speaks for. Raises as :meth:`Call.operate`."""
-        slots = [self.slot] if self.slot else []
+    async def tell(
+        self, request: Message, step: str = "", *, partly: bool = False, slots: Sequence[str] = ()
+    ) -> Operation:
+        """Carry out a verb at the engine, or at all that the gateway speaks for. Raises as :meth:`Call.operate`.
+
+        ``slots``: the engines to use instead.
+        """
+        slots = list(slots) or ([self.slot] if self.slot else [])
         request_id = await self.call.request_id(step)
         return await self.call.operate(request, partly=partly, slots=slots, model=self.model(), request_id=request_id)
 

@@ -15,6 +15,7 @@ from rlctl.contract.validation import check
 from rlctl.ports import new_uuid7
 from rlctl.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_READ as READ
 from rlctl.v1.verbs_pb2 import Shape, TensorBucket, UpdateOptions
 
 
@@ -113,6 +114,12 @@ BAD: list[tuple[Message, str, str]] = [
     (verbs_pb2.LoadAdapterRequest(name="math"), "FIELD_REQUIRED", "path"),
     (verbs_pb2.LoadAdapterRequest(name="math", path="/adapters/\0"), "FIELD_INVALID", "path"),
     (verbs_pb2.CheckWeightsRequest(expected_digest="0" * 63), "FIELD_INVALID", "expected_digest"),
+    (verbs_pb2.CheckWeightsRequest(tensor="w"), "FIELD_CONFLICT", "tensor"),
+    (verbs_pb2.CheckWeightsRequest(rows=3), "FIELD_CONFLICT", "rows"),
+    (verbs_pb2.CheckWeightsRequest(action=READ), "FIELD_REQUIRED", "tensor"),
+    (verbs_pb2.CheckWeightsRequest(action=READ, tensor="a\nb"), "FIELD_INVALID", "tensor"),
+    (verbs_pb2.CheckWeightsRequest(action=READ, tensor="w", rows=0), "FIELD_INVALID", "rows"),
+    (verbs_pb2.CheckWeightsRequest(action=READ, tensor="w", adapter="a"), "FIELD_CONFLICT", "adapter"),
     (coordinator_pb2.RegisterStageRequest(), "FIELD_REQUIRED", "registration.slot"),
     (update_pb2.BeginWeightUpdateRequest(version="v"), "FIELD_REQUIRED", "model"),
     (update_pb2.BeginWeightUpdateRequest(model="m"), "FIELD_REQUIRED", "version"),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch_source import digest_of, load, prepare, tensors_of
 from torch_stage import Stage, merge, until
 from transformers import AutoModelForCausalLM
@@ -21,6 +22,7 @@ from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
     CHECK_ACTION_COMPARE,
     CHECK_ACTION_PROBE,
+    CHECK_ACTION_READ,
     CHECK_ACTION_RESET_TENSORS,
     CHECK_ACTION_SNAPSHOT,
     AbortUpdateRequest,
@@ -35,6 +37,7 @@ from rlctl.v1.verbs_pb2 import (
     SealUpdateRequest,
     UpdateWeightsFromDiskRequest,
 )
+from rlctl.weights.shards import first_rows
 from rlctl.weights.shards.mismatch import digest_parts
 from rlctl.weights.tensor import digest
 from rlctl.weights.tensor.digest import combine, tensor_digest
@@ -287,6 +290,42 @@ async def test_stopping_an_engine_ends_what_digests_beside_it(
     await stage.stop()
     hold.release()
     assert {answer.reason for answer in await checking} <= {Reason.CANCELLED, Reason.RANK_LOST}
+
+
+async def test_rows_of_a_tensor_are_read_beside_generation(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = tensors_of(stage.config.model_path)
+    stream = stage.stream([1, 2, 3], max_new_tokens=40, ignore_eos=True, temperature=0)
+    parts = [await anext(stream)]
+    for name, tensor in tensors.items():
+        reports = await check(stage, CHECK_ACTION_READ, tensor=name, rows=5)
+        told = [report.values for report in reports if report.HasField("values")]
+        found = [torch.tensor(list(each.values)).reshape(list(each.shape.dims)) for each in told]
+        starts = [each.start for each in told]
+        whole = found[0]
+        if told[0].HasField("dim"):
+            assert starts == sorted(set(starts))
+            whole = torch.cat(found, told[0].dim)
+        assert torch.equal(whole, tensor[:5].float()), name
+        assert {tuple(each.full_shape.dims) for each in told} == {tuple(tensor.shape)}
+    parts += [part async for part in stream]
+    assert len(merge(parts).samples[0].output_ids) == 40
+    (report, *_) = await check(stage)
+    assert report.model_digest == digest_of(stage.config.model_path)
+
+
+async def test_too_many_rows_and_other_tensors_are_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_rows, "MOST_VALUES", 1000)
+    name = "model.embed_tokens.weight"
+    width = tensors_of(stage.config.model_path)[name].shape[1]
+    await check(stage, CHECK_ACTION_READ, tensor=name, rows=1000 // width)
+    for fields, field, words in (
+        ({"tensor": name}, "rows", f"at most {1000 // width} rows"),
+        ({"tensor": "model.nothing"}, "tensor", "no tensor 'model.nothing'"),
+    ):
+        with pytest.raises(RlctlError, match=words) as caught:
+            await check(stage, CHECK_ACTION_READ, **fields)
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, field)
+        assert caught.value.outcome == OUTCOME_REJECTED
 
 
 async def test_log_probabilities_of_prompts_are_those_of_the_model(stage: Stage) -> None:

@@ -491,8 +491,8 @@ class SimEngine(Engine):
         if request.action == verbs.CHECK_ACTION_PROBE:
             computed = probed(self.holding.weights, request.prompts)
             return verbs.CheckReport(action=request.action, probed=computed if self.rank == 0 else ())
-        if not self.slot.digests:
-            raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
+        if not self.slot.digests or request.action == verbs.CHECK_ACTION_READ:
+            raise Reason.UNSUPPORTED.error("this engine cannot digest or read its weights", field="action")
         held = [engine.holding.asked_for(request) for engine in self.machine.engines]
         mine = self.holding.asked_for(request)
         report = verbs.CheckReport(

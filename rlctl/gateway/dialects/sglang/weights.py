@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlctl.contract.errors import OperationFailed, Reason
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.gateway.dialects.sglang.admin import SELECTORS
+from rlctl.gateway.dialects.sglang.reads import fleet_of
 from rlctl.gateway.dialects.sglang.replies import done, saying_success
 from rlctl.gateway.http import engine_urls, weight_fields
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.dialect import Reply
 from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.sglang_api.rows import rows_of
 from rlctl.v1 import common_pb2, update_pb2, verbs_pb2
+from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
 
 UPDATE_S = 600.0
@@ -166,12 +169,33 @@ async def from_ipc(_: Asked) -> Reply:
     )
 
 
-async def get_weights_by_name(_: Asked) -> Reply:
-    """Not supported: weights do not leave the engines as JSON."""
-    failure = Reason.UNSUPPORTED.error(
-        "weights do not leave the engines as JSON", field="name", next_step="/weights_checker gives every digest."
-    )
-    return Reply({"error": {"message": str(failure)}}, 400)
+async def get_weights_by_name(asked: Asked) -> Reply:
+    """Values of a tensor's first rows, as nested lists; at the root of the first engine whose ranks can be read."""
+    rows = asked["truncate_size"]
+    if not 0 < rows < 1 << 32:
+        raise Reason.FIELD_INVALID.error(f"{rows} is no number of rows above 0", field="truncate_size")
+    request = verbs_pb2.CheckWeightsRequest(action=verbs_pb2.CHECK_ACTION_READ, tensor=asked["name"], rows=rows)
+    try:
+        operation = await asked.tell(request, slots=[asked.slot or await _readable(asked)])
+    except RlctlError as error:
+        error.field = {"tensor": "name", "rows": "truncate_size"}.get(error.field, error.field)
+        raise
+    [result] = operation.stage_results
+    return Reply(rows_of([rank.check.values for rank in result.rank_results if rank.check.HasField("values")]))
+
+
+async def _readable(asked: Asked) -> str:
+    """A slot of the model whose ranks can be read, a routable one if there is one; else any, which says why not."""
+    model = await asked.call.generation.model()
+    stages = [stage for stage in (await fleet_of(asked)).stages if stage.registration.model == model]
+    if not stages:
+        raise Reason.NO_TARGETS.error(f"no engine serves {model!r}")
+
+    def order(stage: Stage) -> tuple[bool, bool]:
+        reads = verbs_pb2.CHECK_ACTION_READ in stage.registration.capabilities.check_actions
+        return not reads, not stage.routable
+
+    return min(stages, key=order).registration.slot
 
 
 @saying_success()
@@ -323,8 +347,9 @@ ROWS = (
     ),
     Row("POST", "/update_weights_from_ipc", from_ipc, "",
         [Field("zmq_handles", dict), _FLUSH, _VERSION, _EMPTY], answers={400: "not supported"}, note="refused"),
-    Row("GET POST", "/get_weights_by_name", get_weights_by_name, "",
-        [Field("name", str), Field("truncate_size", int, 100)], answers={400: "not supported"}, note="refused"),
+    Row("GET POST", "/get_weights_by_name", get_weights_by_name, "CheckWeights",
+        [Field("name", str), Field("truncate_size", int, 100, doc="most rows")],
+        note="for debugging; a tensor's name is its checkpoint's, and at most 524288 values are returned"),
     Row(
         "POST",
         "/pull_weights",

@@ -1,0 +1,65 @@
+"""Values of the first rows of a tensor, for debugging: the checker's action READ."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import CheckWeightsRequest, Shape, TensorValues
+from rlctl.weights.tensor.slices import Shard
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+
+MOST_VALUES = 1 << 19
+"""Values of one answer: 2 MiB, and about 10 MB of JSON."""
+
+DEFAULT_ROWS = 100
+
+
+def rows_of(request: CheckWeightsRequest, meta: TensorMeta) -> int:
+    """How many rows are read of a tensor. Raises FIELD_INVALID where they have too many values."""
+    asked = request.rows if request.HasField("rows") else DEFAULT_ROWS
+    if not meta.shape:
+        return 1
+    width = math.prod(meta.shape[1:])
+    rows = min(asked, meta.shape[0])
+    if rows * width > MOST_VALUES:
+        raise Reason.FIELD_INVALID.error(
+            f"{rows} rows of {meta.name} have {rows * width} values; at most {MOST_VALUES} are returned",
+            field="rows",
+            next_step=f"Read at most {MOST_VALUES // width} rows." if width <= MOST_VALUES else "",
+        )
+    return rows
+
+
+def unknown(name: str) -> RlctlError:
+    """The error for a tensor that the model does not have."""
+    return Reason.FIELD_INVALID.error(f"the model has no tensor {name!r} under a checkpoint's name", field="tensor")
+
+
+def first_rows(request: CheckWeightsRequest, shard: Shard) -> TensorValues | None:
+    """What a rank holds of the rows; None: nothing. Raises as :func:`rows_of`."""
+    meta, part = shard.meta, shard.slice
+    rows, local = rows_of(request, meta), shard.local.detach()
+    if part.dim == 0:
+        rows = min(rows - part.start, part.length)
+        if rows <= 0:
+            return None
+    if meta.shape:
+        local = local[:rows]
+    return values_of(meta, local, None if part.dim is None else (part.dim, part.start))
+
+
+def values_of(meta: TensorMeta, local: torch.Tensor, place: tuple[int, int] | None = None) -> TensorValues:
+    """A rank's values of a tensor; ``place``: dimension that is cut, and first index."""
+    told = TensorValues(
+        name=meta.name,
+        dtype=dtype_name(meta.dtype),
+        full_shape=Shape(dims=meta.shape),
+        shape=Shape(dims=local.shape),
+        values=local.to("cpu", torch.float32).flatten().tolist(),
+    )
+    if place is not None:
+        told.dim, told.start = place
+    return told
