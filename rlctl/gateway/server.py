@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
@@ -23,6 +24,7 @@ from rlctl.gateway.router.process import SglangRouter
 from rlctl.gateway.router.worker_list import Keeper, routed
 from rlctl.runtime import http_limits
 from rlctl.runtime.addresses import join, refuse_insecure, split
+from rlctl.runtime.http_bodies import Bodies
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport import auth
@@ -72,11 +74,13 @@ class GatewayServer:
         fleet: the fleet behind it.
         generation: what generates.
         dialect: what it speaks.
+        bodies: of its requests.
     """
 
     fleet: AsyncFleet
     generation: Generation
     dialect: Dialect
+    bodies: Bodies
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -98,6 +102,7 @@ class GatewayServer:
         self.generation = Generation(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
         self.generation.any_model = self.dialect.any_model
+        self.bodies = Bodies(self.dialect.body_bytes)
         self._middlewares = [made(self.generation) for made in classes]
         self._runner = web.AppRunner(
             self._application(),
@@ -169,7 +174,7 @@ class GatewayServer:
                 self.generation,
                 dialect=self.dialect.name,
                 changes=route.scope is Scope.ADMIN,
-                most=self.dialect.body_bytes,
+                accepted=self.bodies,
             )
             answer = await self._answer(route, call)
             if isinstance(answer, Stream):
@@ -194,6 +199,7 @@ class GatewayServer:
             if self.dialect.admit is not None:
                 self.dialect.admit(call)
             handler = middleware.around(handler, self._middlewares)
+        handler = _closing(handler)
         if route.scope is not Scope.ADMIN or not route.lasting:
             return await handler(call)
         # A caller that leaves does not end what changes something half-way.
@@ -228,6 +234,14 @@ class GatewayServer:
             close = getattr(chunks, "aclose", None)
             if close is not None:
                 await close()
+
+
+def _closing(handler: Handler) -> Handler:
+    async def answer(call: Call) -> Answer:
+        with contextlib.closing(call):
+            return await handler(call)
+
+    return answer
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -28,6 +28,9 @@ from rlctl.v1.rollout_pb2 import (
     TokenLogprob,
 )
 
+_PIECE = 1 << 16
+"""Token ids."""
+
 
 class Progress:
     """What is had of a sample, and what is to be asked for next."""
@@ -192,8 +195,17 @@ def begin(
     if mine.sampling_params.HasField("seed"):
         mine.sampling_params.seed = derived_seed(request.sampling_params.seed, prompt, index)
     mine.session_id = session_id or secrets.token_hex(16)
-    prompt_ids = list(request.input_ids.ids)
-    return RolloutSample(mine, Sample(), prompt_ids, (), mine.session_id, not session_id, group, index)
+    return RolloutSample(
+        mine, Sample(), _listed(request.input_ids.ids), (), mine.session_id, not session_id, group, index
+    )
+
+
+def _listed(ids: Sequence[int]) -> list[int]:
+    """Token ids as a list. It is made piece by piece: each holds the interpreter's lock from its begin to its end."""
+    listed: list[int] = []
+    for start in range(0, len(ids), _PIECE):
+        listed += ids[start : start + _PIECE]
+    return listed
 
 
 def check_continuable(params: SamplingParams) -> None:

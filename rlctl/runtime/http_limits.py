@@ -1,8 +1,8 @@
-"""Callers of an HTTP server that hold a connection and neither ask nor listen are cut off; bodies come within bounds.
+"""Callers of an HTTP server that hold a connection and neither ask nor listen are cut off.
 
 aiohttp bounds neither how long a request may take to come nor how long a caller may take nothing of an answer. So each
-of its connections is looked after by a :class:`Guard` that stands between it and the transport, and bodies are had from
-:func:`body`. For whatever serves HTTP: the gateway, and the sidecar of a plug-in.
+of its connections is looked after by a :class:`Guard` that stands between it and the transport. Bodies are read by
+:mod:`rlctl.runtime.http_bodies`. For whatever serves HTTP: the gateway, and the sidecar of a plug-in.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import cast
 
 from aiohttp import web
 
-from rlctl.contract.errors import Reason, unbound
+from rlctl.contract.errors import unbound
 
 HEAD_S = 30.0
 """Longest from a connection's beginning, or from the first byte after a request, to the end of a request's head."""
@@ -27,67 +26,9 @@ WRITE_S = 60.0
 IDLE_S = 3600.0
 """A connection without a request is kept for so long: trainers come again after a step."""
 
-READ_S = 30.0
-"""A body that takes longer between two pieces belongs to a caller that is gone or does us harm."""
-
-SLOWEST_BYTES_S = 16 << 10
-"""Beside that, a body comes at this pace at least."""
-
-LARGE = 256 << 10
-"""Bytes of a body from which on it is read on a thread: 64 MiB of numbers take seconds."""
-
-T = TypeVar("T")
-
-_reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-
 _LENGTH = re.compile(rb"(?im)^content-length:[ \t]*(\d{1,18})")
 _CHUNKED = re.compile(rb"(?im)^transfer-encoding:.*chunked")
 _SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
-
-
-async def body(request: web.Request, most: int) -> bytes:
-    """The whole body. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow one, FIELD_INVALID for one that is
-    not compressed, or cut into chunks, as its headers say.
-    """
-    if (request.content_length or 0) > most:
-        raise _too_large(request.content_length or 0, most)
-    parts: list[bytes] = []
-    size = 0
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    try:
-        while True:
-            allowed = READ_S + size / SLOWEST_BYTES_S
-            async with asyncio.timeout_at(began + allowed):
-                part = await request.content.readany()
-            if not part:
-                return b"".join(parts)
-            parts.append(part)
-            size += len(part)
-            if size > most:
-                raise _too_large(size, most)
-    except TimeoutError:
-        failure = Reason.DEADLINE_EXCEEDED.error(
-            f"{size} bytes of the body came within {loop.time() - began:.0f} s", field="body"
-        )
-        failure.http_status = 408
-        raise failure from None
-    except web.RequestPayloadError as error:
-        raise Reason.FIELD_INVALID.error(f"the body is not coded as its headers say: {error}", field="body") from None
-
-
-async def beside(size: int, work: Callable[[], T]) -> T:
-    """The result of work with a body of this size. Large bodies are worked with beside the event loop, one at a time.
-
-    Parsed, a body takes several times its size. A parser holds the interpreter for one call at most, not for many.
-    """
-    if size < LARGE:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_reader, work)
-
-
-def _too_large(size: int, most: int) -> Exception:
-    return Reason.MESSAGE_TOO_LARGE.error(f"the body has {size} bytes or more; {most} are taken", field="body")
 
 
 BACKLOG = 4096

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.json_values import of_kind
+from rlctl.contract.sampling import check_samples
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 
 _EACH = ("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
@@ -93,7 +94,9 @@ def read(
     check_prompts: Callable[[int, str], None] = lambda _count, _field: None,
     check_bytes: Callable[[int, int], None] = lambda _size, _together: None,
 ) -> Asking:
-    """A parsed body. Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED.
+    """A parsed body; prompts of token ids may be :class:`TokenIds`.
+
+    Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED.
 
     ``check_prompts`` may refuse their number, before anything is made of them. ``check_bytes`` may refuse the size of
     a prompt's request, or that of all samples so far: a short body may ask for much.
@@ -114,6 +117,7 @@ def read(
         if rid and batch and not isinstance(body["rid"], list):
             rid = f"{rid}_{index}"
         made.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
+        check_samples(made[-1].request.sampling_params)
         size = made[-1].request.ByteSize()
         together += size * made[-1].samples
         check_bytes(size, together)
@@ -140,9 +144,9 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise Reason.FIELD_INVALID.error("it must be a text, or a list of texts", field=name)
     else:
-        batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+        batch = isinstance(value, list) and bool(value) and isinstance(value[0], list | TokenIds)
         prompts = value if batch else [value]
-        if not all(isinstance(prompt, list) for prompt in prompts):
+        if not all(isinstance(prompt, list | TokenIds) for prompt in prompts):
             raise Reason.FIELD_INVALID.error("it must be a list of token ids, or a list of those", field=name)
     if not prompts:
         raise Reason.FIELD_REQUIRED.error("there is no prompt", field=name)
@@ -183,7 +187,7 @@ def _asked(
     if name == "text":
         request.text = prompt
     else:
-        request.input_ids.CopyFrom(_made(TokenIds, "ids", prompt, name))
+        request.input_ids.CopyFrom(prompt if isinstance(prompt, TokenIds) else _made(TokenIds, "ids", prompt, name))
     request.return_logprob = _flag(fields, "return_logprob")
     tops = fields["top_logprobs_num"]
     start = fields["logprob_start_len"]

@@ -13,7 +13,7 @@ from waiting import eventually
 
 from rlctl.gateway import dialects
 from rlctl.ports import new_uuid7
-from rlctl.runtime import http_limits
+from rlctl.runtime import http_bodies
 from rlctl.testing.in_process_fleet import InProcessFleet
 
 PAUSES = {
@@ -108,7 +108,7 @@ async def test_a_key_outlives_the_coordinator(fleet: InProcessFleet, open_gatewa
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     load: Callable[..., Any] = dialects.load
     monkeypatch.setattr(dialects, "load", lambda *args: dataclasses.replace(load(*args), body_bytes=1000))
-    monkeypatch.setattr(http_limits, "READ_S", 0.1)
+    monkeypatch.setattr(http_bodies, "READ_S", 0.1)
 
 
 @EACH

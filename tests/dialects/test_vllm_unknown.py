@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import orjson
 import pytest
 
 from rlctl.gateway.dialects.vllm import requests
 from rlctl.gateway.http.call import UNKNOWN_FIELDS, Call
+from rlctl.runtime.http_bodies import Bodies
 
 GROUP = {"master_port": 29500, "world_size": 3, "rank_offset": 1}
 BUCKET = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 2]]}
@@ -22,8 +22,8 @@ class _Request:
 
 def call(body: Any) -> Call:
     fleet: Any = SimpleNamespace(on_behalf_of=lambda token: None)
-    made = Call(_Request(), fleet, fleet, dialect="vllm", changes=True, most=1 << 20)  # type: ignore[arg-type]
-    made.replace_body(orjson.dumps(body))
+    made = Call(_Request(), fleet, fleet, dialect="vllm", changes=True, accepted=Bodies(1 << 20))  # type: ignore[arg-type]
+    made.replace_json(body)
     return made
 
 

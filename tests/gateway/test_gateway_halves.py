@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
-import orjson
 import pytest
 
 from rlctl.gateway.backend.service import Settings
@@ -29,16 +27,16 @@ class _Call:
 
     def __init__(self, room: Any, **path: str) -> None:
         self.path = path
-        self._body = orjson.dumps({"text": "x", "bootstrap_host": "h", "bootstrap_room": room})
+        self._body: Any = {"text": "x", "bootstrap_host": "h", "bootstrap_room": room}
 
     async def json(self) -> Any:
-        return orjson.loads(self._body)
+        return self._body
 
-    async def beside(self, work: Callable[[], Any]) -> Any:
-        return work()
+    def forget(self) -> None:
+        self._body = None
 
-    def replace_body(self, data: bytes) -> None:
-        self._body = data
+    def replace_json(self, value: Any) -> None:
+        self._body = value
 
 
 async def generates(call: Any) -> Reply:

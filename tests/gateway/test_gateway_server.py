@@ -22,7 +22,7 @@ from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.http.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.runtime import http_limits
+from rlctl.runtime import http_bodies, http_limits
 from rlctl.testing.in_process_fleet import InProcessFleet
 
 TOKEN = "a token made for this test"
@@ -135,7 +135,7 @@ async def test_what_is_not_there_is_said_in_the_dialects_words(http: aiohttp.Cli
 
 
 async def test_a_slow_body_is_given_up(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "READ_S", 0.1)
+    monkeypatch.setattr(http_bodies, "READ_S", 0.1)
 
     async def trickle() -> Any:
         yield b"{"

@@ -141,12 +141,15 @@ class Requests:
                     raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
             refuse_prompt(asked.request, about.limits)
             text = asked.request.WhichOneof("prompt") == "text"
-            ids = await tokenize(self._upstream.http, asked.request.text) if text else list(asked.request.input_ids.ids)
+            ids: Sequence[int] = asked.request.input_ids.ids
+            if text:
+                ids = await tokenize(self._upstream.http, asked.request.text)
             running = [
                 _Running(asked.rid if asked.samples == 1 else f"{asked.rid}_{index}", asked.rid)
                 for index in range(asked.samples)
             ]
             told = bodies(asked.request, ids, [each.engine_rid for each in running], about.limits)
+            ids = list(ids)
             for each, body in zip(running, told, strict=True):
                 made.append((Sample(asked, each.rid, ids, driven=self._driven), each, self._body(asked, body, stream)))
         return made

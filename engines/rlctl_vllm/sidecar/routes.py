@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -15,6 +16,8 @@ from aiohttp import web
 
 from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.runtime import http_limits
+from rlctl.runtime.http_bodies import Bodies, Body
+from rlctl.sglang_api.request import Asking
 from rlctl_vllm.sidecar.admin import VERBS, Admin
 from rlctl_vllm.sidecar.requests import Requests
 from rlctl_vllm.sidecar.responses import wire_version
@@ -23,7 +26,9 @@ from rlctl_vllm.sidecar.upstream import About, Upstream
 
 log = logging.getLogger(__name__)
 
-BODY_BYTES = 1 << 30
+BODY_BYTES = 64 << 20
+"""Of one body, as at a gateway."""
+
 GENERATE_S = 20.0
 FLUSH_LOOK_S = 0.05
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -49,6 +54,7 @@ class Sidecar:
         self._admin = admin
         self._driven = driven
         self._token = token
+        self._bodies = Bodies(BODY_BYTES)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def application(self) -> web.Application:
@@ -81,8 +87,7 @@ class Sidecar:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if isinstance(self._admin, Admin):
             self._admin.refuse_dirty()
-        body = await _body(request)
-        asking = await http_limits.beside(request.content_length or http_limits.LARGE, lambda: read(body))
+        asking = await self._asking(request)
         if not asking.stream:
             return _json(await self._requests.whole(asking))
         answers = self._requests.streamed(asking)
@@ -103,8 +108,14 @@ class Sidecar:
         await response.write_eof()
         return response
 
+    async def _asking(self, request: web.Request) -> Asking:
+        with contextlib.closing(Body(request, self._bodies)) as body:
+            data = await body.read()
+            given = await self._bodies.parse(data or b"{}")
+            return await self._bodies.beside(len(data), lambda: read(given))
+
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await self._body(request)
         if not isinstance(body, dict) or body.keys() - {"rid", "abort_all", "abort_message"}:
             raise Reason.FIELD_INVALID.error("it takes rid or abort_all", field="rid")
         rid, every = body.get("rid") or "", body.get("abort_all") or False
@@ -199,7 +210,7 @@ class Sidecar:
         verb = request.path.rpartition("/")[2]
         if isinstance(self._admin, RlctlError):
             raise self._admin
-        body = await _body(request) if request.can_read_body else {}
+        body = await self._body(request) if request.can_read_body else {}
         # A caller that leaves does not end what changes weights half-way.
         task = asyncio.create_task(self._admin.carry_out(verb, body))
         self._tasks.add(task)
@@ -209,6 +220,10 @@ class Sidecar:
         except RlctlError as error:
             without_frames(error)
             return _json({"success": False, "message": str(error), "error": error.described()}, error.http_status)
+
+    async def _body(self, request: web.Request) -> Any:
+        with contextlib.closing(Body(request, self._bodies)) as body:
+            return await self._bodies.parse(await body.read() or b"{}")
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
@@ -241,7 +256,10 @@ def _guarded(handler: _Handler) -> _Handler:
         try:
             return await handler(request)
         except RlctlError as error:
-            return _json({"error": without_frames(error).described()}, error.http_status)
+            response = _json({"error": without_frames(error).described()}, error.http_status)
+            if error.reason is Reason.TOO_MANY_REQUESTS:
+                response.headers["Retry-After"] = "1"
+            return response
         except (asyncio.CancelledError, ConnectionError, web.HTTPException):
             raise
         except Exception:
@@ -249,14 +267,6 @@ def _guarded(handler: _Handler) -> _Handler:
             return _json({"error": Reason.INTERNAL.error("the sidecar failed; its log says more").described()}, 500)
 
     return answer
-
-
-async def _body(request: web.Request) -> Any:
-    try:
-        data = await http_limits.body(request, BODY_BYTES) or b"{}"
-        return await http_limits.beside(len(data), lambda: orjson.loads(data))
-    except ValueError as error:
-        raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}") from None
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rlctl.contract.errors import Reason
 from rlctl.sglang_api import request
 from rlctl.sglang_api.request import Asking, Words
 from rlctl_vllm.requests.bodies import GRAMMARS, structured
@@ -39,8 +40,32 @@ WORDS = Words(
 )
 
 
+MOST_SAMPLES = 8192
+"""Of one call."""
+
+MOST_BYTES = 256 << 20
+"""Of one call's samples together: each has the prompt."""
+
+
 def read(body: Any) -> Asking:
-    """A parsed body, its ``sampling`` and ``fields`` vLLM's. Raises as :func:`rlctl.sglang_api.request.read`."""
-    given = request.read(body, WORDS)
+    """A parsed body, its ``sampling`` and ``fields`` vLLM's. Raises as :func:`rlctl.sglang_api.request.read`,
+    FIELD_INVALID for too many samples, and MESSAGE_TOO_LARGE.
+    """
+    given = request.read(body, WORDS, check_prompts=_check_samples, check_bytes=_check_bytes)
+    _check_samples(sum(asked.samples for asked in given.prompts), "sampling_params.n")
     prompts = [dataclasses.replace(asked, sampling=structured(asked.sampling)) for asked in given.prompts]
     return dataclasses.replace(given, prompts=prompts)
+
+
+def _check_samples(count: int, field: str) -> None:
+    if count > MOST_SAMPLES:
+        raise Reason.FIELD_INVALID.error(f"a call asks for {count} samples; it may ask for {MOST_SAMPLES}", field=field)
+
+
+def _check_bytes(_size: int, together: int) -> None:
+    if together > MOST_BYTES:
+        raise Reason.MESSAGE_TOO_LARGE.error(
+            f"the samples have {together} bytes or more together, each with its prompt; {MOST_BYTES} are taken",
+            field="body",
+            next_step="Ask for fewer at a time.",
+        )

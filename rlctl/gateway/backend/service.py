@@ -22,6 +22,9 @@ MOST_BYTES = 256 << 20
 Here they take some ten times as much.
 """
 
+MOST_INFLIGHT_BYTES = 1 << 30
+"""Of all samples under way, as they are sent: of as many as may be under way, each with 40,000 tokens of prompt."""
+
 
 DEFAULT = "default"
 """Model name of clients without a configured model: SkyRL's, Omni's and OpenAI's clients send it."""
@@ -63,6 +66,7 @@ class Generation:
         settings: as given.
         tokenizers: of its models.
         inflight: samples under way.
+        inflight_bytes: of their requests.
         any_model: OpenAI's ``model`` may be any text where it can mean one model only.
     """
 
@@ -70,7 +74,7 @@ class Generation:
         self.fleet = fleet
         self.settings = settings or Settings()
         self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
-        self.inflight = 0
+        self.inflight = self.inflight_bytes = 0
         self.any_model = False
         self._rollouts: dict[str, AsyncRollout] = {}
 
@@ -195,13 +199,21 @@ class Generation:
         """
         if self.inflight >= self.settings.max_inflight:
             raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
+        size = sample.request.ByteSize()
+        if self.inflight_bytes + size > MOST_INFLIGHT_BYTES:
+            raise Reason.TOO_MANY_REQUESTS.error(
+                f"the requests of the samples under way in this gateway have {self.inflight_bytes} bytes, this one has "
+                f"{size}; {MOST_INFLIGHT_BYTES} are taken at a time"
+            )
         self.inflight += 1
+        self.inflight_bytes += size
         try:
             ended = await self.rollout(sample.request.model).complete(
                 sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
             )
         finally:
             self.inflight -= 1
+            self.inflight_bytes -= size
         if ended.error is not None and not ended.output_ids:
             if ended.error.reason is Reason.PROMPT_TOO_LONG:
                 ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))

@@ -121,7 +121,7 @@ async def completions(call: Call) -> Answer:
     def read() -> list[GenerateRequest]:
         requests: list[GenerateRequest] = []
         together = 0
-        for prompt in _prompts(fields.take("prompt", str | list), call.generation.check_count):
+        for prompt in _prompts(fields.take("prompt", str | list | TokenIds), call.generation.check_count):
             refuse(fields, {"tools": ([],)})
             request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
             limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
@@ -179,7 +179,7 @@ async def render(call: Call, fields: Fields, model: str) -> list[int]:
     if tools:
         settings["tools"] = tools
     tokenizer = await call.generation.tokenizers.of(model)
-    return await tokenizer.chat(messages, settings, len(await call.body()))
+    return await tokenizer.chat(messages, settings, call.size)
 
 
 async def _answer(
@@ -193,14 +193,19 @@ async def _answer(
         raise Reason.UNSUPPORTED.error("no more samples are made than are returned", field="best_of")
     rid = fields.take("rid", str, "") or f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
-    samples = []
-    for number, request in enumerate(requests):
-        for index in range(n):
-            sample = continuation.begin(request, prompt=number, index=index, session_id=session)
-            sample.request.rid = rid if len(requests) * n == 1 else f"{rid}_{number * n + index}"
-            if (seed := seed_of(request.sampling_params, index)) is not None:
-                sample.request.sampling_params.seed = seed
-            samples.append(sample)
+
+    def make() -> list[RolloutSample]:
+        samples = []
+        for number, request in enumerate(requests):
+            for index in range(n):
+                sample = continuation.begin(request, prompt=number, index=index, session_id=session)
+                sample.request.rid = rid if len(requests) * n == 1 else f"{rid}_{number * n + index}"
+                if (seed := seed_of(request.sampling_params, index)) is not None:
+                    sample.request.sampling_params.seed = seed
+                samples.append(sample)
+        return samples
+
+    samples = await call.beside(make)
     stream = fields.take("stream", bool, False)
     options = fields.take_fields("stream_options", {})
     fields.accept(*_NOTHING)
@@ -218,6 +223,7 @@ async def _answer(
         texts=await call.generation.tokenizers.maybe(requests[0].model) if with_texts else None,
         created=int(time.time()),
     )
+    call.forget()
     if stream:
         if asked.prompt_tops is not None:
             raise Reason.FIELD_CONFLICT.error("a stream cannot return them", field="prompt_logprobs")
@@ -295,16 +301,16 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
     return engine
 
 
-def _prompts(given: str | list[Any], check: Callable[[int, str], None]) -> list[str | TokenIds]:
+def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None]) -> list[str | TokenIds]:
     """Texts or lists of token ids; one of either is a batch of one. ``check`` may refuse their number."""
-    if isinstance(given, str) or (given and all(isinstance(each, int) for each in given)):
+    if isinstance(given, str | TokenIds) or (given and all(isinstance(each, int) for each in given)):
         given = [given]
     if not given:
         raise Reason.FIELD_REQUIRED.error("there is no prompt", field="prompt")
     check(len(given), "prompt")
     made: list[str | TokenIds] = []
     for each in given:
-        if isinstance(each, str):
+        if isinstance(each, str | TokenIds):
             made.append(each)
             continue
         ids = TokenIds()

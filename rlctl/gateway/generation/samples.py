@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
 from rlctl.gateway.http.call import Call
@@ -17,6 +17,11 @@ from rlctl.rollout.sample import RolloutSample
 from rlctl.v1.rollout_pb2 import Sample
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_AT_ONCE = 16
+"""Samples."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,9 @@ def _joined(parts: Sequence[Sample]) -> Sample:
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
     place = await _place(call)
-    tasks = [asyncio.create_task(call.generation.complete(sample, token=call.token, place=place)) for sample in samples]
+    tasks: list[asyncio.Task[RolloutSample]] = []
     try:
+        await _start(tasks, (call.generation.complete(sample, token=call.token, place=place) for sample in samples))
         return await asyncio.gather(*tasks)
     finally:
         await _end(tasks)
@@ -115,9 +121,10 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
                 log.exception("sample %s failed", samples[index].request.rid)
             changed.put_nowait(without_frames(typed(error)))
 
-    tasks = [asyncio.create_task(run(index)) for index in range(len(samples))]
-    left = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    left = len(samples)
     try:
+        await _start(tasks, (run(index) for index in range(len(samples))))
         while left:
             told = await changed.get()
             if isinstance(told, RlctlError):
@@ -132,6 +139,14 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
                 yield News(told, part, prompts[told], over)
     finally:
         await _end(tasks)
+
+
+async def _start(tasks: list[asyncio.Task[T]], works: Iterable[Coroutine[Any, Any, T]]) -> None:
+    """Begin them as tasks, a few at a time: other requests go on meanwhile."""
+    for number, work in enumerate(works, start=1):
+        tasks.append(asyncio.create_task(work))
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 async def _place(call: Call) -> Place:

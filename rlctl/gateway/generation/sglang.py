@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,7 +19,7 @@ from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sglang_api import response
-from rlctl.sglang_api.request import Asked, Words, read
+from rlctl.sglang_api.request import Asked, Asking, Words, read
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason, Sample, TokenLogprob
 
@@ -64,35 +65,47 @@ DONE = b"data: [DONE]\n\n"
 
 async def generate(call: Call) -> Answer:
     """Generate; SGLang's fields and reply."""
+    samples, tellers, asking = await _samples(call)
+    call.forget()
+    if asking.stream:
+        return Stream(_events(call, samples, tellers, listed=asking.listed), failed)
+    ended = await running.whole(call, samples)
+    replies = [teller.all_of(sample) for teller, sample in zip(tellers, ended, strict=True)]
+    return Reply(replies if asking.listed else replies[0])
+
+
+async def _samples(call: Call) -> tuple[list[RolloutSample], list[Teller], Asking]:
+    """The samples that are asked for, with what tells of them; the prompts of the call itself are dropped."""
+    began = time.perf_counter()
     body = await call.json()
     limits = call.generation
     asking = await call.beside(
         lambda: read(body, WORDS, check_prompts=limits.check_count, check_bytes=limits.check_bytes)
     )
     call.note_unknown(asking.unknown)
-    began = time.perf_counter()
     model = await call.generation.model(_text(body, "model"))
     prompts = str(asking.prompts[0].request.WhichOneof("prompt"))
     call.generation.check_samples([asked.samples for asked in asking.prompts], "sampling_params.n", prompts)
-    samples: list[RolloutSample] = []
-    tellers: list[Teller] = []
-    for number, asked in enumerate(asking.prompts):
-        _complete(asked, call, model, body)
-        for index in range(asked.samples):
-            sample = continuation.begin(
-                asked.request, prompt=number, index=index, session_id=sessions.named(call, body, asked.fields)
-            )
-            if asked.samples > 1:
-                sample.request.rid = f"{asked.rid}_{index}"
-            if (seed := seed_of(asked.request.sampling_params, index)) is not None:  # as engines count them
-                sample.request.sampling_params.seed = seed
-            samples.append(sample)
-            tellers.append(Teller(sample.request.rid, asked, began))
-    if asking.stream:
-        return Stream(_events(call, samples, tellers, listed=asking.listed), failed)
-    ended = await running.whole(call, samples)
-    replies = [teller.all_of(sample) for teller, sample in zip(tellers, ended, strict=True)]
-    return Reply(replies if asking.listed else replies[0])
+
+    def make() -> tuple[list[RolloutSample], list[Teller]]:
+        samples: list[RolloutSample] = []
+        tellers: list[Teller] = []
+        for number, asked in enumerate(asking.prompts):
+            _complete(asked, call, model, body)
+            for index in range(asked.samples):
+                sample = continuation.begin(
+                    asked.request, prompt=number, index=index, session_id=sessions.named(call, body, asked.fields)
+                )
+                if asked.samples > 1:
+                    sample.request.rid = f"{asked.rid}_{index}"
+                if (seed := seed_of(asked.request.sampling_params, index)) is not None:  # as engines count them
+                    sample.request.sampling_params.seed = seed
+                samples.append(sample)
+                tellers.append(Teller(sample.request.rid, asked, began))
+        return samples, tellers
+
+    samples, tellers = await call.beside(make)
+    return samples, tellers, replace(asking, prompts=())
 
 
 def failed(error: RlctlError) -> bytes:

@@ -15,14 +15,6 @@ _MISSING: Any = object()
 T = TypeVar("T")
 
 
-def parse(data: bytes) -> Any:
-    """JSON. Raises FIELD_INVALID."""
-    try:
-        return orjson.loads(data)
-    except ValueError as error:
-        raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}", field="body") from None
-
-
 def dump(value: Any, field: str = "body") -> bytes:
     """What was read, as JSON. Raises FIELD_INVALID: less may be nested in it than can be read."""
     try:
@@ -75,7 +67,9 @@ class Fields:
     def take_list(self, name: str, kind: type[T], default: Sequence[T] | None = _MISSING) -> Any:
         """A list of one type; as :meth:`take`."""
         values = self.take(name, list, default)
-        if kind in (int, float, bool) and not all(type(value) is kind for value in values or ()):
+        if set(map(type, values or ())) <= {kind}:
+            return values
+        if kind in (int, float, bool):
             values = [of_kind(value, kind) for value in values or ()]
         for index, value in enumerate(values or ()):
             if not _fits(value, kind):
@@ -102,6 +96,10 @@ class Fields:
     def path(self, name: str) -> str:
         """A field's name as errors have it."""
         return self._where + name
+
+    def forget(self) -> None:
+        """Drop the values; the names stay."""
+        self.values = dict.fromkeys(self.values)
 
     @property
     def unknown(self) -> list[str]:

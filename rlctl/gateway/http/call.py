@@ -10,15 +10,17 @@ from aiohttp import web
 from rlctl.contract.enums import short_name
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.gateway.backend.service import Generation
-from rlctl.gateway.http import bodies, identity
+from rlctl.gateway.http import identity
 from rlctl.gateway.http.bodies import Fields
 from rlctl.ports import new_uuid7
-from rlctl.runtime import http_limits
+from rlctl.runtime.http_bodies import LARGE, Bodies, Body
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, StageState
 from rlctl.v1.results_pb2 import Operation, RankResult, StageResult
 
 T = TypeVar("T")
+
+_UNREAD: Any = object()
 
 UNKNOWN_FIELDS = "X-RLCTL-Unknown-Fields"
 """Header of the answer that lists what of the body nobody looked at."""
@@ -39,12 +41,20 @@ class Call:
         token: the caller's bearer token.
         fleet: the fleet, with the caller's token.
         generation: what generates.
+        size: bytes of the body, once it has been read.
     """
 
     def __init__(
-        self, request: web.Request, fleet: AsyncFleet, generation: Generation, *, dialect: str, changes: bool, most: int
+        self,
+        request: web.Request,
+        fleet: AsyncFleet,
+        generation: Generation,
+        *,
+        dialect: str,
+        changes: bool,
+        accepted: Bodies,
     ) -> None:
-        """``dialect``: whose route it is; ``changes``: it may change something; ``most``: bytes of its body.
+        """``dialect``: whose route it is; ``changes``: it may change something; ``accepted``: bodies at this server.
 
         Raises FIELD_INVALID, TOKEN_MISSING for headers that nobody can read.
         """
@@ -60,9 +70,12 @@ class Call:
         self._request = request
         self._dialect = dialect
         self._changes = changes
-        self._most = most
+        self._accepted = accepted
+        self._body = Body(request, accepted)
         self._id = ""
         self._data: bytes | None = None
+        self.size = 0
+        self._value: Any = _UNREAD
         self._parsed: Fields | None = None
         self._fields: list[Fields] = []
         self._unknown: list[str] = []
@@ -73,19 +86,27 @@ class Call:
         return list(self._request.query.getall(name, []))
 
     async def body(self) -> bytes:
-        """The body as it came. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED."""
+        """The body as it came. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED, TOO_MANY_REQUESTS."""
         if self._data is None:
-            self._data = await http_limits.body(self._request, self._most)
+            if self.size:
+                raise RuntimeError("the body has been dropped; read it before the handler")
+            self._data = await self._body.read()
+            self.size = len(self._data)
         return self._data
 
-    def replace_body(self, data: bytes) -> None:
-        """What handlers read from now on; for middleware."""
-        self._data, self._parsed = data, None
-
     async def json(self) -> Any:
-        """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID."""
-        data = await self.body()
-        return await http_limits.beside(len(data), lambda: bodies.parse(data) if data.strip() else None)
+        """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID.
+
+        Prompts of token ids of a large body are :class:`TokenIds`, not lists (:meth:`Bodies.parse`).
+        """
+        if self._value is _UNREAD:
+            data = await self.body()
+            self._value = await self._accepted.parse(data) if data and not data.isspace() else None
+        return self._value
+
+    def replace_json(self, value: Any) -> None:
+        """Give handlers another parsed body from now on; for middleware."""
+        self._value, self._parsed = value, None
 
     async def fields(self) -> Fields:
         """The fields of the body, an object; {} if there is none. Raises as :meth:`json`.
@@ -98,8 +119,22 @@ class Call:
         return self._parsed
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """The result of work with all of the body; see :func:`rlctl.runtime.http_limits.beside`."""
-        return await http_limits.beside(len(await self.body()), work)
+        """The result of work with all of the body; see :meth:`Bodies.beside`."""
+        await self.body()
+        return await self._accepted.beside(self.size, work)
+
+    def forget(self) -> None:
+        """Drop a large body, which its samples do not need, for the time that they take. It cannot be read again."""
+        if self.size >= LARGE:
+            self._value, self._parsed = _UNREAD, None
+            for fields in self._fields:
+                fields.forget()
+            self.close()
+
+    def close(self) -> None:
+        """Drop the body as it came, and return its room."""
+        self._data = None
+        self._body.close()
 
     def watch(self, fields: Fields) -> Fields:
         """List what is not taken of these in the answer, too."""
@@ -133,7 +168,11 @@ class Call:
             UNKNOWN_FIELDS: self.unknown,
             EXCLUDED: [f"{slot}={state}" for slot, state in self._excluded.items()],
         }
-        return {name: ", ".join(map(_printable, each))[:1000] for name, each in headers.items() if each}
+        return {
+            name: ", ".join(_printable(each[:1000]) for each in names)[:1000]
+            for name, names in headers.items()
+            if names
+        }
 
     @property
     def unknown(self) -> list[str]:

@@ -18,11 +18,11 @@ from typing import Any
 
 from rlctl.gateway.backend.service import Generation
 from rlctl.gateway.backend.tokenizers import Tokenizer
-from rlctl.gateway.http import bodies
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Handler, Reply
 from rlctl.gateway.http.placeholders import PREFERRED
 from rlctl.gateway.radix.trajectories import MAX_AGE, MAX_TOKENS, Piece, Trajectories, Version
+from rlctl.v1.rollout_pb2 import TokenIds
 
 CUTS = 5
 """Cuts that a request goes on from; the next one is the caller's."""
@@ -63,8 +63,7 @@ class RadixMiddleware:
         pieces = await _known(kept, tokenizer, prompt)
         rest = {name: value for name, value in body.items() if name not in _PROMPTS}
         ids = [token for piece in pieces for token in piece.tokens]
-        asked = {**rest, "input_ids": ids, "return_logprob": True}
-        call.replace_body(await call.beside(lambda: bodies.dump(asked)))
+        call.replace_json({**rest, "input_ids": ids, "return_logprob": True})
         answer = await handler(call)
         if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
             # The answer does not wait for it, and whatever is asked next finds it.
@@ -127,7 +126,7 @@ def _prompt(body: Any) -> str | list[int] | None:
     given = [body[name] for name in _PROMPTS if body.get(name) is not None]
     if not given or any(other != given[0] for other in given):
         return None
-    prompt = given[0]
+    prompt = list(given[0].ids) if isinstance(given[0], TokenIds) else given[0]
     if isinstance(prompt, str):
         return prompt or None
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rlctl.gateway.http import bodies
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply
 from rlctl.gateway.http.placeholders import ANY, PREFILL
@@ -48,6 +47,7 @@ class Halves:
     async def prompt(self, call: Call) -> Reply:
         """The prefill half: nothing is in its answer, as the decode half has everything."""
         room, _ = await _taken(call)
+        call.forget()
         if room is not None:
             request = self._of(room)
             if not request.prefill.done():
@@ -65,7 +65,7 @@ class Halves:
             room, body = await _taken(call)
             if room is None:
                 return await handler(call)
-            call.replace_body(body)
+            call.replace_json(body)
             request = self._of(room)
             request.begun = True
             if request.prefill.done():
@@ -95,15 +95,14 @@ class Halves:
             request.answered.set()
 
 
-async def _taken(call: Call) -> tuple[int | None, bytes]:
+async def _taken(call: Call) -> tuple[int | None, dict[str, Any]]:
     """The number of a half, None for what is none, and its body without what the router has added."""
     body = await call.json()
     if not isinstance(body, dict):
-        return None, b""
+        return None, {}
     room = body.get(_FIELDS[-1])
     if isinstance(room, list):  # of a batch, one for each prompt
         room = room[0] if room else None
     if not isinstance(room, int):
-        return None, b""
-    rest = {name: value for name, value in body.items() if name not in _FIELDS}
-    return room, await call.beside(lambda: bodies.dump(rest))
+        return None, {}
+    return room, {name: value for name, value in body.items() if name not in _FIELDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.gateway.router.process import SglangRouter
-from rlctl.runtime import http_limits
+from rlctl.runtime import http_bodies, http_limits
 from tools.benchmark.sidecar.upstream import application
 
 
@@ -410,6 +411,39 @@ async def test_too_many_samples_are_refused_before_they_are_made(session: aiohtt
         await sidecar.stop()
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"input_ids": [[5]] * 8193}, 400, "input_ids"),
+        ({"input_ids": [[5]] * 3, "sampling_params": {"n": 4096}}, 400, "sampling_params.n"),
+        ({"text": "x" * (1 << 20), "sampling_params": {"n": 300}}, 413, "body"),
+        ({"input_ids": [5], "other": [[]] * (1 << 20)}, 413, "body"),
+        ({"text": "x" * (65 << 20)}, 413, "body"),
+    ],
+    ids=["prompts", "samples", "bytes", "values", "body"],
+)
+async def test_what_one_call_may_ask_for_has_bounds(
+    session: aiohttp.ClientSession, body: Any, status: int, field: str
+) -> None:
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        async with session.post(f"{sidecar.url}/generate", data=io.BytesIO(orjson.dumps(body))) as response:
+            assert (response.status, (await response.json())["error"]["field"]) == (status, field)
+        await sidecar.stop()
+
+
+async def test_a_large_batch_is_carried_out(session: aiohttp.ClientSession) -> None:
+    prompts = [list(range(1, 900))] * 900
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        data = orjson.dumps({"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}})
+        assert len(data) > http_bodies.HUGE
+        async with session.post(f"{sidecar.url}/generate", data=io.BytesIO(data)) as response:
+            answers = await response.json()
+        assert [each["meta_info"]["prompt_tokens"] for each in answers] == [899] * len(prompts)
+        await sidecar.stop()
+
+
 async def test_an_upstream_that_is_gone_is_said_to_be(session: aiohttp.ClientSession) -> None:
     async with Serving(application()) as upstream:
         sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
@@ -423,8 +457,8 @@ async def test_an_upstream_that_is_gone_is_said_to_be(session: aiohttp.ClientSes
 async def test_callers_that_say_half_are_cut_off(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for limit in ("HEAD_S", "READ_S"):
-        monkeypatch.setattr(http_limits, limit, 0.3)
+    monkeypatch.setattr(http_limits, "HEAD_S", 0.3)
+    monkeypatch.setattr(http_bodies, "READ_S", 0.3)
     whole = b"GET /model_info HTTP/1.1\r\nHost: x\r\n\r\n"
 
     async def trickle() -> AsyncIterator[bytes]:

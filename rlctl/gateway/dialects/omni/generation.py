@@ -10,7 +10,6 @@ from typing import Any
 
 from rlctl.contract.errors import Reason
 from rlctl.gateway.generation import openai, sglang
-from rlctl.gateway.http import bodies
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Reply
@@ -48,7 +47,7 @@ async def generate(call: Call) -> Answer:
     for name in (*_PROMPTS, *_WITHOUT, "metadata", "tools", "tool_choice", "chat_template_kwargs"):
         given.pop(name, None)
     fields.accept(*fields.values)  # the rest is read below
-    call.replace_body(bodies.dump(given))
+    call.replace_json(given)
     answer = await sglang.generate(call)
     if metadata is not None and isinstance(answer, Reply) and isinstance(answer.body, dict):
         answer.body["meta_info"]["request_metadata"] = metadata

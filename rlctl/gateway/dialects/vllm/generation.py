@@ -11,6 +11,7 @@ from rlctl.gateway.generation import openai, sessions
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply, Route, Scope
+from rlctl.v1.rollout_pb2 import TokenIds
 
 
 async def tokenize(call: Call) -> Reply:
@@ -26,7 +27,8 @@ async def detokenize(call: Call) -> Reply:
     """The text of token ids, by the model's tokenizer."""
     fields = await call.fields()
     tokenizer = await _tokenizer(call, fields)
-    tokens = fields.take_list("tokens", int)
+    given = fields.take("tokens", object)
+    tokens = list(given.ids) if isinstance(given, TokenIds) else fields.take_list("tokens", int)
     return Reply({"prompt": await beside(len(tokens), lambda: tokenizer.join(tokens))})
 
 

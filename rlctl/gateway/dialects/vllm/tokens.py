@@ -106,13 +106,19 @@ async def generate(call: Call) -> Answer:
     size = request.ByteSize()
     call.generation.check_bytes(size, asked.n * size)
     session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
-    samples = []
-    for index in range(asked.n):
-        sample = continuation.begin(request, index=index, session_id=session)
-        sample.request.rid = asked.rid if asked.n == 1 else f"{asked.rid}-{index}"
-        if index:
-            sample.request.ClearField("logprob_start_len")  # one of them tells of the prompt
-        samples.append(sample)
+
+    def make() -> list[RolloutSample]:
+        samples = []
+        for index in range(asked.n):
+            sample = continuation.begin(request, index=index, session_id=session)
+            sample.request.rid = asked.rid if asked.n == 1 else f"{asked.rid}-{index}"
+            if index:
+                sample.request.ClearField("logprob_start_len")  # one of them tells of the prompt
+            samples.append(sample)
+        return samples
+
+    samples = await call.beside(make)
+    call.forget()
     if stream:
         return Stream(_events(call, asked, samples), failed)
     ended = await running.whole(call, samples)
@@ -133,6 +139,9 @@ async def generate(call: Call) -> Answer:
 
 
 def _token_ids(fields: Fields) -> TokenIds:
+    given = fields.take("token_ids", object)
+    if isinstance(given, TokenIds):
+        return given
     try:
         return TokenIds(ids=fields.take_list("token_ids", int))
     except ValueError as error:

@@ -1,0 +1,232 @@
+"""Bodies of an HTTP server's requests: read within bounds of time, size and memory, and parsed beside the event loop.
+
+A small body is parsed at once and waits for nothing. Bodies from :data:`LARGE` bytes on are worked with one at a time,
+and their bytes together have a bound. A parser holds the interpreter's lock, for seconds where a document has millions
+of values, so documents from :data:`HUGE` bytes on are parsed by a process (:mod:`rlctl.runtime.large_json`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import marshal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.runtime import large_json
+
+READ_S = 30.0
+"""A body that takes longer between two pieces belongs to a caller that is gone or does us harm."""
+
+SLOWEST_BYTES_S = 16 << 10
+"""Beside that, a body comes at this pace at least."""
+
+LARGE = 256 << 10
+HUGE = 2 << 20
+
+TOTAL_BYTES = 256 << 20
+"""Large bodies under way in one server, together."""
+
+WAIT_S = 30.0
+"""Longest that a large body waits until there is room for it."""
+
+T = TypeVar("T")
+
+
+class Room:
+    """Room for a number of bytes. First come, first served. On one event loop."""
+
+    def __init__(self, total: int) -> None:
+        self.used = 0
+        self._total = total
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> None:
+        """Wait for room for these bytes. Raises TOO_MANY_REQUESTS after :data:`WAIT_S`."""
+        if not self._waiting and self._fits(size):
+            self.used += size
+            return
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, admitted))
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await admitted
+        except BaseException as error:
+            if admitted.done() and not admitted.cancelled():
+                self.give(size)
+            admitted.cancel()
+            self._admit()  # it may have been the first
+            if isinstance(error, TimeoutError):
+                raise self._full(size) from None
+            raise
+
+    def give(self, size: int) -> None:
+        """Return the room of these bytes."""
+        self.used -= size
+        self._admit()
+
+    def _full(self, size: int) -> RlctlError:
+        return Reason.TOO_MANY_REQUESTS.error(
+            f"bodies of {self.used} bytes are under way here, and {self._total} are taken at a time; "
+            f"a body of {size} bytes has waited for {WAIT_S:g} s",
+            field="body",
+        )
+
+    def _fits(self, size: int) -> bool:
+        return self.used + size <= self._total
+
+    def _admit(self) -> None:
+        while self._waiting:
+            size, admitted = self._waiting[0]
+            if not admitted.cancelled():
+                if not self._fits(size):
+                    return
+                self.used += size
+                admitted.set_result(None)
+            self._waiting.popleft()
+
+
+class Bodies:
+    """What one server takes of bodies, and works with them."""
+
+    def __init__(self, most: int, total: int = TOTAL_BYTES) -> None:
+        """``most``: bytes of one body; ``total``: of all large ones together."""
+        self.most = most
+        self.room = Room(max(total, most))
+        self._parsing = asyncio.Lock()
+        self._working = asyncio.Lock()
+
+    async def parse(self, data: bytes) -> Any:
+        """A JSON document. In one of :data:`HUGE` bytes, prompts of token ids are :class:`TokenIds`.
+
+        Raises FIELD_INVALID, and MESSAGE_TOO_LARGE for a prompt or a number of values that no request has.
+        """
+        if len(data) < HUGE:
+            return await self.beside(len(data), lambda: parsed(data))
+        async with self._parsing:
+            process = _start()
+            kind, value, field = await _on_thread(lambda: _answer(process, data), process.kill)
+        if kind == large_json.PARSED:
+            return value
+        if kind == large_json.TOO_LARGE:
+            raise Reason.MESSAGE_TOO_LARGE.error(value, field=field)
+        raise _no_json(value)
+
+    async def beside(self, size: int, work: Callable[[], T]) -> T:
+        """The result of work with a body of this size: of a large one beside the event loop, one at a time."""
+        if size < LARGE:
+            return work()
+        async with self._working:
+            return await _on_thread(work)
+
+
+class Body:
+    """The body of one request. It has its room until it is closed."""
+
+    def __init__(self, request: web.Request, bodies: Bodies) -> None:
+        self._request = request
+        self._bodies = bodies
+        self._room = 0
+
+    async def read(self) -> bytes:
+        """All of it. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow one, TOO_MANY_REQUESTS where no room
+        comes free for it, and FIELD_INVALID for one that is not compressed, or cut into chunks, as its headers say.
+        """
+        try:
+            return await self._read()
+        except web.RequestPayloadError as error:
+            self.close()
+            raise Reason.FIELD_INVALID.error(
+                f"the body is not coded as its headers say: {error}", field="body"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    async def _read(self) -> bytes:
+        declared, most = self._request.content_length or 0, self._bodies.most
+        # The length of a compressed body says nothing of its size.
+        expected = declared if declared and "Content-Encoding" not in self._request.headers else most
+        parts: list[bytes] = []
+        size = 0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            if max(size, declared) > most:
+                raise Reason.MESSAGE_TOO_LARGE.error(
+                    f"the body has {max(size, declared)} bytes or more; {most} are taken", field="body"
+                )
+            if max(size, declared) >= LARGE and not self._room:
+                before = loop.time()
+                await self._bodies.room.take(expected)
+                self._room = expected
+                began += loop.time() - before
+            try:
+                async with asyncio.timeout_at(began + READ_S + size / SLOWEST_BYTES_S):
+                    part = await self._request.content.readany()
+            except TimeoutError:
+                failure = Reason.DEADLINE_EXCEEDED.error(
+                    f"{size} bytes of the body came within {loop.time() - began:.0f} s", field="body"
+                )
+                failure.http_status = 408
+                raise failure from None
+            if not part:
+                return await self._bodies.beside(size, lambda: b"".join(parts))
+            parts.append(part)
+            size += len(part)
+
+    def close(self) -> None:
+        """Return its room: what was read has been dropped."""
+        room, self._room = self._room, 0
+        if room:
+            self._bodies.room.give(room)
+
+
+def parsed(data: bytes) -> Any:
+    """A JSON document. Raises FIELD_INVALID."""
+    try:
+        return orjson.loads(data)
+    except ValueError as error:
+        raise _no_json(str(error)) from None
+
+
+def _start() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", large_json.__name__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+
+
+def _answer(process: subprocess.Popen[bytes], data: bytes) -> tuple[int, Any, str]:
+    """What the process says of a document. Raises INTERNAL where it has ended without an answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    result = b""
+    with contextlib.suppress(BrokenPipeError), process:
+        process.stdin.write(data)
+        process.stdin.close()
+        result = process.stdout.read()
+    if process.returncode:
+        raise Reason.INTERNAL.error(f"the process that parses large bodies has ended: {process.returncode}")
+    kind, value, field = marshal.loads(result)
+    return kind, large_json.unpacked(value), field
+
+
+async def _on_thread(work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+    """The result of work on a thread, which has ended in any case. ``stop``: ends the work early."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        stop()
+        await asyncio.wait([running])
+        raise
+
+
+def _no_json(why: str) -> RlctlError:
+    return Reason.FIELD_INVALID.error(f"the body is no JSON: {why}", field="body")

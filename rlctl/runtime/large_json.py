@@ -1,0 +1,108 @@
+"""One large JSON document, parsed by a process of its own: ``python -m rlctl.runtime.large_json < DOCUMENT``.
+
+The process returns what is fast to read. Prompts of token ids, which have millions of values, are returned as
+serialized :class:`TokenIds`. The number of other values is bounded, and so is the size of a prompt. A document of
+64 MiB takes 2 GiB at most, as a list of empty objects does; the memory ends with the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import sys
+from typing import Any
+
+import orjson
+
+from rlctl.v1.rollout_pb2 import TokenIds
+
+MOST_VALUES = 1 << 20
+"""Numbers, texts, objects and lists of a document, without the token ids of prompts."""
+
+MOST_PROMPT_BYTES = 16 << 20
+"""Of one prompt, as a message has it: servers take no larger message."""
+
+_IDS = ("input_ids", "input_tokens", "prompt", "token_ids", "tokens")
+_TEXTS = ("text", "prompt")
+
+INVALID, TOO_LARGE, PARSED = range(3)
+
+
+def answer(document: bytes) -> tuple[int, Any, str]:
+    """The kind of the result, the value or the error's text, and the field that the error is about."""
+    try:
+        value = orjson.loads(document)
+    except ValueError as error:
+        return INVALID, str(error), "body"
+    if isinstance(value, dict):
+        for name in _IDS:
+            if isinstance(value.get(name), list):
+                value[name] = _packed(value[name])
+        for name in {*_IDS, *_TEXTS} & value.keys():
+            size = _largest(value[name])
+            if size > MOST_PROMPT_BYTES:
+                text = f"a prompt has {size} bytes; at most {MOST_PROMPT_BYTES} are taken"
+                return TOO_LARGE, text, name
+    if not _few(value):
+        return TOO_LARGE, f"it has more than {MOST_VALUES} values beside its prompts of token ids", "body"
+    return PARSED, value, ""
+
+
+def unpacked(value: Any) -> Any:
+    """A value that the process has returned, its prompts of token ids as :class:`TokenIds`."""
+    if isinstance(value, dict):
+        for name in _IDS:
+            given = value.get(name)
+            if isinstance(given, bytes):
+                value[name] = TokenIds.FromString(given)
+            elif isinstance(given, list):
+                value[name] = [TokenIds.FromString(each) if isinstance(each, bytes) else each for each in given]
+    return value
+
+
+def _packed(prompts: list[Any]) -> Any:
+    """One prompt of token ids, or a list of those, serialized; anything else as it is."""
+    if prompts and isinstance(prompts[0], list) and len(prompts) <= MOST_VALUES:
+        return [_serialized(each) if isinstance(each, list) else each for each in prompts]
+    return _serialized(prompts)
+
+
+def _serialized(ids: list[Any]) -> Any:
+    try:
+        return TokenIds(ids=ids).SerializeToString() if ids else ids
+    except (TypeError, ValueError):
+        return ids
+
+
+def _largest(prompts: Any) -> int:
+    """Bytes of the largest of the prompts."""
+    return max(map(_size, prompts if isinstance(prompts, list) else [prompts]), default=0)
+
+
+def _size(prompt: Any) -> int:
+    if isinstance(prompt, str) and not prompt.isascii():
+        return len(prompt.encode(errors="surrogatepass"))
+    return len(prompt) if isinstance(prompt, str | bytes) else 0
+
+
+def _few(value: Any) -> bool:
+    """Whether a value holds no more than :data:`MOST_VALUES`."""
+    pending, seen = [value], 1
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict | list):
+            seen += len(each)
+            if seen > MOST_VALUES:
+                return False
+            pending.extend(each.values() if isinstance(each, dict) else each)
+    return True
+
+
+def main() -> None:
+    """Read the document from standard input, and write what becomes of it to standard output."""
+    gc.disable()  # there are no cycles; a pass over millions of lists takes seconds
+    sys.stdout.buffer.write(marshal.dumps(answer(sys.stdin.buffer.read())))
+
+
+if __name__ == "__main__":
+    main()
