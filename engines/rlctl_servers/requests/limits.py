@@ -46,14 +46,15 @@ def check_ids(ids: Sequence[int], limits: Limits, field: str) -> None:
     """Raise FIELD_REQUIRED, FIELD_INVALID or PROMPT_TOO_LONG for a prompt's token ids, which ``field`` gave."""
     if not ids:
         raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field=field)
-    if max(ids) >= limits.vocab_size:
-        raise Reason.FIELD_INVALID.error(
-            f"token {max(ids)} is not in the vocabulary of {limits.vocab_size}", field=field
-        )
+    # Before the ids are looked at: a message has place for millions, and nothing else runs meanwhile.
     if len(ids) > limits.longest_prompt:
         raise Reason.PROMPT_TOO_LONG.error(
             f"the prompt has {len(ids)} tokens; {limits.longest_prompt} fit beside the output",
             metadata={"prompt_tokens": str(len(ids)), "context_length": str(limits.context_length)},
+        )
+    if max(ids) >= limits.vocab_size:
+        raise Reason.FIELD_INVALID.error(
+            f"token {max(ids)} is not in the vocabulary of {limits.vocab_size}", field=field
         )
 
 

@@ -102,8 +102,8 @@ def _prompt(request: GenerateRequest, limits: Limits) -> tuple[dict[str, Any], i
         if not request.text:
             raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field="text")
         return {"text": request.text}, None
+    requests.check_ids(request.input_ids.ids, limits, "input_ids.ids")
     ids = list(request.input_ids.ids)
-    requests.check_ids(ids, limits, "input_ids.ids")
     return {"input_ids": ids}, len(ids)
 
 

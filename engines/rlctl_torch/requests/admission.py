@@ -55,8 +55,15 @@ class Intake:
         settings = check(
             request, vocab_size=self._rank.model.vocab_size, eos=self._eos, tokenizer=self._tokenizer is not None
         )
+        # Before the ids are looked at: a message has place for millions, and nothing else runs meanwhile.
+        self._refuse_long(len(request.input_ids.ids), settings)
         prompt = self._prompt(request)
-        self._check_length(prompt, settings)
+        self._refuse_long(len(prompt), settings)
+        if settings.logprob_start is not None and settings.logprob_start > len(prompt):
+            raise Reason.FIELD_INVALID.error(
+                f"logprob_start_len is {settings.logprob_start}, the prompt has {len(prompt)} tokens",
+                field="logprob_start_len",
+            )
         return prompt, settings
 
     def _submit(
@@ -105,18 +112,13 @@ class Intake:
             )
         return prompt
 
-    def _check_length(self, prompt: list[int], settings: Settings) -> None:
+    def _refuse_long(self, length: int, settings: Settings) -> None:
         longest = self._rank.longest
         room = longest - 1 if settings.max_new_tokens else longest
-        if len(prompt) > room:
+        if length > room:
             raise Reason.PROMPT_TOO_LONG.error(
-                f"the prompt has {len(prompt)} tokens; {room} fit beside the output",
-                metadata={"prompt_tokens": str(len(prompt)), "context_length": str(longest)},
-            )
-        if settings.logprob_start is not None and settings.logprob_start > len(prompt):
-            raise Reason.FIELD_INVALID.error(
-                f"logprob_start_len is {settings.logprob_start}, the prompt has {len(prompt)} tokens",
-                field="logprob_start_len",
+                f"the prompt has {length} tokens; {room} fit beside the output",
+                metadata={"prompt_tokens": str(length), "context_length": str(longest)},
             )
 
     def _text(self, settings: Settings, prompt: list[int]) -> TextStream | None:

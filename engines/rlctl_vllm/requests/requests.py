@@ -54,7 +54,7 @@ class TokensInOut:
         if request.adapter:
             self.adapters.find(request.adapter, "adapter")
         refuse_prompt(request, self._limits)
-        ids = list(request.input_ids.ids)
+        ids: Sequence[int] = request.input_ids.ids
         if request.WhichOneof("prompt") == "text":
             ids = await tokenize(self.http, request.text)
         made = bodies(request, ids, engine_rids, self._limits)

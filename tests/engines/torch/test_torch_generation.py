@@ -209,6 +209,7 @@ async def test_the_context_length_ends_an_output(checkpoints) -> None:
         sample = (await stage.generate(prompt_of(15), ignore_eos=True, max_new_tokens=100)).samples[0]
         assert (len(sample.output_ids), sample.finish_reason.type) == (5, FINISH_TYPE_LENGTH)
         assert (await refused(stage, prompt_of(20))).reason is Reason.PROMPT_TOO_LONG
+        assert (await refused(stage, [10**6] * 20)).reason is Reason.PROMPT_TOO_LONG  # the ids are not looked at
         whole = await stage.generate(prompt_of(20), max_new_tokens=0, logprob_start_len=0)
         assert len(whole.input_logprobs) == 20
         assert (await refused(stage, prompt_of(21), max_new_tokens=0)).reason is Reason.PROMPT_TOO_LONG

@@ -68,6 +68,7 @@ def test_scoring_takes_a_token() -> None:
         ({"ids": ()}, Reason.FIELD_REQUIRED, "input_ids.ids"),
         ({"ids": (100,)}, Reason.FIELD_INVALID, "input_ids.ids"),
         ({"ids": (1,) * 32}, Reason.PROMPT_TOO_LONG, ""),
+        ({"ids": (100,) * 32}, Reason.PROMPT_TOO_LONG, ""),  # the ids of a long prompt are not looked at
         ({"top_logprobs_num": 20}, Reason.FIELD_INVALID, "top_logprobs_num"),
         ({"return_logprob": True, "sampling": {"min_p": 0.1}}, Reason.UNSUPPORTED, "sampling_params.min_p"),
         ({"return_logprob": True, "sampling": {"top_k": 3}}, Reason.UNSUPPORTED, "sampling_params.top_k"),
