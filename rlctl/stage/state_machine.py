@@ -82,6 +82,8 @@ class Stage:
         self._obstacle: RlctlError | None = None
         self._engine_failure: EngineFailure | None = None
         self._spoiling = self._closing = self._pausing = ""
+        self._aborting = 0
+        """Aborts of updates that are under way at the ranks, some of which may have let their requests go on."""
         self._writing = self._written = 0
         """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
         self._revision = 0
@@ -273,7 +275,7 @@ class Stage:
             frozenset(self.facts.admitted_adapters),
             self._spoiling,
             self._closed_adapter,
-            self.facts.update is not None and self.facts.update.prepared,
+            self.facts.update is not None and self.facts.update.prepared and not self._aborting,
             frozenset(self.facts.paused_adapters) | ({self._pausing} - {""}),
             self.facts.withheld_adapters,
         )
@@ -356,7 +358,9 @@ class Stage:
             self._pausing = pausing
         if closing:
             self._changed()
-        if spoiling or pausing:
+        aborting = isinstance(request, verbs_pb2.AbortUpdateRequest)
+        self._aborting += aborting
+        if spoiling or pausing or aborting:
             self.serving = self._serving()
         written = self._written
         writes = verb.writes_weights or spoiling
@@ -368,6 +372,7 @@ class Stage:
             self._written += writes
             if closing:
                 self._closing = ""
+            self._aborting -= aborting
             if pausing:
                 self._pausing = ""
             if spoiling:
@@ -381,7 +386,7 @@ class Stage:
         changed = self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
-        if changed or spoiling or closing or pausing:
+        if changed or spoiling or closing or pausing or aborting:
             self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
 

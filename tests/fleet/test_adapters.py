@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -15,9 +16,11 @@ from waiting import eventually
 
 from rlctl.command_stream import commander
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import Verb
 from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
 from rlctl.sdk import aio
+from rlctl.stage.relay import Relay
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
@@ -364,6 +367,44 @@ async def test_its_update_stops_the_requests_that_use_it_and_no_others(
         assert {span.adapter_version for span in (await using).versions} == {"a-1", "a-7"}
         assert {each.finish_reason.type for each in await asyncio.gather(*beside)} == {rollout.FINISH_TYPE_LENGTH}
         assert {span.adapter_version for span in (await generate(fleet, "a")).versions} == {"a-7"}
+
+
+async def test_what_was_replaced_elsewhere_is_not_told_of_while_its_update_is_aborted(
+    make_fleet: Callable, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks go on with the old version before the stage has their results."""
+    run, aborted = Relay.run, asyncio.Event()
+
+    async def slowly(relay: Relay, verb: Verb, request: Any, call: Call) -> Any:
+        results = await run(relay, verb, request, call)
+        if verb.name == "AbortUpdate":
+            aborted.set()
+            await asyncio.sleep(0.5)
+        return results
+
+    monkeypatch.setattr(Relay, "run", slowly)
+    async with make_fleet(a=1) as fleet:
+        await load(fleet, checkpoint("lora"))
+        told = []
+
+        async def use() -> None:
+            address = fleet.stage("a").registration.rollout_address
+            async with open_channel(address) as channel:
+                async for part in RolloutServiceStub(channel).GenerateStream(_request("math", 100_000)):
+                    told.extend((span.adapter_version, aborted.is_set()) for span in part.samples[0].versions)
+
+        using = asyncio.create_task(use())
+        await eventually(lambda: bool(told))
+        failing(fleet, "commit_update", OUTCOME_REJECTED, tp_size=1)
+        plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
+        await join(fleet, plan)
+        await write(fleet, plan, "w1")
+        await commit(fleet, plan, digest("w1"))
+        assert recorded(fleet) == [("math", "a-7")]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await using
+        assert from_grpc(caught.value).reason is Reason.STAGE_NOT_SERVING
+        assert ("a-1", True) not in told
 
 
 async def test_without_a_pause_no_request_with_it_is_taken_until_its_update_ends(
