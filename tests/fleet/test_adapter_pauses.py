@@ -417,6 +417,35 @@ async def test_a_pause_that_is_due_withholds_the_adapter_while_the_engine_refuse
     assert served == set()
 
 
+@pytest.mark.parametrize("others", ["", "code"])
+async def test_an_operation_on_others_does_not_release_an_adapter_whose_pause_is_due(
+    fleet: InProcessFleet, served: set[str], others: str
+) -> None:
+    await pause(fleet)
+    spec = await kill(fleet, "a")
+    going = asyncio.Event()
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation":
+            raise Reason.ENGINE_FAILED.error("not now")
+        if name == "continue_generation":
+            await going.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    served.clear()
+    await fleet.start_stage(spec)
+    await is_back(fleet, "a")
+    continuing = asyncio.create_task(go_on(fleet, adapter=others))
+    slot = fleet.server.coordinator.roster.slots["a"]
+    await eventually(lambda: slot.in_hand[others] == 1)
+    number = fleet.server.coordinator._peers.grant(slot, confirm=True)
+    await eventually(lambda: slot.report.grant_number >= number)
+    assert not await served_by(fleet, "a", "math")
+    going.set()
+    await continuing
+    assert served == set()
+
+
 async def test_an_update_of_the_adapter_leaves_it_paused(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], served: set[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -114,7 +115,8 @@ class Slot:
         away: cause of the missing link, if known, or "".
         taken: it obeys the epoch of another fleet's coordinator.
         withheld_adapters: adapters that its last grant withheld, because it owed a pause by name of them.
-        in_hand: number of running operations by name that pause or continue it. Their outcome decides its pause.
+        in_hand: number of running operations by name that pause or continue it, by the adapter that they name. Their
+            outcome decides its pause.
     """
 
     record: SlotRecord
@@ -139,7 +141,7 @@ class Slot:
     pause: Pause | None = None
     adapter_pauses: Mapping[str, Pause] = field(default_factory=dict)
     withheld_adapters: Sequence[str] = ()
-    in_hand: int = 0
+    in_hand: Counter[str] = field(default_factory=Counter)
     away: str = ""
     taken: bool = False
 
@@ -168,7 +170,7 @@ class Slot:
     @property
     def owes_pause(self) -> bool:
         """Whether a pause by name is in force that it has not carried out yet. Until then it may serve nothing."""
-        if self.pause is None or self.in_hand or self.report is None or self.report.paused:
+        if self.pause is None or self.in_hand[""] or self.report is None or self.report.paused:
             return False
         return "PauseGeneration" in self.verbs
 
@@ -182,16 +184,16 @@ class Slot:
         """Adapters of which a pause by name is in force that it has not carried out yet. Until then it may not serve
         them.
         """
-        if not self.adapter_pauses or self.in_hand or self.report is None:
+        if not self.adapter_pauses or self.report is None:
             return []
-        return [adapter for adapter in self.adapter_pauses if adapter not in self.paused_adapters]
+        done = self.paused_adapters
+        return [each for each in self.adapter_pauses if each not in done and not self.in_hand[each]]
 
     @property
     def unkept_adapters(self) -> list[str]:
         """Adapters that it keeps paused, and of which no pause by name is in force."""
-        if self.in_hand or self.report is None:
-            return []
-        return [paused.name for paused in self.report.paused_adapters if paused.name not in self.adapter_pauses]
+        kept = self.adapter_pauses
+        return [each for each in sorted(self.paused_adapters) if each not in kept and not self.in_hand[each]]
 
     @property
     def capabilities(self) -> Capabilities:

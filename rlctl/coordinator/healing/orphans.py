@@ -120,7 +120,7 @@ class Orphans:
         mode = pause.mode if slot.pauses_in(pause.mode) else slot.capabilities.pause_modes[0]
         # Of requests that an update has frozen, another mode could be refused.
         request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else mode)
-        busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand
+        busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand[""]
         able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
         return request if able and not busy else None
 

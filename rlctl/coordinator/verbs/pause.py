@@ -56,7 +56,7 @@ class Pausing:
         """
         target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
         generating = {slot.name for slot in targets if _generates(slot, adapter)}
-        with _in_hand(targets):
+        with _in_hand(targets, adapter):
             replaced = await self._roster.pauses.begin(
                 PauseRecord(
                     target=target,
@@ -120,7 +120,7 @@ class Pausing:
         for absent stages of the request's target.
         """
         target = request.header.target
-        with _in_hand(targets):
+        with _in_hand(targets, ""):
             await self._waking.go_on(request, targets, run, deadline)
             going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in going]
@@ -133,7 +133,7 @@ class Pausing:
         """Continue an adapter at the targets, in whatever state they are. Pauses of it by name end as in
         :meth:`go_on`; an absent stage goes on when it returns.
         """
-        with _in_hand(targets):
+        with _in_hand(targets, request.adapter):
             operation_id = run.operation.operation_id
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
             results = await self._fanout.run(
@@ -189,14 +189,14 @@ def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
 
 
 @contextlib.contextmanager
-def _in_hand(slots: Sequence[Slot]) -> Iterator[None]:
+def _in_hand(slots: Sequence[Slot], adapter: str) -> Iterator[None]:
     for slot in slots:
-        slot.in_hand += 1
+        slot.in_hand[adapter] += 1
     try:
         yield
     finally:
         for slot in slots:
-            slot.in_hand -= 1
+            slot.in_hand[adapter] -= 1
 
 
 def _taken_back(result: StageResult, because_of: str) -> StageResult:
