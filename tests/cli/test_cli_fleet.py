@@ -164,6 +164,27 @@ def test_a_pause_says_who_asked_for_it_since_when_and_why(rlctl: LiveFleet) -> N
     assert "paused" not in rlctl("get", "stages").out
 
 
+def test_a_pause_of_one_adapter_is_shown_beside_stages_that_serve(rlctl: LiveFleet, tmp_path: Path) -> None:
+    loaded = rlctl("adapters", "load", "--name", "math", "--path", str(tmp_path / "a"), "--version", "m-1")
+    assert loaded.code == 0, loaded.err
+    wrong = rlctl("pause", "--adapter", "maths", "--mode", "retract")
+    assert wrong.code == 2
+    assert "math" in wrong.err
+    paused = rlctl("pause", "--adapter", "math", "--mode", "retract", "--slot", "a", "--by", "ops", "--reason", "evals")
+    assert paused.code == 0, paused.err
+    a, b = rlctl("get", "stages").out.splitlines()[1:]
+    assert a.split()[2:4] == ["READY", "yes"]
+    assert re.search(r"adapter math paused since \d{4}-\S+ by ops: evals", a), a
+    assert "paused" not in b
+    assert re.search(r"Adapter math: +paused retract since \S+ by ops: evals", rlctl("describe", "stage", "a").out)
+    (operation, *_) = rlctl("get", "operations", "-o", "name").out.splitlines()
+    assert re.search(r"Adapter: +math", rlctl("describe", "operation", operation).out)
+    assert rlctl("continue").code == 0
+    assert "adapter math paused" in rlctl("get", "stages").out, "a continue of all requests is about those"
+    assert rlctl("continue", "--adapter", "math").code == 0
+    assert "paused" not in rlctl("get", "stages").out
+
+
 def test_a_pause_names_the_user_without_a_users_environment(rlctl: LiveFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
