@@ -1,45 +1,14 @@
-"""The demo: it passes by itself, and it fails whenever one thing is broken on purpose."""
+"""The demo: its modes and seeds, and that it fails whenever one thing is broken on purpose.
+
+The plain demo is run where the wheel is installed: tests/packaging.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
+from demo_runs import check_passed, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-
-
-def run(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
-    """(exit code, objects on stdout, stderr) of ``rlctl demo --json``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rlctl", "demo", "--json", *arguments], capture_output=True, text=True, check=False
-    )
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
-
-
-def check_passed(code: int, objects: list[dict[str, Any]], stderr: str, steps: int = 40) -> None:
-    *seen, verdict = objects
-    assert code == 0, stderr
-    assert verdict["passed"]
-    assert round(verdict["reward_last"] - verdict["reward_first"], 9) >= 0.1
-    assert verdict["checksums_equal"]
-    assert verdict["max_logprob_diff"] < 1e-4
-    assert [step["step"] for step in seen] == list(range(1, steps + 1))
-    expected = [step["expected"] for step in seen]
-    assert len(set(expected)) == steps, "the weights changed at every step"
-    assert all(set(step["digests"].values()) == {step["expected"]} for step in seen)
-    assert all(set(step["digests"]) == {"actor-0", "actor-1"} for step in seen)
-    assert all(step["pause_ms"] > 0 and step["transfer_ms"] > 0 and step["tokens_per_s"] > 0 for step in seen)
-
-
-def test_the_demo_passes_and_plots(tmp_path: Path) -> None:
-    plot = tmp_path / "plot.png"
-    check_passed(*run("--plot", str(plot)))
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 # What is finished first, and so how much eight steps teach, is chance when training waits for nobody.
