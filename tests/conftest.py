@@ -39,7 +39,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(scope="session", autouse=True)
 def _engines_are_forked() -> Iterator[None]:
-    """Torch engines that launchers inside of tests start: see :mod:`forking`."""
+    """Launchers inside tests fork torch engines from one process: see :mod:`tests.support.forking`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child_processes, "subprocess", standing_in())
         yield
@@ -85,8 +85,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.fixture(autouse=True)
-def _no_faults_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nor is there a test without a place for the logs of processes."""
+def _fake_engines_without_faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the faults that a test has set in fake engines.
+
+    Every test requests ``tmp_path_factory`` by this, so that a failure report can find the logs of its processes.
+    """
     yield
     fake_engine.FAULTS.clear()
 

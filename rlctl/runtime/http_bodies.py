@@ -104,7 +104,8 @@ class Bodies:
         self._working = asyncio.Lock()
 
     async def parse(self, data: bytes) -> Any:
-        """A JSON document. In one of :data:`HUGE` bytes, prompts of token ids are :class:`TokenIds`.
+        """A JSON document. In one of :data:`HUGE` bytes, prompts of token ids are
+        :class:`rlctl.runtime.large_json.TokenIds`.
 
         Raises FIELD_INVALID, and MESSAGE_TOO_LARGE for a prompt or a number of values that no request has.
         """

@@ -14,7 +14,7 @@ from tests.simulator.ports.virtual_time import Node
 
 
 class EngineFaults:
-    """How likely each of them is: not at all, until :mod:`.faults` has drawn it.
+    """How likely each of them is: not at all, until :mod:`tests.simulator.faults.faults` has drawn it.
 
     Attributes:
         cut_off: called with the rank and its update when it is to be cut off as soon as it has said what it holds: what

@@ -1,9 +1,9 @@
 """vLLM's own NCCL weight transfer engine, for a server without rlctl's extension. Never run on a GPU.
 
 vLLM's workers have methods for it, and ``POST /collective_rpc`` calls them at every rank: it answers once each of them
-has returned. But where a rank fails, what the ranks after it say is taken for their answers to the next call (see
-:mod:`.workers`). So in the end every rank is asked to say a word back. A server whose ranks say another one is given
-up: nothing that it answers can be believed until it is started again.
+has returned. But where a rank fails, vLLM takes the answers of the ranks after it for their answers to the next call
+(see :mod:`.worker_calls`). So in the end every rank is sent a word that it must send back. A server whose ranks send
+another word is given up: its answers prove nothing until it is started again.
 
 What is sent is checked here, by the checkpoint's names and shapes, before the first byte: past it vLLM knows no way
 back.

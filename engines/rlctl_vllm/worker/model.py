@@ -3,7 +3,8 @@
 vLLM fuses, pads and packs parameters. Writing goes the way of its layer-wise reload
 (``vllm.model_executor.model_loader.reload``): parameters go back to the checkpoint's format on the meta device, loaders
 keep what they are given until a layer is complete, and the layer is then processed into the memory that it had. Layers
-that were not begun, or are abandoned before they are complete, get their memory back untouched. Reading: :mod:`.held`.
+that were not begun, or are abandoned before they are complete, get their memory back untouched.
+Reading: :mod:`.parts_held`.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ class Roster:
         self.models: dict[str, ModelState] = {}
         self.epoch = 0
         self.first_sequence = 0
-        """Of models that have no version yet, as :class:`FleetRecord` says it."""
+        """Of models that have no version yet, as ``FleetRecord`` of the journal says it."""
         self._revision = 0
         self._watchers: dict[asyncio.Queue[None], None] = {}
         self.followers = Followers()

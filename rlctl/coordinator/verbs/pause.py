@@ -1,9 +1,9 @@
 """Pauses and continues by name: change the fleet's record of pauses and its stages together.
 
-The record comes first (:mod:`.pauses`), so that a stage that joins meanwhile is paused, too. A pause that a target
-does not confirm is taken back: the targets that it paused go on, and the operation has failed. Otherwise one refusal
-would leave most of the fleet paused, and no caller would know that it has to continue. Stages that were paused before
-stay paused.
+The record comes first (:mod:`rlctl.coordinator.fleet.kept_pauses`), so that a stage that joins meanwhile is paused as
+well. A pause that a target does not confirm is taken back: the targets that it paused go on, and the operation failed.
+Otherwise one refusal would leave most of the fleet paused, and no caller would know that it has to continue. Stages
+that were paused before stay paused.
 
 A pause of one adapter takes the same way. What a stage keeps paused of single adapters always follows the record: a
 stage that returns with a pause of which there is no record any more goes on with that adapter (`orphans.py`).

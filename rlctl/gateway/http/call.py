@@ -97,7 +97,8 @@ class Call:
     async def json(self) -> Any:
         """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID.
 
-        Prompts of token ids of a large body are :class:`TokenIds`, not lists (:meth:`Bodies.parse`).
+        Prompts of token ids of a large body are :class:`rlctl.runtime.large_json.TokenIds`, not lists
+        (:meth:`Bodies.parse`).
         """
         if self._value is _UNREAD:
             data = await self.body()

@@ -1,7 +1,7 @@
 """The Engine port: ranks in lock-step, weights as names with contents, requests that produce tokens.
 
-It has every rule of a real engine about order and pause (those about updates are in :mod:`.holding`), and reports to
-the observer what each rank holds whenever a token is made.
+It has every rule of a real engine about order and pause. The rules about updates are in
+:mod:`tests.simulator.model.rank_weights`. It reports to the observer what each rank holds whenever a token is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What goes wrong: drawn from the seed, counted, and stopped at a known time.
 
-Some faults come at a time, some at a step of the protocol (:mod:`.traps`), some now and then inside an engine
-(:mod:`.engine_faults`).
+Some faults come at a time, some at a step of the protocol (:mod:`.protocol_step_faults`), some now and then
+inside an engine (:mod:`tests.simulator.engine_faults`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang-Omni's RL admin interface: the router's for the fleet, a worker's below each engine's address.
 
 Written from SGLang-Omni's page "RL Admin Control". A worker is an engine; its stages are the engine's, its ranks answer
-one by one. Requests are read by :mod:`.omni_requests`, results told by :mod:`.omni_results`.
+one by one. :mod:`.requests` reads request bodies, :mod:`.replies` forms the answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """vLLM's control interface, as SkyRL's router has it: each control path for the fleet, and below an engine's address.
 
-At an engine's address the answer is the server's own; at the root it is a map of those by address, with status 200 if
-all are well and 207 if not. What is refused before anything was sent to any engine is an error of its own. Control
-paths are :mod:`.vllm_control`, whose requests :mod:`.vllm_requests` reads; beside them :mod:`.vllm_reads`,
-:mod:`.vllm_adapters`, and what generates, :mod:`.vllm_generation`.
+This module only joins the tables of routes. :mod:`.control` has the control paths (``CONTROLS``) and runs them;
+:mod:`.requests` turns their bodies into verbs. The other tables are the ``ROUTES`` of :mod:`.reads`,
+:mod:`.adapters` and :mod:`.generation`.
+
+At an engine's address the answer is that of one server. At the root it is a map of the answers by address, with
+status 200 if all servers confirmed and 207 otherwise. A request that is refused before any engine was addressed is
+answered with an error.
 """
 
 from __future__ import annotations
