@@ -1,7 +1,8 @@
 """The table of admin verbs: the one place that defines each of them.
 
 Servicers (coordinator, stage, worker), the command line's verbs, capabilities and the reference docs are built from
-these rows. A new verb is a request message and RPC in ``protos/``, a row here, and an engine method named after it.
+these rows. A new verb is a request message and RPC in ``protos/``, a row here, and an engine method named after it; a
+verb with an answer also has a field in ``RankResult``. CONTRIBUTING.md has the steps.
 """
 
 from __future__ import annotations

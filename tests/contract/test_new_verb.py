@@ -1,7 +1,7 @@
-"""A new verb is a proto message, a table row and an engine method: nothing else has to be touched.
+"""A new verb with an answer is proto messages and RPCs, a table row and an engine method; nothing else changes.
 
-The checkout is copied, the three are added to the copy, and the verb is used there through the coordinator, the SDK,
-a stage's unary call and the command line.
+The steps are those of CONTRIBUTING.md. The checkout is copied, the steps are done in the copy, and the verb is used
+there through the coordinator, the SDK, a stage's unary call and the command line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.contract.comments import ANSWERS
 from tests.contract.test_stubs import copy
 
 MESSAGE = """
@@ -30,7 +31,17 @@ message Mood {
   string word = 1;
 }
 """
-RPC = "  // Asks each rank for its mood.\n  rpc TellMood(TellMoodRequest) returns ({result});\n"
+RPC = """\
+  // Asks each rank for its mood.
+  //
+  // Effect: none but the answer.
+  // Idempotency: with the same request_id, yes.
+  // States: all but FAILED, UNREACHABLE and RETIRED.
+  // Partial failure: a target that does not answer is UNKNOWN; nothing else happens.
+  // Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+  // Deadline: 7 s.
+  rpc TellMood(TellMoodRequest) returns ({result});
+"""
 ROW = '    Verb("TellMood", ANY, 7, ordered=True, cli="mood tell", data="mood"),\n'
 METHOD = '''
     async def tell_mood(self, request: verbs.TellMoodRequest, call: Call) -> verbs.Mood:
@@ -109,4 +120,6 @@ def test_a_proto_a_row_and_a_method_are_all_it_takes(tmp_path: Path) -> None:
     assert lines[1] == str(["cheerful about snow"] * 2)
     assert run.stdout.count("cheerful about wind") == 2
     assert lines[-1] == "exit 0"
-    assert "TellMood" in (checkout / "docs" / "reference" / "verbs.md").read_text()
+    page = (checkout / "docs" / "reference" / "verbs.md").read_text()
+    section = page.partition("TellMood\n")[2].partition("\n## ")[0]
+    assert [question for question in ANSWERS if f"| {question} |" not in section] == []
