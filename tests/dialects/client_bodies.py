@@ -578,7 +578,12 @@ SENT = (
             "metadata": {"run": "1"},
             "stream": False,
         },
-        ("choices.1.message.content", "choices.0.logprobs.content.0.top_logprobs.1.token", "usage.total_tokens"),
+        (
+            "choices.1.message.content",
+            "choices.0.logprobs.content.0.top_logprobs.1.token",
+            "usage.total_tokens",
+            "metadata.weight_versions.0.version",
+        ),
     ),
     Sent(
         OPENAI,

@@ -29,7 +29,7 @@ async def _open(
         dialect,
         token=token,
         middleware_paths=middleware_paths,
-        generation=Settings(timeout_s=30.0, **settings),
+        generation=Settings(**{"timeout_s": 30.0, **settings}),
         drain_s=5.0,
     )
     server = GatewayServer(config)

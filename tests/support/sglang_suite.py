@@ -305,8 +305,11 @@ async def test_the_checker(server: Server) -> None:
     status, told = await server.ask("POST", "/weights_checker", {"action": "checksum"})
     assert (status, told["success"]) == (200, True)
     assert len(told["ranks"]) == server.ranks[0]
-    for rank in told["ranks"]:
+    for number, rank in enumerate(told["ranks"]):
         assert len(rank["per_gpu_checksum"]) == 64
+        (place,) = rank["parallelism_info"]
+        sizes = {"tp_rank": number, "tp_size": server.ranks[0], "dp_size": 1, "pp_size": 1, "size": server.ranks[0]}
+        assert {name: place[name] for name in sizes} == sizes
         assert rank["checksums"]
     assert told["per_engine_checksum"]
     status, again = await server.ask("GET", "/weights_checker")
@@ -371,6 +374,95 @@ async def test_from_disk(server: Server, tmp_path: Path) -> None:
     assert (status, told["success"]) == (400, False)
     assert (await server.ask("POST", "/update_weights_from_disk", {}))[0] == 400
     assert await server.greedy(0) == greedy(model, PROMPT, 6), "what is refused leaves the weights alone"
+
+
+def running(server: Server, engine: int = 0, tokens: int = 400) -> asyncio.Task[Answer]:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}}
+    return asyncio.create_task(server.ask("POST", "/generate", body, engine=engine))
+
+
+async def begun(server: Server, engine: int = 0) -> None:
+    """A request runs at the engine."""
+    async with asyncio.timeout(30):
+        while True:
+            _, told = await server.ask("GET", "/v1/loads?include=core", engine=engine)
+            if told["loads"][0]["num_running_reqs"]:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_requests_that_a_pause_stopped_go_on_with_the_new_weights(
+    server: Server, mode: str, tmp_path: Path
+) -> None:
+    """As SGLang's tests of updates that do not block, and of spans of weight versions."""
+    [before] = await server.version()
+    changed(server.tiny[0], seed=8, scale=0.3).save_pretrained(tmp_path / "saved")
+    requests = [running(server) for _ in range(2)]
+    await begun(server)
+    await server.every("POST", "/pause_generation", {"mode": mode})
+    body = {"model_path": str(tmp_path / "saved"), "weight_version": f"v-{mode}", "flush_cache": mode == "retract"}
+    for status, told in await server.every("POST", "/update_weights_from_disk", body):
+        assert (status, told["success"]) == (200, True), told
+    await server.every("POST", "/continue_generation", {})
+    for status, told in await asyncio.gather(*requests):
+        meta = told["meta_info"]
+        assert (status, meta["finish_reason"]["type"], meta["completion_tokens"]) == (200, "length", 400)
+        spans = meta["weight_versions"]
+        assert [span["version"] for span in spans] == [before, f"v-{mode}"]
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+        assert meta["weight_version"] == f"v-{mode}"
+    _, told = await server.ask("GET", "/get_model_info")
+    assert told["model_path"] == str(tmp_path / "saved")
+
+
+async def test_an_update_that_aborts_ends_the_requests(server: Server, tmp_path: Path) -> None:
+    server.tiny[0].save_pretrained(tmp_path / "saved")
+    request = running(server)
+    await begun(server)
+    body = {"model_path": str(tmp_path / "saved"), "abort_all_requests": True, "weight_version": "aborting"}
+    for status, told in await server.every("POST", "/update_weights_from_disk", body):
+        assert (status, told["success"]) == (200, True), told
+    status, told = await request
+    assert (status, told["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+
+
+async def test_a_new_name_of_the_weights_under_a_pause(server: Server) -> None:
+    """A frozen request has the new name from its next token on; the name that there is already changes nothing."""
+    [before] = await server.version()
+    for name, spans in ((before, [before]), ("renamed", [before, "renamed"])):
+        request = running(server)
+        await begun(server)
+        await server.every("POST", "/pause_generation", {"mode": "in_place"})
+        body = {"new_version": name, "abort_all_requests": False}
+        for status, told in await server.every("POST", "/update_weight_version", body):
+            assert (status, told["success"], told["new_version"]) == (200, True, name), told
+        await server.every("POST", "/continue_generation", {})
+        _, told = await request
+        assert told["meta_info"]["finish_reason"]["type"] == "length"
+        assert [span["version"] for span in told["meta_info"]["weight_versions"]] == spans
+        assert await server.version() == {name}
+
+
+async def test_an_update_without_a_name(server: Server, tmp_path: Path) -> None:
+    """SGLang goes on under the old name; a fleet's versions have names of their own."""
+    before = await server.version()
+    server.tiny[0].save_pretrained(tmp_path / "saved")
+    body = {"model_path": str(tmp_path / "saved")}
+    for status, told in await server.every("POST", "/update_weights_from_disk", body):
+        assert (status, told["success"]) == (200, True), told
+    after = await server.version()
+    assert len(after) == 1
+    assert (after == before) == server.real
+
+
+async def test_openais_answer_names_the_weights_of_the_first_choice(server: Server) -> None:
+    body = {"model": str(server.tiny[1]), "prompt": "1+2", "max_tokens": 4, "n": 2, "ignore_eos": True}
+    status, told = await server.ask("POST", "/v1/completions", body)
+    assert (status, len(told["choices"])) == (200, 2), told
+    [version] = await server.version()
+    assert told["metadata"]["weight_version"] == version
+    assert told["metadata"]["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
 
 
 async def test_an_update_in_a_session(server: Server) -> None:

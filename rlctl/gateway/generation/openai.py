@@ -233,6 +233,7 @@ async def _answer(
         **_head(asked, ended, chunk=False),
         "choices": [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)],
         "usage": _usage(ended),
+        **_metadata(ended[0]),
     }
     return Reply({**reply, **_of_prompt(asked, ended[0])} if chat else reply)
 
@@ -401,6 +402,19 @@ def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
     if asked.prompt_tops is not None:
         told["prompt_logprobs"] = logprobs.of_prompt(sample.input_logprobs, asked.prompt_tops)
     return told
+
+
+def _metadata(sample: RolloutSample) -> dict[str, Any]:
+    """SGLang's data about the weights of the first choice."""
+    version = sample.last_version
+    if version is None:
+        return {}
+    told: dict[str, Any] = {"weight_version": version.label}
+    if sample.whole.versions:
+        told["weight_versions"] = [
+            {"version": span.version.label, "start": span.start, "end": span.end} for span in sample.whole.versions
+        ]
+    return {"metadata": told}
 
 
 def _usage(ended: Sequence[RolloutSample]) -> dict[str, int]:

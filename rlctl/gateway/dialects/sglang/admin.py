@@ -137,7 +137,7 @@ def _differing(report: verbs_pb2.CheckReport) -> list[str]:
 
 
 def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> dict[str, Any]:
-    [size] = [len(result.rank_results) for result in results if result.slot == slot]
+    [places] = [[each.coordinates for each in result.rank_results] for result in results if result.slot == slot]
     place = rank.coordinates
     return {
         # Of the rank's own tensors or, where the engine gives none, of its share of the full ones.
@@ -147,10 +147,13 @@ def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> d
             {
                 "role": "target",
                 "tp_rank": place.tp,
+                "tp_size": 1 + max(each.tp for each in places),
                 "dp_rank": place.dp,
+                "dp_size": 1 + max(each.dp for each in places),
                 "pp_rank": place.pp,
+                "pp_size": 1 + max(each.pp for each in places),
                 "rank": place.rank,
-                "size": size,
+                "size": len(places),
             }
         ],
         "engine": slot,
