@@ -307,7 +307,7 @@ async def test_samples_under_way_have_a_bound_together(
         assert server.generation.inflight_bytes == 0
 
 
-async def test_a_caller_that_leaves_ends_the_parsing_of_its_body(
+async def test_a_parsing_process_keeps_no_other_request_waiting_and_ends_with_its_caller(
     fleet: InProcessFleet, make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -321,6 +321,10 @@ async def test_a_caller_that_leaves_ends_the_parsing_of_its_body(
     async with make_gateway(fleet) as (server, http):
         posts = [asyncio.create_task(http.post("/generate", data=sent(body))) for _ in range(2)]
         await eventually(lambda: started)
+        async with http.get("/health") as response:
+            assert response.status == 200
+        async with http.post("/generate", json={"text": "x", "sampling_params": {"max_new_tokens": 1}}) as response:
+            assert response.status == 200
         for post in posts:
             post.cancel()
         await asyncio.gather(*posts, return_exceptions=True)
