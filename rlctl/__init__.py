@@ -4,8 +4,12 @@
     publisher = fleet.publisher("actor")
     publisher.update(model, version="step-1")
 
-``connect`` and ``embedded`` are for blocking code, ``rlctl.aio.connect`` for asyncio. Everything is imported when it is
-first used: ``import rlctl`` loads neither grpc nor torch.
+``connect`` and ``embedded`` are for blocking code, ``rlctl.aio.connect`` for asyncio.
+
+Imports: nothing at import time but ``version.py``. A public name is imported when it is first used (``_HOMES``), so
+that ``import rlctl`` loads neither grpc nor torch.
+
+Start with ``sdk/aio.py`` (``AsyncFleet``); for the other packages see "Where things are" in README.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Fleets of processes: a coordinator, engines and gateways, kept as wanted.
+"""Fleets of processes: a coordinator, engines and gateways, kept as the topology describes them.
 
-Decides when an engine starts, drains, is replaced and is restarted. Where processes run is the launcher's
-matter.
+Decides when an engine starts, drains, is replaced and is restarted. A launcher decides where its processes run.
 
 Imports: launch.interface, launch.local, launch.ray, sdk, contract, runtime; ``embedded.py`` also coordinator,
 engine, transport.
 
 Start with ``fleet_controller.py`` (``LaunchedFleet.want``, ``LaunchedFleet.look``: one step at a time) and
-``engine_lifecycle.py`` (``EngineRun.advance``). ``deployment.py`` is what a supervisor keeps running;
+``engine_lifecycle.py`` (``EngineRun.start``; ``EngineRun.advance``; ``EngineRun.again`` after a failure). A stage
+server starts its SGLang or vLLM program itself: ``engines/rlctl_servers/server/process.py`` (``ServerProcess``).
+``deployment.py`` is what a supervisor keeps running;
 ``embedded.py`` runs a coordinator inside the trainer's process.
 """

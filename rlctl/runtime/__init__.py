@@ -1,8 +1,9 @@
 """Process-level tools: event loops, addresses, private files, HTTP limits, shutdown of servers.
 
-Decides how a server process announces itself and ends, which addresses need a token, who may read a file that
-rlctl writes, how long an HTTP caller may take, and how large bodies are bounded and parsed. ``shielding.py`` lets
-accepted work continue after its caller disconnects.
+Decides how a server process announces itself and ends (``server_process.py``), which addresses need a token
+(``addresses.py``), and who may read the files that rlctl writes (``private_files.py``). For HTTP, it decides the time
+and the size that a request may take (``http_limits.py``, ``http_bodies.py``). ``shielding.py`` lets accepted work
+continue after its caller disconnects.
 
 Imports: contract, ports.
 

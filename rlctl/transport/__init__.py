@@ -16,40 +16,42 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-# gRPC would take part in forks, though what has asyncio does not survive one: where its threads were at work then, the
-# child ended in a segmentation fault, whatever it was for (1.85). It reads this when the first channel is made.
+# Fork support of gRPC is off. With it, a child that was forked while threads of gRPC were at work ended with a
+# segmentation fault (1.85), and asyncio does not survive a fork anyway. gRPC reads this when the first channel is made.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _CHOICE = "GRPC_EXPERIMENTS"
 _POLLED = "-event_engine_client,-event_engine_listener"
 KNOWN_UP_TO = (1, 85)
-"""Releases that have this choice. A later one may take the names for a mistake, and say so on stderr."""
+"""The last release that is known to have these experiments. A later one may report unknown names on stderr."""
 
 
 def _known() -> bool:
     try:
         major, minor = version("grpcio").split(".")[:2]
         return (int(major), int(minor)) <= KNOWN_UP_TO
-    except (PackageNotFoundError, ValueError):  # built by somebody, or into something, in a way of their own
+    except (PackageNotFoundError, ValueError):  # a build without metadata, or with another form of version
         return False
 
 
 def _import() -> bool:
-    """Import gRPC; whether it was told to poll as it did up to 1.79: the thread that waits for completions waits for
-    the sockets itself. Since then others do, which have to wake it for every message: a sixth of what a command costs.
+    """Import gRPC with the polling of releases up to 1.79; return whether this was possible.
+
+    There the thread that waits for completions also polls the sockets. Later releases poll on other threads, which
+    wake it for every message: a sixth of the cost of a command.
     """
     if "grpc" in sys.modules or _CHOICE in os.environ or not _known():
         return False
     os.environ[_CHOICE] = _POLLED
     try:
-        importlib.import_module("grpc")  # which reads it
+        importlib.import_module("grpc")  # reads the variable
     finally:
-        del os.environ[_CHOICE]  # for this process alone: what it starts may have gRPC of any release inside
+        del os.environ[_CHOICE]  # children of this process may have another release of gRPC
     return True
 
 
 POLLED = _import()
-"""Whether it does: not where somebody else had imported gRPC before, or has made a choice of their own."""
+"""Whether gRPC polls so. False if gRPC was imported before, or the environment sets its experiments."""
 
 import grpc.aio  # noqa: E402
 

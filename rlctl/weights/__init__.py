@@ -1,7 +1,7 @@
 """The tensor data plane: how weights are described, digested, read, sent and placed.
 
-It knows neither gRPC nor the coordinator. The trainer's publisher and the engines are built on it. It imports
-torch, so import it only where tensors are handled.
+The trainer's publisher and the engines are built on these packages, which know neither gRPC nor the coordinator. Most
+of their modules import torch; import them only where tensors are handled.
 
 Packages, from bottom to top: tensor, checkpoint, group, shards, formats, versions; shared_memory uses the
 receiver.

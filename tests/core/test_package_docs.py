@@ -19,7 +19,7 @@ def packages() -> Iterator[str]:
     for folder in ("rlctl", "engines", "tests/simulator", "tools/reference"):
         for path in sorted((ROOT / folder).rglob("__init__.py")):
             name = path.parent.relative_to(ROOT).as_posix()
-            if name != "rlctl" and not name.startswith(STAND_INS):
+            if not name.startswith(STAND_INS):
                 yield name
 
 

@@ -6,6 +6,6 @@ that no coordinator owns any more.
 Imports: coordinator.transaction, coordinator.verbs, coordinator.operations, coordinator.fleet, contract, ports.
 
 Start with ``healer.py`` (``Healer.look`` notices a stage, ``Healer.heal`` runs) and ``sources.py``
-(``needs_heal``, ``Sources.obtainable``). ``from_peer.py`` copies weights from another stage; ``orphans.py``
-ends orphaned updates.
+(``needs_heal``; ``Sources.of``: the checkpoint or stage, or the reason why there is none; ``Sources.obtainable``: the
+same for adapters). ``from_peer.py`` copies weights from another stage; ``orphans.py`` ends orphaned updates.
 """

@@ -1,11 +1,13 @@
 """Operations: accepted once, journaled before the first command, one outcome for each target.
 
-Decides whether a request is new or a repeat, and vets each stage result before it counts: a stale or malformed
-answer becomes UNKNOWN in ``fanout.py`` (``Fanout._vetted``).
+Decides whether a request is new or a repeat, and which outcome a target has when its result cannot be used. Both
+of these become UNKNOWN in ``fanout.py``: a result that does not come by the deadline (``Fanout._late``), and a
+result of another incarnation or epoch, or with ranks that contradict it (``Fanout._vetted``).
 
 Imports: coordinator.fleet, coordinator.journal, contract, ports.
 
-Start with ``operations.py`` (``Operations.start``) and ``fanout.py`` (``Fanout.run``). ``collective_fanout.py``
+Start with ``operations.py`` (``Operations.start``; ``Operations.known``: the run of a repeated request id) and
+``fanout.py`` (``Fanout.run``). ``collective_fanout.py``
 is the fan-out in which ranks wait for each other. ``call_coalescing.py`` joins equal calls for single engines;
 ``idempotency_keys.py`` exchanges callers' keys for request ids.
 """

@@ -7,7 +7,8 @@ Imports: coordinator.verbs, coordinator.operations, coordinator.fleet, contract,
 
 Start with ``planner.py`` (``Planner.plan``: targets, version, groups, or the refusal), then ``transaction.py``
 (``Session``: the steps up to the commit), ``transfer.py`` (joins, writes, further attempts), ``commit.py``
-(``Finish``: verify, publish, admit, resume). ``verification_levels.py`` is the pure decision,
-``verification.py`` asks the targets. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and unloads
+(``Finish.commit``; ``Finish._publish`` writes the version to the journal). ``verification_levels.py`` decides without
+I/O (``levels``: what each target must prove; ``judge_digests``: whether it has), and ``verification.py`` commands the
+targets to digest. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and unloads
 adapters, ``process_groups.py`` names the groups.
 """

@@ -6,5 +6,6 @@ request.
 Imports: contract.
 
 Start with ``router.py`` (``Router.pick``). ``policies.py`` has the policies, ``admission.py`` the lowest
-version, ``health.py`` the waits after refusals and failures.
+version, ``health.py`` the waits after refusals and failures. ``sessions.py`` keeps a session at one stage, on the ring
+of ``hash_ring.py``.
 """

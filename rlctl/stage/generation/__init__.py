@@ -1,7 +1,7 @@
 """RolloutService of a stage: generation on its own port, thread and event loop.
 
-Decides, at each request and each message, whether the stage may still serve. The decision itself is
-``Serving.refuse`` in ``stage/serving_state.py``; this package asks it.
+Decides when the gate is checked: before a request is accepted and before each message is sent. Whether the stage may
+serve is decided by the gate, ``Serving.refuse`` in ``stage/serving_state.py``.
 
 Imports: stage.serving_state, contract, engine, ports, runtime, transport.
 

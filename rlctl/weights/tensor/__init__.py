@@ -6,5 +6,6 @@ checkpoint names, and which names are unknown or tied.
 Imports: contract.
 
 Start with ``tensors.py`` (``TensorMeta``), ``digest.py`` (``tensor_digest``, ``ModelDigest``), ``buckets.py``
-(``plan``) and ``source.py`` (``WeightSource``). ``placement.py`` has the identities of hosts and devices.
+(``plan``: which tensors share a bucket) and ``source.py`` (``WeightSource``). ``placement.py`` has the identities
+of hosts and devices.
 """

@@ -2,6 +2,7 @@
 
 Imports: gateway.generation, gateway.backend, gateway.http, contract, runtime.
 
-Start with ``dialect.py`` (``dialect``: all rows). ``weights.py`` has updates and groups, ``admin.py`` pauses,
-caches and memory, ``adapters.py`` LoRA, ``reads.py`` information, ``replies.py`` the form of answers.
+Start with ``weights.py`` (``ROWS``: updates and groups). The other rows are in ``admin.py`` (pauses, caches, memory),
+``adapters.py`` (LoRA) and ``reads.py`` (information). ``dialect.py`` joins the rows; ``replies.py`` has the form of
+answers.
 """

@@ -2,6 +2,7 @@
 
 Imports: gateway.generation, gateway.backend, gateway.http, rollout, sglang_api, contract.
 
-Start with ``dialect.py``. ``control.py`` (``control``) sends one verb to each engine and answers with a map;
-``requests.py`` has the admin routes, ``tokens.py`` generation on token ids.
+Start with ``control.py`` (``CONTROLS``: the paths that run verbs; ``control``: runs one and answers with a map of the
+engines). ``requests.py`` turns the bodies of these paths into verbs. ``generation.py`` and ``tokens.py`` have
+generation on token ids, ``reads.py`` information, ``adapters.py`` LoRA; ``dialect.py`` joins the tables.
 """
