@@ -88,3 +88,34 @@ async def test_a_long_chat_keeps_nobody_waiting(http: aiohttp.ClientSession, mon
     going_on.set()
     status, reply = await long
     assert (status, reply["usage"]["prompt_tokens"]) == (200, LONG + 1), reply
+
+
+async def test_a_chat_of_token_ids_is_not_rendered_and_returns_sglangs_meta_info(http: aiohttp.ClientSession) -> None:
+    """Miles's session server keeps the tokens of a conversation itself."""
+    body = chat("not rendered", input_ids=[7, 8], max_tokens=3, n=2, logprobs=True, return_meta_info=True)
+    status, reply = await post(http, body, CHATS)
+    assert status == 200, reply
+    assert reply["usage"]["prompt_tokens"] == 2
+    for choice in reply["choices"]:
+        meta = choice["meta_info"]
+        assert [entry[:2] for entry in meta["output_token_logprobs"]] == [[-1.0, token] for token in (9, 10, 11)]
+        assert (meta["completion_tokens"], meta["finish_reason"]["type"]) == (3, "length")
+        assert (meta["weight_version"], meta["prompt_tokens"]) == ("initial", 2)
+    status, reply = await post(http, chat("1", max_tokens=0, input_ids=[7], return_meta_info=True), CHATS)
+    assert (status, reply["choices"][0]["meta_info"]["weight_version"]) == (200, "initial"), reply
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "field"),
+    [
+        ({"return_meta_info": True, "stream": True}, 400, "return_meta_info"),
+        ({"input_ids": [-1]}, 400, "input_ids"),
+        ({"input_ids": [1.5]}, 400, "input_ids[0]"),
+        ({"input_ids": [1], "tools": [{"type": "function"}]}, 400, "tools"),
+    ],
+)
+async def test_what_a_chat_of_token_ids_cannot_have(
+    http: aiohttp.ClientSession, fields: dict[str, Any], status: int, field: str
+) -> None:
+    told, reply = await post(http, chat("1", **fields), CHATS)
+    assert (told, reply["error"]["field"]) == (status, field), reply

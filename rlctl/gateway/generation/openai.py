@@ -16,14 +16,14 @@ from rlctl.contract.sampling import check_levels, seed_of
 from rlctl.gateway.backend.tokenizers import Tokenizer
 from rlctl.gateway.generation import logprobs, sessions
 from rlctl.gateway.generation import samples as running
-from rlctl.gateway.generation.sglang import DONE, event, failed
+from rlctl.gateway.generation.sglang import DONE, Teller, event, failed
 from rlctl.gateway.http import bodies
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
-from rlctl.sglang_api.request import assign
+from rlctl.sglang_api.request import Asked, assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
 COMPLETION_TOKENS = 16
@@ -77,6 +77,15 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
 }
 """What nobody here can do, and the values that ask for nothing."""
 
+_RENDERED = (
+    "messages",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tool_choice",
+)
+"""Fields of a chat that are in its token ids."""
+
 _ENGINE = ("regex", "ebnf", "stop_regex", "structural_tag", "custom_params")
 """Sampling parameters of SGLang's, which its OpenAI routes have too."""
 
@@ -97,6 +106,8 @@ class _Asked:
         ids: token ids are told, too; as vLLM's ``return_token_ids``.
         prompt_tops: as vLLM's ``prompt_logprobs``: most likely tokens at each position of the prompt; None: none.
         texts: what names single tokens, where log probabilities are wanted.
+        meta: choices have SGLang's ``meta_info``.
+        began: when the call came, on the performance counter.
     """
 
     chat: bool
@@ -109,6 +120,8 @@ class _Asked:
     prompt_tops: int | None
     texts: Tokenizer | None
     created: int
+    meta: bool = False
+    began: float = 0.0
 
 
 async def completions(call: Call) -> Answer:
@@ -152,7 +165,13 @@ async def chat(call: Call) -> Answer:
     request = _request(call, fields, model, adapter, wanted=wanted, tops=tops)
     limit = fields.take("max_completion_tokens", int, fields.take("max_tokens", int, LONGEST))
     assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
-    request.input_ids.CopyFrom(TokenIds(ids=await render(call, fields, model)))
+    given = fields.take_list("input_ids", int, None)
+    if given is None:
+        request.input_ids.CopyFrom(TokenIds(ids=await render(call, fields, model)))
+    else:  # SGLang's: the caller has rendered the messages
+        _tools(fields)
+        fields.accept(*_RENDERED)
+        assign(request.input_ids, "ids", given, "input_ids")
     return await _answer(call, fields, [request], name or model, chat=True, with_logprobs=wanted)
 
 
@@ -169,17 +188,23 @@ async def render(call: Call, fields: Fields, model: str) -> list[int]:
         value = fields.take(name, bool, None)
         if value is not None:
             settings[name] = value
-    tools = fields.take_list("tools", dict, ())
+    tools = _tools(fields)
+    if tools:
+        settings["tools"] = tools
+    tokenizer = await call.generation.tokenizers.of(model)
+    return await tokenizer.chat(messages, settings, call.size)
+
+
+def _tools(fields: Fields) -> Sequence[dict[str, Any]]:
+    """Tools for the template. Raises UNSUPPORTED for tools whose calls would have to be found in the text."""
+    tools: Sequence[dict[str, Any]] = fields.take_list("tools", dict, ())
     if tools and fields.take("tool_choice", object, "auto") != "none":
         raise Reason.UNSUPPORTED.error(
             "tool calls are not parsed",
             field="tools",
             next_step='With tool_choice "none" the tools are rendered into the prompt, and the text comes as it is.',
         )
-    if tools:
-        settings["tools"] = tools
-    tokenizer = await call.generation.tokenizers.of(model)
-    return await tokenizer.chat(messages, settings, call.size)
+    return tools
 
 
 async def _answer(
@@ -222,11 +247,15 @@ async def _answer(
         prompt_tops=fields.take("prompt_logprobs", int, None),
         texts=await call.generation.tokenizers.maybe(requests[0].model) if with_texts else None,
         created=int(time.time()),
+        meta=chat and fields.take("return_meta_info", bool, False),
+        began=time.perf_counter(),
     )
     call.forget()
     if stream:
         if asked.prompt_tops is not None:
             raise Reason.FIELD_CONFLICT.error("a stream cannot return them", field="prompt_logprobs")
+        if asked.meta:
+            raise Reason.FIELD_CONFLICT.error("a stream cannot return it", field="return_meta_info")
         return Stream(_events(call, asked, samples), failed)
     ended = await running.whole(call, samples)
     reply: dict[str, Any] = {
@@ -391,6 +420,9 @@ def _choice(
         choice["token_ids"] = list(part.output_ids)
     if ended is not None and not asked.chat:
         choice |= _of_prompt(asked, ended)
+    if ended is not None and asked.meta:
+        request = Asked(ended.request.rid, ended.request)
+        choice["meta_info"] = Teller(request.rid, request, asked.began).all_of(ended)["meta_info"]
     return choice
 
 
