@@ -91,3 +91,11 @@ def test_the_guide_for_contributors_has_a_line_for_every_package() -> None:
     listed = {path.split("/")[1] for path in paths("CONTRIBUTING.md") if path.startswith("rlctl/")}
     packages = {path.parent.name for path in (ROOT / "rlctl").glob("*/__init__.py")}
     assert packages - listed == set()
+
+
+def test_the_simulation_page_has_every_module() -> None:
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / "simulation.md").read_text(), flags=re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`([\w/]+)`", row)]
+    folder = ROOT / "tests" / "simulator"
+    modules = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")}
+    assert sorted(listed) == sorted(module for module in modules if not module.endswith("__init__"))

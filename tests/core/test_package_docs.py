@@ -1,4 +1,4 @@
-"""Each package says in its docstring what it may import and where to start. Files and names in docstrings exist."""
+"""Each package says in its docstring what it is for, what it imports and where to start. Names in docstrings exist."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def defined(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_says_what_it_imports_and_where_to_start(package: str) -> None:
+def test_a_package_says_what_it_is_for_what_it_imports_and_where_to_start(package: str) -> None:
     text = docstring(package)
+    assert len(text.partition("\nImports: ")[0].split()) > 5
     assert "\nImports: " in text
     assert "\nStart with " in text
     assert len(text.splitlines()) <= 24
