@@ -77,7 +77,7 @@ class _EvidenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Evidence.Val
     """The engine gave one answer for all of its ranks."""
 
 class Evidence(_Evidence, metaclass=_EvidenceEnumTypeWrapper):
-    """How much an answer proves about the rank that it is filed under."""
+    """How much an answer proves about the rank that it is filed under. What a target proves of its weights is a Verification."""
 
 EVIDENCE_UNSPECIFIED: Evidence.ValueType  # 0
 """Nothing (the result was not obtained from the rank)."""
@@ -286,10 +286,10 @@ class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ver
     VERIFICATION_LEVEL_UNSPECIFIED: _VerificationLevel.ValueType  # 0
     """AUTO: for each target the highest level of the bytes that it reaches. The result names the level."""
     VERIFICATION_LEVEL_NONE: _VerificationLevel.ValueType  # 1
-    """No evidence of the bytes. Refused for targets whose evidence is only ENGINE, unless the update has a probe."""
+    """No verification of the bytes. Refused for targets whose evidence is only ENGINE, unless the update has a probe."""
     VERIFICATION_LEVEL_PROBE: _VerificationLevel.ValueType  # 2
     """Log probabilities of fixed prompts, compared with the trainer's own, which the update carries. As UpdateOptions.verify: the
-    probe alone, without evidence of the bytes.
+    probe alone, without verification of the bytes.
     """
     VERIFICATION_LEVEL_RECEIVED: _VerificationLevel.ValueType  # 3
     """Digest of the bytes that each rank took in."""
@@ -299,17 +299,17 @@ class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ver
     """The model digest equals the one that the sources computed from what they sent."""
 
 class VerificationLevel(_VerificationLevel, metaclass=_VerificationLevelEnumTypeWrapper):
-    """Evidence for an update, of two kinds. RECEIVED, REPLICA and EXPECTED, weakest first, are evidence of the bytes that ranks
-    hold. PROBE is evidence of the values that an engine computes with them. An update can have one of each kind.
+    """Level of verification of an update, of two kinds. RECEIVED, REPLICA and EXPECTED, weakest first, verify the bytes that ranks
+    hold. PROBE verifies the values that an engine computes with them. An update can have one level of each kind.
     """
 
 VERIFICATION_LEVEL_UNSPECIFIED: VerificationLevel.ValueType  # 0
 """AUTO: for each target the highest level of the bytes that it reaches. The result names the level."""
 VERIFICATION_LEVEL_NONE: VerificationLevel.ValueType  # 1
-"""No evidence of the bytes. Refused for targets whose evidence is only ENGINE, unless the update has a probe."""
+"""No verification of the bytes. Refused for targets whose evidence is only ENGINE, unless the update has a probe."""
 VERIFICATION_LEVEL_PROBE: VerificationLevel.ValueType  # 2
 """Log probabilities of fixed prompts, compared with the trainer's own, which the update carries. As UpdateOptions.verify: the
-probe alone, without evidence of the bytes.
+probe alone, without verification of the bytes.
 """
 VERIFICATION_LEVEL_RECEIVED: VerificationLevel.ValueType  # 3
 """Digest of the bytes that each rank took in."""
@@ -361,7 +361,7 @@ Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final
 class Verification(_message.Message):
-    """Evidence for the weights of a version, of each kind."""
+    """Verification of the weights of a version, of each kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -769,7 +769,7 @@ class Model(_message.Message):
 
     @_builtins.property
     def verification(self) -> _common_pb2.Verification:
-        """Evidence for the latest version: of each kind, the weakest among the stages that its update reached."""
+        """Verification of the latest version: of each kind, the weakest among the stages that its update reached."""
 
     @_builtins.property
     def update_lease(self) -> _duration_pb2.Duration:

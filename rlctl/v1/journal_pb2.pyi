@@ -206,7 +206,7 @@ class ModelRecord(_message.Message):
 
     @_builtins.property
     def verification(self) -> _common_pb2.Verification:
-        """Evidence for the published version: of each kind, the weakest among the stages that its update reached."""
+        """Verification of the published version: of each kind, the weakest among the stages that its update reached."""
 
     @_builtins.property
     def publish_time(self) -> _timestamp_pb2.Timestamp:

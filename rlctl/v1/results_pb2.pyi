@@ -215,7 +215,7 @@ class StageResult(_message.Message):
     state: _common_pb2.StageState.ValueType
     """State of the stage afterwards."""
     verified: _common_pb2.VerificationLevel.ValueType
-    """Verification that an update reached: the level of the bytes. Without evidence of the bytes: PROBE, if a probe has passed."""
+    """Verification that an update reached: the level of the bytes. Without verification of the bytes: PROBE, if a probe has passed."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -390,7 +390,7 @@ class Operation(_message.Message):
 
     @_builtins.property
     def verification(self) -> _common_pb2.Verification:
-        """Weight updates: of each kind, the weakest evidence among the targets that confirmed."""
+        """Weight updates: of each kind, the weakest verification among the targets that confirmed."""
 
     def __init__(
         self,

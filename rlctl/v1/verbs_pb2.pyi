@@ -664,7 +664,7 @@ class UpdateOptions(_message.Message):
     after: Global___AfterUpdate.ValueType
     """What to do after publishing. Default: resume what was generating before."""
     verify: _common_pb2.VerificationLevel.ValueType
-    """Evidence of the bytes that an update needs before it is published. Default AUTO. PROBE: the probe alone, no evidence of the bytes."""
+    """Verification of the bytes that an update needs before it is published. Default AUTO. PROBE: the probe alone, no verification of the bytes."""
     quorum: _builtins.int
     """Number of targets that must confirm. 0: all of them; fewer end PARTIAL at best."""
     recapture_cuda_graph: _builtins.bool
