@@ -103,8 +103,8 @@ async def _no_lease(self: Updates, opened: Any) -> None:
         raise opened.verdict
 
 
-def _unvetted(self: Fanout, slot: Any, verb: Any, request: Any, result: Any, *_: Any, **__: Any) -> Any:
-    del self, slot, verb, request
+def _unvetted(self: Fanout, slot: Any, verb: Any, result: Any, *_: Any, **__: Any) -> Any:
+    del self, slot, verb
     return result
 
 
