@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from fleet_steps import restart_coordinator
 from updating import abort, begin, refusal, unreachable
 from waiting import eventually
 
@@ -31,14 +32,6 @@ from rlctl.v1.fleet_pb2 import (
     StageRegistration,
 )
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
-
-
-async def restart_coordinator(fleet: InProcessFleet) -> None:
-    """Stop it and start another one on the same journal and address."""
-    address = fleet.server.address
-    await fleet.channel.close()
-    await fleet.server.stop()
-    await fleet.start_coordinator(address)
 
 
 async def test_a_stage_that_comes_back_is_a_new_incarnation_and_stale_until_it_has_the_version(

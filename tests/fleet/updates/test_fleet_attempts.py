@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from test_adversity import full_disk
+from journal_faults import full_disk
 from updating import (
     begin,
     commit,

@@ -571,7 +571,7 @@ async def test_a_caller_that_leaves_leaves_nothing_running(client: AsyncFleet, f
 
 
 async def test_the_code_of_the_page_runs(fleet: InProcessFleet) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rollout.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "rollout.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {}
     program = compile(code.replace("127.0.0.1:5080", fleet.server.address), "docs/rollout.md", "exec")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from journal_faults import MEANWHILE_S, at_write
 from updating import abort, begin, commit, digest, from_disk, join, refusal, write
 from waiting import eventually
 
@@ -34,36 +34,6 @@ from rlctl.v1.journal_pb2 import (
     UpdateRecord,
 )
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, OPERATION_STATE_UNKNOWN, Operation
-
-MEANWHILE_S = 0.3
-"""How long something may get ahead of a record that is being written; what waits for the record does not end in it."""
-
-
-@asynccontextmanager
-async def at_write(
-    fleet: InProcessFleet, which: Callable[[Put], bool], *, before: Any = None, after: Any = None
-) -> AsyncIterator[None]:
-    """Once, when such a record is written: coroutines that run before, and before its writer learns that it is."""
-    journal = fleet.server.coordinator._journal
-    write_through = journal.write
-    left = [True]
-
-    async def write(changes: Sequence[Any]) -> None:
-        chosen = left and any(isinstance(change, Put) and which(change) for change in changes)
-        if chosen:
-            left.clear()
-        if chosen and before is not None:
-            await before()
-        await write_through(changes)
-        if chosen and after is not None:
-            await after()
-
-    journal.write = write  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        journal.write = write_through  # type: ignore[method-assign]
-    assert not left, "no such record was written"
 
 
 def slot_record(fleet: InProcessFleet, slot: str) -> SlotRecord:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_adversity import full_disk
-from test_implicit import engines, group, header
+from fleet_steps import engines, group, header
+from journal_faults import full_disk
 from updating import refusal, weights
 from waiting import eventually
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_membership import restart_coordinator
+from fleet_steps import dirty, restart_coordinator
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
 from rlctl.contract.durations import seconds
@@ -38,15 +38,6 @@ from rlctl.v1.results_pb2 import (
 
 Checkpoint = Callable[[str], str]
 START = FakeEngine.start
-
-
-async def dirty(fleet: InProcessFleet) -> None:
-    """Every stage has taken in a part of an update that was aborted."""
-    plan = await begin(fleet, "aborted")
-    await join(fleet, plan)
-    await write(fleet, plan, "half")
-    await abort(fleet, plan)
-    assert {fleet.stage(spec.slot).state for spec in fleet.specs} == {common.STAGE_STATE_DIRTY}
 
 
 def held_read(fleet: InProcessFleet) -> tuple[asyncio.Event, asyncio.Event]:

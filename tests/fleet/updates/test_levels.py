@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_membership import restart_coordinator
+from fleet_steps import restart_coordinator
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
 from rlctl.contract.errors import Reason

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_adversity import full_disk
-from test_records import MEANWHILE_S, at_write
+from fleet_steps import end, engines, group, header
+from journal_faults import MEANWHILE_S, at_write, full_disk
 from updating import begin, digest, fault, refusal, version_of, weights
 from waiting import eventually
 
@@ -32,31 +32,6 @@ from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
 
 DIRTY, PAUSED, READY = common.STAGE_STATE_DIRTY, common.STAGE_STATE_PAUSED, common.STAGE_STATE_READY
-
-
-def header(slot: str = "", key: str = "") -> RequestHeader:
-    return RequestHeader(for_slot=slot, request_id=key, unkeyed=not key)
-
-
-async def group(fleet: InProcessFleet, slot: str, offset: int, world_size: int = 4, **changes: object) -> Operation:
-    request = v.InitWeightsUpdateGroupRequest(
-        header=changes.pop("header", header(slot)),
-        **{
-            "group_name": "slime-pp_0",
-            "rank_offset": offset,
-            "world_size": world_size,
-            "master_address": "127.0.0.1",
-            "master_port": 1,
-            "backend": "gloo",
-        }
-        | changes,
-    )
-    return await fleet.stub.InitWeightsUpdateGroup(request)
-
-
-def engines(fleet: InProcessFleet) -> list[FakeEngine]:
-    ranks = [*fleet.stages.values(), *(worker._follower for worker in fleet.workers.values())]
-    return [rank._engine for rank in ranks]  # type: ignore[attr-defined]
 
 
 def taken(fleet: InProcessFleet) -> list[list[str]]:
@@ -87,13 +62,6 @@ async def write(fleet: InProcessFleet, *names: str, slot: str = "", key: str = "
     defaults = {"group_name": "slime-pp_0", "options": v.UpdateOptions(flush_cache=False)}
     request = v.UpdateWeightsFromDistributedRequest(header=header(slot, key), buckets=[bucket], **defaults | fields)
     return await fleet.stub.UpdateWeightsFromDistributed(request)
-
-
-async def end(fleet: InProcessFleet, slot: str = "", version: str = "", **fields: object) -> Operation:
-    asked = header(slot)
-    if not slot:
-        asked.target.model = "actor"
-    return await fleet.stub.CommitWeightUpdate(u.CommitWeightUpdateRequest(header=asked, version=version, **fields))
 
 
 async def pause(fleet: InProcessFleet, mode: str = "RETRACT") -> None:

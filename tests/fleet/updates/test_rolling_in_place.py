@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from test_adversity import full_disk
-from test_records import MEANWHILE_S, at_write
+from journal_faults import MEANWHILE_S, at_write, full_disk
 from updating import (
     abort,
     begin,

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from test_pauses import cut_off, kill, on_record, restart_coordinator
+from fleet_steps import cut_off, kill, on_record, restart_coordinator
 from updating import refusal
 from waiting import eventually
 

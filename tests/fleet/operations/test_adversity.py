@@ -10,13 +10,14 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from journal_faults import full_disk
 from updating import abort, begin, commit, digest, join, refusal, unreachable, version_of, weights, write
 from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.ports import Put, new_uuid7
+from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
@@ -57,24 +58,6 @@ async def assert_updatable(fleet: InProcessFleet) -> None:
     assert operation.state == OPERATION_STATE_OK, operation
     assert set(weights(fleet)) == {"fresh"}
     assert all(stage.routable for stage in fleet.server.coordinator.roster.fleet().stages)
-
-
-@asynccontextmanager
-async def full_disk(fleet: InProcessFleet, kind: str = "") -> AsyncIterator[None]:
-    """The journal takes nothing, or no record of a kind."""
-    journal = fleet.server.coordinator._journal
-    write_through = journal.write
-
-    async def refuse(changes: Sequence[Any]) -> None:
-        if not kind or any(isinstance(change, Put) and change.kind == kind for change in changes):
-            raise Reason.JOURNAL_FAILED.error("no space is left")
-        await write_through(changes)
-
-    journal.write = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        journal.write = write_through  # type: ignore[method-assign]
 
 
 # Links.

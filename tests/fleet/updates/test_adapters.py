@@ -10,7 +10,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from test_adversity import full_disk
+from fleet_steps import engines, held, load
+from journal_faults import full_disk
 from updating import Held, commit, digest, join, refusal, unreachable, version_of, write
 from waiting import eventually
 
@@ -43,28 +44,10 @@ from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 Checkpoint = Callable[[str], str]
 
 
-def engines(fleet: InProcessFleet) -> list[FakeEngine]:
-    """Every rank's engine."""
-    stages = [stage._engine for stage in fleet.stages.values()]
-    return stages + [worker._follower._engine for worker in fleet.workers.values()]  # type: ignore[return-value]
-
-
-def held(fleet: InProcessFleet) -> list[dict[str, tuple[str, str]]]:
-    """What every rank really holds: version and contents by name."""
-    return [
-        {name: (adapter.version, engine.adapter_weights[name]) for name, adapter in engine.adapters.items()}
-        for engine in engines(fleet)
-    ]
-
-
 def recorded(fleet: InProcessFleet) -> list[tuple[str, str]]:
     """What the model has, by the coordinator's word."""
     adapters = fleet.server.coordinator.roster.models["actor"].record.adapters
     return [(adapter.name, adapter.version) for adapter in adapters]
-
-
-async def load(fleet: InProcessFleet, path: str, version: str = "a-1", **fields: object) -> Operation:
-    return await fleet.stub.LoadAdapter(v.LoadAdapterRequest(name="math", path=path, version=version, **fields))
 
 
 async def generate(fleet: InProcessFleet, slot: str, adapter: str = "math", tokens: int = 2) -> rollout.Sample:

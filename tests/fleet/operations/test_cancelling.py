@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_implicit as implicit
-from test_adapters import held, load
-from test_healing import dirty
-from test_records import at_write
+from fleet_steps import dirty, end, held, load
+from journal_faults import at_write
 from updating import begin, from_disk, join, weights, write
 from waiting import eventually
 
@@ -77,9 +75,9 @@ async def test_while_it_is_being_recorded(make_fleet: Callable[..., Any], checkp
             "pause": lambda: fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header)),
             "unload": lambda: fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math", header=header)),
             "unload for a slot": lambda: fleet.stub.UnloadAdapter(
-                v.UnloadAdapterRequest(name="math", header=implicit.header("a"))
+                v.UnloadAdapterRequest(name="math", header=header("a"))
             ),
-            "relabel": lambda: implicit.end(fleet, version="other"),
+            "relabel": lambda: end(fleet, version="other"),
             "heal": lambda: fleet.stub.HealStage(rpc.HealStageRequest(header=header)),
         }
         if verb == "heal":

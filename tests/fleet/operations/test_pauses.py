@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
+from fleet_steps import cut_off, kill, on_record, restart_coordinator
 from updating import begin, commit, digest, join, refusal, write
 from waiting import eventually
 
@@ -77,40 +78,6 @@ async def go_on(fleet: InProcessFleet, *slots: str) -> Operation:
     return operation
 
 
-async def kill(fleet: InProcessFleet, slot: str) -> StageSpec:
-    stage = fleet.stages.pop(slot)
-
-    async def without_a_word() -> None:
-        pass
-
-    stage._deregister = without_a_word  # type: ignore[method-assign]
-    await stage.stop()
-    await fleet.until(lambda _: fleet.stage(slot).state == UNREACHABLE)
-    return next(spec for spec in fleet.specs if spec.slot == slot)
-
-
-async def cut_off(fleet: InProcessFleet, slot: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Break a stage's link, and let no other one be made until the returned function is called."""
-    dialer = fleet.server.coordinator._peers._dialer
-    dial, address, away = dialer.dial, fleet.stage(slot).registration.address, [True]
-
-    async def unless_away(to: str) -> Any:
-        if away and to == address:
-            raise Reason.UNREACHABLE.error("it is cut off")
-        return await dial(to)
-
-    monkeypatch.setattr(dialer, "dial", unless_away)
-    await fleet.server.coordinator.roster.slots[slot].commander.close()
-    await fleet.until(lambda _: fleet.stage(slot).state == UNREACHABLE)
-    return away.clear
-
-
-async def restart_coordinator(fleet: InProcessFleet) -> None:
-    await fleet.channel.close()
-    await fleet.server.stop()
-    await fleet.start_coordinator(fleet.server.address)
-
-
 async def paused_for_good(fleet: InProcessFleet, *slots: str) -> None:
     def are() -> bool:
         there = fleet.server.coordinator.roster.fleet().stages
@@ -120,10 +87,6 @@ async def paused_for_good(fleet: InProcessFleet, *slots: str) -> None:
         )
 
     await eventually(are)
-
-
-def on_record(fleet: InProcessFleet) -> list[str]:
-    return [key for key, _ in fleet.server.coordinator._journal.read("pause")]
 
 
 async def test_an_engine_that_is_killed_after_a_pause_of_all_comes_back_paused(

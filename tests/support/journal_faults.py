@@ -1,0 +1,60 @@
+"""Faults of the coordinator's journal: a full disk, and events around one write."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlctl.contract.errors import Reason
+from rlctl.ports import Put
+from rlctl.testing.in_process_fleet import InProcessFleet
+
+
+@asynccontextmanager
+async def full_disk(fleet: InProcessFleet, kind: str = "") -> AsyncIterator[None]:
+    """The journal takes nothing, or no record of a kind."""
+    journal = fleet.server.coordinator._journal
+    write_through = journal.write
+
+    async def refuse(changes: Sequence[Any]) -> None:
+        if not kind or any(isinstance(change, Put) and change.kind == kind for change in changes):
+            raise Reason.JOURNAL_FAILED.error("no space is left")
+        await write_through(changes)
+
+    journal.write = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        journal.write = write_through  # type: ignore[method-assign]
+
+
+MEANWHILE_S = 0.3
+"""How long something may get ahead of a record that is being written; what waits for the record does not end in it."""
+
+
+@asynccontextmanager
+async def at_write(
+    fleet: InProcessFleet, which: Callable[[Put], bool], *, before: Any = None, after: Any = None
+) -> AsyncIterator[None]:
+    """Once, when such a record is written: coroutines that run before, and before its writer learns that it is."""
+    journal = fleet.server.coordinator._journal
+    write_through = journal.write
+    left = [True]
+
+    async def write(changes: Sequence[Any]) -> None:
+        chosen = left and any(isinstance(change, Put) and which(change) for change in changes)
+        if chosen:
+            left.clear()
+        if chosen and before is not None:
+            await before()
+        await write_through(changes)
+        if chosen and after is not None:
+            await after()
+
+    journal.write = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        journal.write = write_through  # type: ignore[method-assign]
+    assert not left, "no such record was written"
