@@ -105,6 +105,9 @@ def document_of(flags: Flags, problems: Problems) -> Node:
 
     per_engine = flags.num_gpus_per_engine or 1
     total = flags.num_gpus if flags.num_gpus is not None else per_engine
+    if total < 1 and not flags.external_addresses:
+        problems.add(0, "--rollout-num-gpus", f"{total} GPUs start no engine; a fleet has one engine or more")
+        total = per_engine
     groups: list[dict[str, object]]
     if flags.external_addresses:
         groups = [{"worker_type": "regular", "external": list(flags.external_addresses)}]

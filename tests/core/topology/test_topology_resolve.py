@@ -493,6 +493,7 @@ def test_what_is_wrong_with_a_flag_is_told_under_its_name(given: dict[str, Any],
         ({"model": "a/b"}, "--model: 'a/b' must be letters"),
         ({"model": ""}, "--model: it must not be empty"),
         ({"num_gpus": 5, "num_gpus_per_engine": 2}, "--rollout-num-gpus: 5 is not divisible by"),
+        ({"num_gpus": 0}, "--rollout-num-gpus: 0 GPUs start no engine"),
         ({"external_addresses": ["h"]}, "--rollout-external-engine-addrs: 'h' is not HOST:PORT"),
     ],
 )
