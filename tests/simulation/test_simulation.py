@@ -19,10 +19,13 @@ FOLDER = Path(__file__).parents[1] / "simulator"
 
 SEEDS = range(1000, 1030)
 
-FOUND = (4021, 4047, 4230, 4350, 9092, 267599, 279959, 280485, 282514, 331586, 344499, 900651)
+FOUND = (4021, 4047, 4230, 4350, 9092, 267599, 279959, 280485, 282514, 331586, 344499, 900651, 20082, 20521)
 """Seeds that showed a fault, which was mended; (267599, 279959, 344499, 900651) those of the simulation itself."""
 
 CAUGHT_BY = {
+    "adapter_gate": 1013,
+    "adapter_scope": 1146,
+    "adapter_seal": 1031,
     "admission": 1003,
     "at_most_once": 1014,
     "bucket_order": 1003,
@@ -33,6 +36,7 @@ CAUGHT_BY = {
     "grant_order": 1500,
     "idempotency": 1000,
     "journal_fencing": 1040,
+    "kept_adapter_pauses": 1508,
     "kept_pauses": 1016,
     "kept_weights": 1013,
     "late_results": 1322,

@@ -8,7 +8,7 @@ from rlctl.contract.errors import RlctlError
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, STAGE_STATE_PAUSED, STAGE_STATE_READY, StageState
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, Operation
-from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse
 from tests.simulator.processes.fleet import Fleet
 
 _WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
@@ -32,10 +32,16 @@ def look(fleet: Fleet) -> None:
                 fleet.sim.observer.broken("I1", f"{host.name} would serve with KV entries of other weights")
             for engine in host.machine.engines:
                 engine.computes()
+            for adapter in sorted(stage.facts.adapters):
+                with contextlib.suppress(RlctlError):
+                    stage.serving.refuse(host.now(), adapter=adapter)
+                    fleet.sim.observer.generates(host.slot, host.model, stage.incarnation, adapter)
 
 
-def staged(fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse) -> None:
-    """I9: a staged update, which has ended, is all or nothing."""
+def staged(
+    fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse, begin: BeginWeightUpdateRequest
+) -> None:
+    """I9: a staged update, or an adapter's, which has ended, is all or nothing."""
     if operation.state != OPERATION_STATE_FAILED:
         return
     for target in plan.targets:
@@ -44,8 +50,12 @@ def staged(fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse) 
         if stage is None or stage.incarnation != target.incarnation:
             continue
         facts = stage.facts
-        if facts.state in _WHOLE and facts.version == plan.version:
-            fleet.sim.observer.broken("I9", f"{plan.version.label} was not published, {target.slot} is at it")
+        if begin.adapter:
+            there = begin.adapter in facts.adapters and facts.adapters[begin.adapter].version == begin.version
+        else:
+            there = facts.state in _WHOLE and facts.version == plan.version
+        if there:
+            fleet.sim.observer.broken("I9", f"{begin.version} was not published, {target.slot} is at it")
 
 
 def unsettled(fleet: Fleet) -> list[tuple[str, str]]:

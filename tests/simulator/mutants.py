@@ -165,6 +165,9 @@ def _all_kept(results: Any) -> frozenset[Any]:
 
 
 MUTANTS: dict[str, list[Patch]] = {
+    "adapter_gate": [(Serving, "refuse_paused", _nothing)],
+    "adapter_scope": [],
+    "adapter_seal": [],
     "admission": [(Facts, "at_admitted_version", property(lambda self: self.version.sequence > 0))],
     "at_most_once": [(Executor, "_start", _every_time)],
     "bucket_order": [],
@@ -187,6 +190,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "late_results": [(Commander, "_take", _by_order)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
     "lease_expiry": [(Updates, "_decision", _no_lease)],
+    "kept_adapter_pauses": [(Slot, "owed_adapters", ())],
     "kept_pauses": [(Slot, "owes_pause", False)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
     "probe": [(verification_levels, "judge_probe", _always_computed)],

@@ -33,7 +33,7 @@ from tests.simulator.model.profiles import SimSlot
 from tests.simulator.model.rank_weights import Holding
 from tests.simulator.ports.journal import SimJournal, Store
 from tests.simulator.ports.process_groups import Tensors
-from tests.simulator.ports.virtual_time import Node, World
+from tests.simulator.ports.virtual_time import EPOCH_S, Node, World
 
 LEASE_S = 10.0
 """How long a coordinator lets stages serve, as from its word."""
@@ -122,16 +122,16 @@ class Observer:
         self._unloading: dict[tuple[str, str], str] = {}
         """Versions of adapters that a model has no more, by model and name, until whoever unloads them is told so."""
         self._reports: dict[str, int] = {}
-        self._paused: dict[tuple[str, int], str] = {}
-        """What paused an incarnation of a stage by name, until somebody asks for it to go on."""
+        self._paused: dict[tuple[str, int, str], str] = {}
+        """What paused an incarnation of a stage by name, or an adapter there, until somebody asks for it to go on."""
         self._pauses_of_the_fleet: dict[str, tuple[PauseRecord, set[str]]] = {}
         """Pauses by name that were OK, by operation, until a continue; with slots that were continued since."""
         self._retired: set[str] = set()
         """Slots that are retired on record."""
         self._recorded: dict[str, PauseRecord] = {}
         """Every pause by name that is on record."""
-        self._continued: dict[str, int] = {}
-        """When that was asked for last, by slot, in nanoseconds of the wall clock."""
+        self._continued: dict[tuple[str, str], int] = {}
+        """When that was asked for last, by slot and adapter, in nanoseconds of the wall clock."""
         self._rolling: dict[tuple[str, str, int], int] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
         epoch that the coordinator began with that carries it out.
@@ -166,7 +166,7 @@ class Observer:
             elif change.kind == "slot":
                 self._retired.discard(change.key)
             elif change.kind == "pause":
-                self._recorded.pop(change.key, None)
+                self._over(self._recorded.pop(change.key, None))
                 self._pauses_of_the_fleet.pop(change.key, None)
             return
         if change.kind == "model":
@@ -178,6 +178,7 @@ class Observer:
         elif change.kind == "slot":
             (self._retired.add if SlotRecord.FromString(change.body).retired else self._retired.discard)(change.key)
         elif change.kind == "pause":
+            self._over(self._recorded.get(change.key))
             pause = self._recorded[change.key] = PauseRecord.FromString(change.body)
             if change.key in self._pauses_of_the_fleet:
                 _, going = self._pauses_of_the_fleet[change.key]
@@ -198,6 +199,14 @@ class Observer:
                 self._reign = self._store.holder, epoch
                 # What one before it admitted beside the latest version is served no longer than its leases.
                 self._world.timer.later(LEASE_S + 1.0, self._rolled, lambda entry: self._rolling[entry] < epoch)
+
+    def _over(self, record: PauseRecord | None) -> None:
+        """The record of a pause has changed. One whose time is up has ended, perhaps where no stage is told."""
+        if record is None or not record.pause.HasField("until"):
+            return
+        if record.pause.until.ToNanoseconds() / 1e9 <= EPOCH_S + self._world.now:
+            by = record.pause.operation_id
+            self._paused = {key: paused_by for key, paused_by in self._paused.items() if paused_by != by}
 
     def _ended(self, operation: Operation) -> None:
         """No operation ends in a defect, and a target that is said to have done something has."""
@@ -225,39 +234,50 @@ class Observer:
                 slot for slot in self._retired if operation.model in ("", self._slots[slot].model)
             }
             absent = absent if operation.verb == "ContinueGeneration" else set()
+            adapter = operation.adapter
             for slot in (*operation.targets, *absent):
-                self._continued[slot] = operation.create_time.ToNanoseconds()
-                self._paused = {key: by for key, by in self._paused.items() if key[0] != slot}
-                for _, going in self._pauses_of_the_fleet.values():
+                self._continued[slot, adapter] = operation.create_time.ToNanoseconds()
+                self._paused = {key: by for key, by in self._paused.items() if key[::2] != (slot, adapter)}
+                for going in self._going_on(adapter):
                     going.add(slot)
         elif operation.verb == "ContinueGeneration":
             # A stage that refused stays under its pause. A stage whose outcome is unknown may generate.
-            began = operation.create_time.ToNanoseconds()
+            began, adapter = operation.create_time.ToNanoseconds(), operation.adapter
             for result in operation.stage_results:
-                if result.outcome == OUTCOME_REJECTED and self._continued.get(result.slot) == began:
-                    for _, going in self._pauses_of_the_fleet.values():
+                if result.outcome == OUTCOME_REJECTED and self._continued.get((result.slot, adapter)) == began:
+                    for going in self._going_on(adapter):
                         going.discard(result.slot)
         elif operation.verb == "PauseGeneration" and not operation.update_id:
-            ended = operation.done_time.ToNanoseconds()
-            for result in operation.stage_results:
-                if result.outcome == OUTCOME_APPLIED and ended > self._continued.get(result.slot, 0):
-                    self._paused[result.slot, result.incarnation] = operation.operation_id
+            ended, adapter = operation.done_time.ToNanoseconds(), operation.adapter
             record = self._recorded.get(operation.operation_id)
+            # What a stage keeps paused of an adapter follows the record: it may be over before a drain is.
+            results = operation.stage_results if record is not None or not adapter else ()
+            for result in results:
+                if result.outcome == OUTCOME_APPLIED and ended > self._continued.get((result.slot, adapter), 0):
+                    self._paused[result.slot, result.incarnation, adapter] = operation.operation_id
             if operation.state == OPERATION_STATE_OK and record is not None:
-                going = {slot for slot, asked in self._continued.items() if asked > ended}
+                going = {slot for (slot, of), asked in self._continued.items() if of == adapter and asked > ended}
                 self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going))
 
-    def generates(self, slot: str, model: str, incarnation: int) -> None:
-        """A stage generates, or would: I11, nobody has paused it by name."""
-        by = self._paused.get((slot, incarnation))
-        if by is not None:
-            self.broken("I11", f"{slot} generates, which was paused by {by}, and nobody has asked for it to go on")
+    def _going_on(self, adapter: str) -> list[set[str]]:
+        """Slots that were continued since, of each pause of the fleet of this scope."""
+        return [going for record, going in self._pauses_of_the_fleet.values() if record.pause.adapter == adapter]
+
+    def generates(self, slot: str, model: str, incarnation: int, adapter: str = "") -> None:
+        """A stage generates, or would: I11, nobody has paused it by name, or the adapter that it does so with."""
+        what = f"{slot} generates with adapter {adapter!r}" if adapter else f"{slot} generates"
+        for scope in {"", adapter}:
+            by = self._paused.get((slot, incarnation, scope))
+            if by is not None:
+                self.broken("I11", f"{what}, which was paused by {by}, and nobody has asked for it to go on")
         known = self._slots[slot]
         for key, (record, going) in self._pauses_of_the_fleet.items():
             target = record.target
+            scope = record.pause.adapter
             meant = target.model in ("", model) and (not target.slots or slot in target.slots)
-            if meant and slot not in {*record.continued, *going} and not known.may_skip("PauseGeneration"):
-                self.broken("I11", f"{slot} generates, and pause {key} of its model is in force")
+            meant = meant and scope in ("", adapter) and slot not in {*record.continued, *going}
+            if meant and (scope or not known.may_skip("PauseGeneration")):
+                self.broken("I11", f"{what}, and pause {key} of its model is in force")
 
     def _unloaded(self, models: set[str]) -> None:
         """Nobody serves any more what these models have no more."""
@@ -308,8 +328,8 @@ class Observer:
         if not part.samples[0].output_ids:
             return
         self.tokens += 1
-        self.generates(part.slot, model, part.incarnation)
         made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
+        self.generates(part.slot, model, part.incarnation, made.adapter)
         if made.released:
             self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")
         if made.stale:

@@ -113,6 +113,8 @@ class Seed:
                 self._at(f"{work.__name__} {number}", operator.node, work)
         for number in range(world.chance("dismissals").choice((0, 0, 0, 0, 1, 2))):
             self._at(f"dismiss {number}", operator.node, operator.dismiss)
+        for number in range(world.chance("pauses of adapters").choice((0, 0, 1, 1, 2))):
+            self._at(f"pause adapter {number}", operator.node, operator.pause_adapter)
         curious = Curious(fleet, world.spawn("curious"))
         for number in range(chance.randint(2, 6)):
             self._at(f"curious {number}", curious.node, curious.act)

@@ -34,7 +34,7 @@ from rlctl.v1.coordinator_pb2 import (
     SetHealingRequest,
     SetStageEnabledRequest,
 )
-from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.rollout_pb2 import GenerateManyRequest, GenerateRequest, NumberedRequest
 from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
 from tests.simulator.model.rank_weights import ADAPTER_NAMES, contents, digest
@@ -48,7 +48,16 @@ GRACE_S = 2.0
 
 RETRIES = 3
 
+ADAPTERS = ("math", "code")
+"""Names of the adapters of every model."""
+
 MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN)
+
+MOSTLY_ABLE = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN, *MODES)
+"""Modes of pauses of an adapter: some engines have the first two only."""
+
+GOES_ON_S = 30.0
+"""How long a stage that takes requests may take for the first token of one: in a drain the others come first."""
 
 LOST = (Reason.LINK_LOST, Reason.UNREACHABLE, Reason.DEADLINE_EXCEEDED)
 """Failures after which nobody knows what happened."""
@@ -211,8 +220,10 @@ class Operator(Caller):
 
     async def load_adapter(self, chance: random.Random) -> None:
         """An adapter by file."""
+        await self._load(chance.choice(sorted(self.fleet.models)), chance.choice(ADAPTERS), chance)
+
+    async def _load(self, model: str, name: str, chance: random.Random) -> None:
         self._loaded += 1
-        model, name = chance.choice(sorted(self.fleet.models)), chance.choice(("math", "code"))
         tag = f"{model}-{name}-{self._loaded}"
         self.sim.disks[tag] = self.sim.observer.adapters[model, name, tag] = contents(tag, ADAPTER_NAMES)
         request = verbs_pb2.LoadAdapterRequest(
@@ -227,11 +238,42 @@ class Operator(Caller):
     async def unload_adapter(self, chance: random.Random) -> None:
         """Forget an adapter."""
         target = Target(model=chance.choice(sorted(self.fleet.models)))
-        name = chance.choice(("math", "code"))
+        name = chance.choice(ADAPTERS)
         request = verbs_pb2.UnloadAdapterRequest(
             header=RequestHeader(target=target), name=name, abort_requests=chance.random() < 0.7
         )
         await self.do(request, chance)
+
+    async def pause_adapter(self, chance: random.Random) -> None:
+        """Pause an adapter that is in use, see that everything else goes on, and mostly let it go on."""
+        model, name = chance.choice(sorted(self.fleet.models)), chance.choice(ADAPTERS)
+        await self._load(model, name, chance)
+        client = Client(self.fleet)
+        for slot in self.fleet.models[model]:
+            await client.use(slot, name, chance)
+        header = RequestHeader(target=Target(model=model))
+        if chance.random() < 0.3:
+            header.target.slots.append(chance.choice(self.fleet.models[model]))
+        await asyncio.sleep(chance.uniform(0, 2))
+        pause = verbs_pb2.PauseGenerationRequest(header=header, adapter=name, mode=chance.choice(MOSTLY_ABLE))
+        if chance.random() < 0.3:
+            pause.ttl.CopyFrom(duration(chance.uniform(2, 20)))
+        self.sim.observer.note(f"operator: pauses {name} of {model} {header.target.slots}")
+        with contextlib.suppress(RlctlError):
+            operation = await self.verb(pause, 15.0)
+            self.sim.observer.note(f"operator: pause of {name} ended {operation.state} {operation.error.message}")
+            if operation.state == OPERATION_STATE_OK:
+                for slot in operation.targets:
+                    other = next(each for each in ADAPTERS if each != name)
+                    self.node.start(client.goes_on(slot, chance.choice(("", other)), f"the pause of {name}", chance))
+        await asyncio.sleep(chance.uniform(0, 15))
+        for request, often in (
+            (None, 0.3),
+            (verbs_pb2.ContinueGenerationRequest(header=header), 0.3),
+            (verbs_pb2.ContinueGenerationRequest(header=header, adapter=name), 0.75),
+        ):
+            if chance.random() < often:
+                await (self._load(model, name, chance) if request is None else self.do(request, chance))
 
     async def heal(self, chance: random.Random) -> None:
         """Heal whatever needs it."""
@@ -316,6 +358,30 @@ class Client:
 
         host.node.start(_read(host.generate_many(requests())))
 
+    async def use(self, slot: str, adapter: str, chance: random.Random) -> None:
+        """A long request with an adapter or, with "", without one."""
+        host = self._host(slot, chance)
+        if host is not None:
+            request = self._request(host, chance)
+            request.adapter, request.min_version_seq = adapter, 0
+            request.sampling_params.max_new_tokens = chance.randint(20, 100)
+            host.node.start(_read(host.generate(request, 30.0)))
+
+    async def goes_on(self, slot: str, adapter: str, beside: str, chance: random.Random) -> None:
+        """I12: a stage that takes a request generates with it, whatever another adapter's pause does."""
+        host = self._host(slot, chance)
+        if host is None or not _takes(host, adapter):
+            return
+        stage, request = host.stage, self._request(host, chance)
+        request.adapter, request.min_version_seq = adapter, 0
+        tokens: list[int] = []
+        task = host.node.start(_read(host.generate(request, GOES_ON_S * 2), tokens))
+        for _ in range(int(GOES_ON_S)):
+            await asyncio.sleep(1.0)
+            if tokens or task.done() or host.stage is not stage or not _takes(host, adapter):
+                return
+        self.sim.observer.broken("I12", f"{host.name} takes requests with {adapter!r} and generates none, in {beside}")
+
     def _host(self, slot: str, chance: random.Random) -> StageHost | None:
         """What is asked: of two processes with one slot, either."""
         hosts = [host for host in self.fleet.filling(slot) if host.alive]
@@ -326,13 +392,25 @@ class Client:
         request.input_ids.ids.append(1)
         request.sampling_params.max_new_tokens = chance.randint(1, 60)
         if chance.random() < 0.2:
-            request.adapter = chance.choice(("math", "code"))
+            request.adapter = chance.choice(ADAPTERS)
         if chance.random() < 0.2:
             request.min_version_seq = self.sim.observer.sequence(host.model)
         return request
 
 
-async def _read(parts: Any) -> None:
+async def _read(parts: Any, tokens: list[int] | None = None) -> None:
     with contextlib.suppress(RlctlError):
-        async for _ in parts:
-            pass
+        async for part in parts:
+            if tokens is not None:
+                tokens.extend(part.samples[0].output_ids)
+
+
+def _takes(host: StageHost, adapter: str) -> bool:
+    """Whether a stage would take a request now, and its processes run."""
+    if host.stage is None or not all(node.alive and not node.stopped for node in host.nodes):
+        return False
+    try:
+        host.stage.serving.refuse(host.now(), adapter=adapter)
+    except RlctlError:
+        return False
+    return True

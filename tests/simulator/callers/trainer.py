@@ -11,6 +11,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import fingerprints
 from rlctl.v1 import update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
+    PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
     TRANSPORT_TORCH_GLOO,
@@ -21,10 +22,12 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_UNSPECIFIED,
+    RequestHeader,
+    Target,
     WeightVersion,
 )
 from rlctl.v1.results_pb2 import Operation
-from tests.simulator.callers.operators_and_clients import MODES, Caller
+from tests.simulator.callers.operators_and_clients import MODES, Caller, Client
 from tests.simulator.callers.trainer_send import Sending
 from tests.simulator.inspection import staged
 from tests.simulator.model.rank_weights import ADAPTER_NAMES, NAMES, contents, digest, digests, probed
@@ -74,6 +77,7 @@ class Trainer(Caller):
         if chance.random() < 0.15:
             begin.kind, begin.adapter = verbs_pb2.UPDATE_KIND_ADAPTER, "math"
             begin.ClearField("base")
+            begin.adapter_config.CopyFrom(verbs_pb2.AdapterConfig(lora_rank=1, target_modules=["q_proj"]))
             begin.apply = chance.choice((verbs_pb2.APPLY_MODE_UNSPECIFIED, verbs_pb2.APPLY_MODE_STAGED))
         elif chance.random() < 0.3:
             begin.apply = verbs_pb2.APPLY_MODE_STAGED
@@ -123,7 +127,12 @@ class Trainer(Caller):
             begin.header.timeout.CopyFrom(duration(limit))
         deadline = self.node.loop.time() + limit
         sim.observer.note(f"{self.node.name} begins {tag}: {_words(begin)}")
+        users = sim.world.chance(f"users of {tag}")
+        if begin.adapter and users.random() < 0.7:
+            await self._load_first(begin, users)
         plan = await self.call("BeginWeightUpdate", begin, 10.0)
+        if begin.adapter:
+            await self._use(begin.adapter, plan, users)
         sent = self._contents(begin, plan, tag, chance)
         complete = len(sent) in (len(NAMES), len(ADAPTER_NAMES)) or begin.kind == verbs_pb2.UPDATE_KIND_DELTA
         gives_digest = chance.random() < 0.7 and complete
@@ -172,8 +181,8 @@ class Trainer(Caller):
             sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
             if operation.state in PUBLISHED:
                 self.base = operation.weight_version
-            if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
-                staged(self.fleet, operation, plan)
+            if begin.apply == verbs_pb2.APPLY_MODE_STAGED or begin.adapter:
+                staged(self.fleet, operation, plan, begin)
         except RlctlError as error:
             sim.observer.note(f"{tag} failed: {error}")
             self.boot_id = sim.world.new_id()
@@ -187,6 +196,31 @@ class Trainer(Caller):
                 await self.call("AbortWeightUpdate", abort, 60.0)
         finally:
             renewing.cancel()
+
+    async def _load_first(self, begin: update_pb2.BeginWeightUpdateRequest, chance: random.Random) -> None:
+        """Load an adapter from disk, for the update to replace while it is in use."""
+        begin.options.pause = chance.choice((PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE))
+        tag = f"{begin.version}-before"
+        self.sim.disks[tag] = self.sim.observer.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
+        load = verbs_pb2.LoadAdapterRequest(
+            header=RequestHeader(target=Target(model=self.model)),
+            name=begin.adapter,
+            path=tag,
+            version=tag,
+            abort_requests=True,
+        )
+        with contextlib.suppress(RlctlError):
+            await self.verb(load, 15.0)
+
+    async def _use(self, adapter: str, plan: update_pb2.BeginWeightUpdateResponse, chance: random.Random) -> None:
+        """Requests with an adapter, and others, run while it is replaced; some stages take long over the steps."""
+        client = Client(self.fleet)
+        for target in plan.targets:
+            for name in (adapter, ""):
+                await client.use(target.slot, name, chance)
+            host = self.fleet.stages.get(target.slot)
+            if host is not None and chance.random() < 0.5 and not self.sim.settling:
+                host.answer_slowly(chance)
 
     async def _attempts(
         self,

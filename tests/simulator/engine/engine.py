@@ -40,6 +40,9 @@ from tests.simulator.model.rank_weights import NAMES, Holding, digest, digests, 
 from tests.simulator.ports.process_groups import Tensors
 from tests.simulator.ports.virtual_time import Node
 
+ADAPTER_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
+"""Pause modes for one adapter of an engine that cannot hold single requests back."""
+
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
 
@@ -95,6 +98,7 @@ class SimEngine(Engine):
         self._released: frozenset[int] = frozenset()
         self._pause_adapter = 0
         self._released_adapter = asyncio.Event()
+        self.paused_adapters: set[str] = set()
         self._kept: dict[str, str] | None = None
         self._entries: set[tuple[str, ...]] = set()
         """What entries of the KV cache were computed with."""
@@ -136,6 +140,7 @@ class SimEngine(Engine):
         modes = [PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN]
         return Capabilities(
             pause_modes=modes[:2] if modest else modes,
+            adapter_pause_modes=ADAPTER_MODES if modest else modes,
             transports=[TRANSPORT_DISK, TRANSPORT_TORCH_GLOO, *([] if modest else [TRANSPORT_SHARED_MEMORY])],
             adapter_transports=[TRANSPORT_DISK] if modest else [],
             verification=LEVELS[slot.kind],
@@ -238,6 +243,11 @@ class SimEngine(Engine):
     async def pause_generation(self, request: verbs.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         mode = request.mode or PAUSE_MODE_ABORT
+        if request.adapter:
+            await self._begin("PauseGeneration", call)
+            await self._stop_users(request.adapter, mode)
+            self.paused_adapters.add(request.adapter)
+            return
         if self._paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT and self._requests:
             raise Reason.PAUSE_MODE_CONFLICT.error("requests are frozen in place; continue, or pause with retract")
         await self._begin("PauseGeneration", call)
@@ -251,8 +261,11 @@ class SimEngine(Engine):
 
     async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
-        del request
         await self._begin("ContinueGeneration", call)
+        if request.adapter:
+            self.paused_adapters.discard(request.adapter)
+            self._let_go_on()
+            return
         self._paused = None
         self._going.set()
 
@@ -313,7 +326,8 @@ class SimEngine(Engine):
         await self._begin("PrepareUpdate", call)
         staged = request.apply == verbs.APPLY_MODE_STAGED
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
-            if request.abort_all_requests or not request.pause:
+            stopped = request.pause or self._is_paused(request.adapter.name)
+            if request.abort_all_requests or not stopped:
                 self._end_users(request.adapter.name, end=request.abort_all_requests)
         elif not staged:
             self._refuse_active(abort=request.abort_all_requests)
@@ -391,7 +405,8 @@ class SimEngine(Engine):
         self.holding.refuse_other(call.update_id)
         await self._begin("SealUpdate", call)
         if self.holding.adapter is not None:
-            await self._stop_users(self.holding.adapter.name)
+            if not self._is_paused(self.holding.adapter.name):
+                await self._stop_users(self.holding.adapter.name, self._pause_adapter)
             self.holding.refuse_other(call.update_id)
         return self.holding.report(self.holding.seal())
 
@@ -438,17 +453,23 @@ class SimEngine(Engine):
         del request, call
         return self.holding.listed()
 
-    async def _stop_users(self, name: str) -> None:
-        """What a seal does to the requests with an adapter, beside holding them."""
-        mode = self._pause_adapter
+    async def _stop_users(self, name: str, mode: int) -> None:
+        """What a seal or a pause does to the requests with an adapter, beside holding them."""
         if mode in (0, PAUSE_MODE_ABORT):
             self._end_users(name, end=mode == PAUSE_MODE_ABORT)
         while mode == PAUSE_MODE_DRAIN and self._users(name) and self.machine.engines[0]._paused is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _is_held(self, adapter: str) -> bool:
-        """Whether a rank of the engine has sealed the update of an adapter."""
-        return bool(adapter) and any(engine.holding.sealed_adapter == adapter for engine in self.machine.engines)
+        """Whether nothing is generated with an adapter: a rank has sealed its update, or it is paused by name."""
+        sealed = any(engine.holding.sealed_adapter == adapter for engine in self.machine.engines)
+        sealed = sealed and "adapter_seal" not in self._sim.off
+        if "adapter_scope" in self._sim.off and self.paused_adapters:
+            return True
+        return bool(adapter) and (sealed or self._is_paused(adapter))
+
+    def _is_paused(self, adapter: str) -> bool:
+        return any(adapter in engine.paused_adapters for engine in self.machine.engines)
 
     def _let_go_on(self) -> None:
         for engine in self.machine.engines:
