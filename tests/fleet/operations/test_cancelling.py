@@ -75,7 +75,7 @@ async def test_while_it_is_being_recorded(make_fleet: Callable[..., Any], checkp
             "pause": lambda: fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header)),
             "unload": lambda: fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math", header=header)),
             "unload for a slot": lambda: fleet.stub.UnloadAdapter(
-                v.UnloadAdapterRequest(name="math", header=header("a"))
+                v.UnloadAdapterRequest(name="math", header=RequestHeader(for_slot="a", unkeyed=True))
             ),
             "relabel": lambda: end(fleet, version="other"),
             "heal": lambda: fleet.stub.HealStage(rpc.HealStageRequest(header=header)),
