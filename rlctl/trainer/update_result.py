@@ -36,8 +36,8 @@ class UpdateResult:
 
     @property
     def verification(self) -> Verification:
-        """Evidence of each kind, the weakest among the targets that confirmed: ``held`` of the bytes that their ranks
-        hold, ``computed`` of what they compute. The operation has each target's own.
+        """The weakest level of each kind among the targets that confirmed: ``held`` of the bytes at their ranks,
+        ``computed`` of the values that they compute. The operation has the levels of each target.
         """
         return self.operation.verification
 

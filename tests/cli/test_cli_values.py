@@ -235,17 +235,17 @@ def test_any_field_of_any_message_can_be_shown() -> None:
     assert text.field(adapters, adapters.DESCRIPTOR.fields_by_name["adapters"]) == "math,code"
 
 
-def test_the_evidence_of_both_kinds_is_shown() -> None:
+def test_the_verification_of_both_kinds_is_shown() -> None:
     expected, probe, none = (
         common_pb2.VERIFICATION_LEVEL_EXPECTED,
         common_pb2.VERIFICATION_LEVEL_PROBE,
         common_pb2.VERIFICATION_LEVEL_NONE,
     )
-    assert text.evidence(common_pb2.Verification(held=expected, computed=probe)) == "EXPECTED,PROBE"
-    assert text.evidence(common_pb2.Verification(held=expected, computed=none)) == "EXPECTED"
-    assert text.evidence(common_pb2.Verification(held=none, computed=probe)) == "PROBE"
-    assert text.evidence(common_pb2.Verification(held=none, computed=none)) == "NONE"
-    assert text.evidence(common_pb2.Verification()) == ""
+    assert text.verification(common_pb2.Verification(held=expected, computed=probe)) == "EXPECTED,PROBE"
+    assert text.verification(common_pb2.Verification(held=expected, computed=none)) == "EXPECTED"
+    assert text.verification(common_pb2.Verification(held=none, computed=probe)) == "PROBE"
+    assert text.verification(common_pb2.Verification(held=none, computed=none)) == "NONE"
+    assert text.verification(common_pb2.Verification()) == ""
 
 
 def test_the_end_of_an_update_says_what_it_does_not_prove_and_what_it_leaves_paused() -> None:

@@ -65,7 +65,7 @@ def _tables(operation: Operation) -> list[Table]:
                 ("Update", operation.update_id),
                 ("Version", values.version(operation.weight_version)),
                 ("Model digest", operation.model_digest),
-                ("Verified", values.evidence(operation.verification)),
+                ("Verified", values.verification(operation.verification)),
                 ("Adapters", values.adapters(operation.adapters)),
                 ("Adapters dropped", ", ".join(operation.dropped_adapters)),
                 ("Paused", values.duration(operation.pause_time) if operation.HasField("pause_time") else ""),

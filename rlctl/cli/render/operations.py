@@ -163,7 +163,7 @@ def _stage(result: StageResult) -> Iterator[str]:
 def _proof(result: StageResult) -> Iterator[str]:
     ranks = result.rank_results
     yield values.name_of(Evidence.DESCRIPTOR, result.evidence)
-    yield values.evidence(result.verification) or values.name_of(VerificationLevel.DESCRIPTOR, result.verified)
+    yield values.verification(result.verification) or values.name_of(VerificationLevel.DESCRIPTOR, result.verified)
     yield f"{sum(rank.outcome == OUTCOME_APPLIED for rank in ranks)}/{len(ranks)}" if ranks else ""
     yield _steps(ranks)
     yield values.duration(result.elapsed)

@@ -147,7 +147,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Version", values.version(model.latest)),
                 ("Admitted", values.joined(values.version(version) for version in model.admitted)),
                 ("Digest", model.model_digest),
-                ("Verified", values.evidence(model.verification)),
+                ("Verified", values.verification(model.verification)),
                 ("Checkpoint", model.checkpoint),
                 ("Adapters", values.adapters(model.adapters)),
                 ("Updatable", values.yes(model.updatable)),

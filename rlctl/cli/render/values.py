@@ -60,8 +60,8 @@ def adapters(values: Iterable[Adapter]) -> str:
     return joined(f"{value.name}@{value.version}" if value.version else value.name for value in values)
 
 
-def evidence(value: Verification) -> str:
-    """The evidence of each kind: EXPECTED,PROBE; NONE for none of either; "" where no update says."""
+def verification(value: Verification) -> str:
+    """The level of each kind: EXPECTED,PROBE; NONE for none of either; "" for weights that come from no update."""
     none = VERIFICATION_LEVEL_NONE
     levels = [level for level in (value.held, value.computed) if level > none] or [max(value.held, value.computed)]
     return joined(name_of(VerificationLevel.DESCRIPTOR, level) for level in levels if level)
