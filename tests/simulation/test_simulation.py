@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "simulator"
 
 SEEDS = range(1000, 1030)
 
-FOUND = (4021, 4047, 4230, 4350, 9092, 267599, 279959, 280485, 282514, 331586, 344499, 900651, 20082, 20521)
+FOUND = (4021, 4047, 4230, 4350, 9092, 267599, 279959, 280485, 282514, 331586, 344499, 900651, 20082, 20521, 21564)
 """Seeds that showed a fault, which was mended; (267599, 279959, 344499, 900651) those of the simulation itself."""
 
 CAUGHT_BY = {

@@ -66,6 +66,10 @@ class Pauses:
         records = (record for name, record in self._records.items() if name != key)
         return any(record.pause.adapter == scope and _applies(record, slot) for record in records)
 
+    def besides(self, keys: Collection[str]) -> list[str]:
+        """Keys of the pauses in force that are none of these."""
+        return [key for key in self._records if key not in keys]
+
     @property
     def in_force(self) -> list[PauseRecord]:
         """Every one, oldest first."""
@@ -112,14 +116,15 @@ class Pauses:
         with_it: Sequence[Put] = (),
         *,
         adapter: str = "",
+        newer: Collection[str] = (),
     ) -> None:
         """End the pauses of a continue's target and scope, durably, except for slots that ``refused``. ``slots``: all
-        slots. ``with_it``: further puts of the same write.
+        slots. ``with_it``: further puts of the same write. ``newer``: pauses that began after the continue, and stay.
         """
         async with self._writing:
             changed: dict[str, PauseRecord | None] = {}
             for key, record in self._records.items():
-                if record.pause.adapter != adapter:
+                if record.pause.adapter != adapter or key in newer:
                     continue
                 paused = [slot for slot in slots if _applies(record, slot)]
                 left = [slot.name for slot in paused if not covers(target, slot) or slot.name in refused]

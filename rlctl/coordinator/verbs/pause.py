@@ -119,13 +119,13 @@ class Pausing:
         """Continue the targets. Pauses by name end for stages that go on now or with the resume of their memory, and
         for absent stages of the request's target.
         """
-        target = request.header.target
+        target, known = request.header.target, self._roster.pauses.besides(())
         with _in_hand(targets, ""):
             await self._waking.go_on(request, targets, run, deadline)
             going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in going]
             if going:
-                await self._end(target, refused, addressed=targets)
+                await self._end(target, refused, addressed=targets, newer=self._roster.pauses.besides(known))
 
     async def go_on_with(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
@@ -133,6 +133,7 @@ class Pausing:
         """Continue an adapter at the targets, in whatever state they are. Pauses of it by name end as in
         :meth:`go_on`; an absent stage goes on when it returns.
         """
+        known = self._roster.pauses.besides(())
         with _in_hand(targets, request.adapter):
             operation_id = run.operation.operation_id
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
@@ -141,22 +142,32 @@ class Pausing:
             )
             refused = [r.slot for r in results if r.outcome not in (OUTCOME_APPLIED, OUTCOME_SKIPPED)]
             if len(refused) < len(targets):
-                await self.end_with(request.adapter, request.header.target, refused)
+                newer = self._roster.pauses.besides(known)
+                await self.end_with(request.adapter, request.header.target, refused, newer)
 
-    async def end_with(self, adapter: str, target: Target, refused: Collection[str] = ()) -> None:
+    async def end_with(
+        self, adapter: str, target: Target, refused: Collection[str] = (), newer: Collection[str] = ()
+    ) -> None:
         """End pauses of an adapter. Stages that keep it paused go on with it as soon as they can."""
         every = list(self._roster.slots.values())
-        await self._roster.pauses.end(target, every, refused, adapter=adapter)
+        await self._roster.pauses.end(target, every, refused, adapter=adapter, newer=newer)
 
     async def go_on_later(self, target: Target) -> None:
         """End the pauses of a target whose stages cannot go on now: each goes on as soon as it can."""
         await self._end(target, (), addressed=())
 
-    async def _end(self, target: Target, refused: Collection[str], addressed: Collection[Slot]) -> None:
-        """End pauses. The same write records that the stages besides the ``addressed`` ones go on later."""
-        later = [slot for slot in self._roster.covered(target) if slot not in addressed and slot.pause is not None]
+    async def _end(
+        self, target: Target, refused: Collection[str], addressed: Collection[Slot], newer: Collection[str] = ()
+    ) -> None:
+        """End pauses, except for ``newer`` ones. The same write records that the stages besides the ``addressed`` ones
+        go on later.
+        """
+        covered = [slot for slot in self._roster.covered(target) if slot not in addressed]
+        later = [slot for slot in covered if slot.pause is not None and slot.pause.operation_id not in newer]
         every = list(self._roster.slots.values())
-        await self._waking.remember(later, lambda puts: self._roster.pauses.end(target, every, refused, puts))
+        await self._waking.remember(
+            later, lambda puts: self._roster.pauses.end(target, every, refused, puts, newer=newer)
+        )
 
 
 def _generates(slot: Slot, adapter: str) -> bool:

@@ -276,6 +276,29 @@ async def test_a_continue_reaches_one_that_was_cut_off_when_it_is_back(
     await fleet.until(lambda _: fleet.stage("a").routable)
 
 
+async def test_a_continue_ends_no_pause_that_began_after_it(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comes_back = await cut_off(fleet, "a", monkeypatch)
+    going = asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "continue_generation":
+            await going.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    continuing = asyncio.create_task(go_on(fleet))
+    slots = fleet.server.coordinator.roster.slots
+    await eventually(lambda: slots["b"].in_hand[""] == 1)
+    comes_back()
+    await fleet.until(lambda _: fleet.stage("a").routable)
+    newer = await pause(fleet, "a")
+    going.set()
+    await continuing
+    assert on_record(fleet) == [newer.operation_id]
+    await paused_for_good(fleet, "a")
+
+
 async def test_a_continue_of_one_slot_leaves_the_pause_in_force_for_the_others(
     fleet: InProcessFleet, served: set[str]
 ) -> None:
