@@ -189,3 +189,54 @@ def come_back_with(fleet: Fleet, slot: str, name: str) -> None:
         settled = [s.report for s in stages if s.routable]
         if any(name in {a.name for a in report.adapters} and not report.update_id for report in settled):
             return
+
+
+def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str) -> None:
+    """Its requests are ended or waited for, others go on; it is paused still when its server was killed."""
+    held, free = lora(model, 12), lora(model, 13)
+    for name, tensors in (("held", held), ("free", free)):
+        fleet.load_adapter(name, save(directory / name, tensors), version=name)
+    for mode in ("retract", "in_place"):
+        with pytest.raises(RlctlError) as unable:
+            fleet.pause_generation(mode, adapter="held")
+        assert (unable.value.reason, unable.value.field) == (Reason.UNSUPPORTED, "mode")
+        assert slot in unable.value.message
+    for mode in ("abort", "drain"):
+        assert _ended_by(fleet, mode) == (rollout.FINISH_TYPE_ABORT if mode == "abort" else rollout.FINISH_TYPE_LENGTH)
+        _only_is_paused(fleet, model, free)
+        if mode == "abort":
+            fleet.continue_generation(adapter="held")
+            assert generated(fleet, "held") == (merged_says(model, PROMPT, held), {"held"})
+    come_back_with(fleet, slot, "held")
+    _only_is_paused(fleet, model, free)
+    fleet.continue_generation(adapter="held")
+    assert generated(fleet, "held") == (merged_says(model, PROMPT, held), {"held"})
+    for name in ("held", "free"):
+        fleet.unload_adapter(name)
+
+
+def _ended_by(fleet: Fleet, mode: str) -> int:
+    """How a request with the adapter "held" ends that runs when it is paused; one that was over is sent again."""
+    for _ in range(20):
+        stream = fleet.generate_stream(
+            encode(PROMPT), adapter="held", max_new_tokens=480, temperature=0.0, ignore_eos=True
+        )
+        next(stream)
+        fleet.pause_generation(mode, adapter="held")
+        (last,) = list(stream)[-1].samples
+        if last.finish_reason.type == rollout.FINISH_TYPE_ABORT or mode == "drain":
+            break
+        fleet.continue_generation(adapter="held")
+    return last.finish_reason.type
+
+
+def _only_is_paused(fleet: Fleet, model: Any, free: Any) -> None:
+    """The adapter "held" is; "free" and the base are not."""
+    (stage,) = fleet.status().stages
+    assert [pause.adapter for pause in stage.adapter_pauses] == ["held"]
+    assert generated(fleet, "free") == (merged_says(model, PROMPT, free), {"free"})
+    assert generated(fleet, "") == (merged_says(model, PROMPT, {}), {""})
+    with pytest.raises(RlctlError) as paused:
+        fleet.generate(encode(PROMPT), adapter="held", max_new_tokens=1, timeout_s=1.0)
+    assert paused.value.reason is Reason.NO_ROUTABLE_STAGE, paused.value
+    assert "with adapter 'held' paused by name" in paused.value.message
