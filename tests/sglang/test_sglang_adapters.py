@@ -84,6 +84,10 @@ def test_requests_with_an_adapter_are_ended_only_when_that_is_asked_for(
     adapter_steps.end_requests_only_when_asked_to(fleet, tiny[0], tmp_path, while_paused=False)
 
 
+def test_the_requests_with_one_adapter_are_paused(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    adapter_steps.pause_one_alone(fleet, tiny[0], tmp_path, "actor")
+
+
 def test_a_base_update_keeps_or_drops_them(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     adapter_steps.are_kept_or_dropped(fleet, tiny[0], tmp_path)
 
