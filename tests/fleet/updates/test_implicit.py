@@ -412,7 +412,7 @@ async def test_an_adapter_that_every_engine_is_told_of_is_loaded_once(
 
 
 async def test_half_of_an_update_is_never_served(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implicit, "LEASE_S", 0.05)
+    monkeypatch.setattr(implicit, "LEASE_S", 0.5)
     await form(fleet)
     await pause(fleet)
     await write(fleet, "w1")
