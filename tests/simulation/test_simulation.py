@@ -52,7 +52,7 @@ CAUGHT_BY = {
     "shielding": 1003,
     "silence": 1004,
     "verification": 1059,
-    "vetting": 1114,
+    "vetting": 1153,
 }
 """The seed from which on one is looked for that shows a safeguard to be needed: it moves with every change of what the
 state machines do or of how long they take for it."""
@@ -72,10 +72,11 @@ def test_a_safeguard_that_is_turned_off_is_missed(safeguard: str) -> None:
 
 @functools.cache
 def caught_by(safeguard: str) -> int:
-    """The first seed under which a promise is broken without the safeguard."""
+    """The first seed under which a promise is broken without the safeguard. A defect (I0) may be the mutant's own."""
     first = CAUGHT_BY[safeguard]
     for seed in range(first, first + RANGE):
-        if run(seed, frozenset({safeguard})).violations:
+        violations = run(seed, frozenset({safeguard})).violations
+        if any(not violation.startswith("I0:") for violation in violations):
             return seed
     raise AssertionError(f"{RANGE} seeds from {first} on do not miss {safeguard}")
 
