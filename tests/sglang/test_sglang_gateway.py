@@ -31,7 +31,8 @@ async def server(reset: LaunchedFleet, tiny: tuple[Any, Path]) -> AsyncIterator[
         await gateway.start()
         base = f"http://{gateway.address}"
         addresses = [f"{base}/engines/actor-{i}" for i in range(3)]
-        async with Server.at(addresses, [1] * 3, tiny, root=base, releases=False, compares=False) as server:
+        settings = {"releases": False, "compares": False, "splits_renames": False}
+        async with Server.at(addresses, [1] * 3, tiny, root=base, **settings) as server:
             yield server
     finally:
         await gateway.stop()
