@@ -52,7 +52,7 @@ class Pausing:
         """Pause all targets or, as far as they answer, none; the results are filed in ``run``.
 
         An absent stage of the request's target has stopped serving when this returns, and is paused before it serves
-        again.
+        again. A target whose pause a continue has ended meanwhile is REJECTED.
         """
         target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
         generating = {slot.name for slot in targets if _generates(slot, adapter)}
@@ -85,6 +85,11 @@ class Pausing:
             missing = next((result.slot for result in results if not acknowledged(result, update=False)), "")
             absent = "" if missing else await self._generating(adapter, target, targets, deadline)
             if not missing and not absent:
+                # A continue beside this pause does not address a stage without a link, and ends its pause all the same.
+                ended = {slot.name for slot in targets if not _is_kept(slot, adapter)}
+                for result in results:
+                    if result.slot in ended and result.outcome == OUTCOME_APPLIED:
+                        run.add(_taken_back(result, "a ContinueGeneration ended the pause while it ran"))
                 return
             await self._roster.pauses.take_back(operation_id, replaced)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
@@ -109,7 +114,7 @@ class Pausing:
         )
         for result in continued:
             if result.outcome == OUTCOME_APPLIED:
-                run.add(_taken_back(result, because_of))
+                run.add(_taken_back(result, f"paused, then continued, because {because_of} did not pause"))
             elif result.outcome in POSSIBLY_DONE:
                 run.add(result)  # its pause was confirmed, but its present state is not known
 
@@ -210,10 +215,10 @@ def _in_hand(slots: Sequence[Slot], adapter: str) -> Iterator[None]:
             slot.in_hand[adapter] -= 1
 
 
-def _taken_back(result: StageResult, because_of: str) -> StageResult:
+def _taken_back(result: StageResult, cause: str) -> StageResult:
     undone = StageResult()
     undone.CopyFrom(result)
-    why = Reason.CANCELLED.error(f"paused, then continued, because {because_of} did not pause").detail()
+    why = Reason.CANCELLED.error(cause).detail()
     undone.outcome = OUTCOME_REJECTED
     undone.error.CopyFrom(why)
     for rank in undone.rank_results:

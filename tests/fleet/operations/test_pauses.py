@@ -27,7 +27,13 @@ from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader, Target
 from rlctl.v1.journal_pb2 import SlotRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_CANCELLED,
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+    Operation,
+)
 
 PAUSED, READY, UNREACHABLE = (
     common.STAGE_STATE_PAUSED,
@@ -297,6 +303,34 @@ async def test_a_continue_ends_no_pause_that_began_after_it(
     await continuing
     assert on_record(fleet) == [newer.operation_id]
     await paused_for_good(fleet, "a")
+
+
+async def test_a_pause_that_a_continue_ends_while_it_runs_is_not_ok(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The continue does not see that stage, so nothing keeps it from ending the pause."""
+    pausing_now, may_pause = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation":
+            pausing_now.set()
+            await may_pause.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    request = v.PauseGenerationRequest(header=RequestHeader(target=Target(slots=["a"])), mode=RETRACT)
+    paused = asyncio.ensure_future(fleet.stub.PauseGeneration(request))
+    await pausing_now.wait()
+    comes_back = await cut_off(fleet, "a", monkeypatch)
+    continued = await go_on(fleet)
+    assert [each.slot for each in continued.excluded] == ["a"]
+    comes_back()
+    may_pause.set()
+    operation = await paused
+    assert (operation.state, on_record(fleet)) == (OPERATION_STATE_CANCELLED, [])
+    [result] = operation.stage_results
+    assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+    assert "ContinueGeneration" in result.error.message
+    await fleet.until(lambda _: fleet.stage("a").routable)
 
 
 async def test_a_continue_of_one_slot_leaves_the_pause_in_force_for_the_others(
