@@ -8,6 +8,6 @@ engine, transport.
 Start with ``fleet_controller.py`` (``LaunchedFleet.want``, ``LaunchedFleet.look``: one step at a time) and
 ``engine_lifecycle.py`` (``EngineRun.start``; ``EngineRun.advance``; ``EngineRun.again`` after a failure). A stage
 server starts its SGLang or vLLM program itself: ``engines/rlctl_servers/server/process.py`` (``ServerProcess``).
-``deployment.py`` is what a supervisor keeps running;
+``deployment.py`` holds the processes that a supervisor keeps running;
 ``embedded.py`` runs a coordinator inside the trainer's process.
 """

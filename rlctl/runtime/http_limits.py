@@ -1,8 +1,8 @@
-"""Callers of an HTTP server that hold a connection and neither ask nor listen are cut off.
+"""Time limits for the callers of an HTTP server: idle and slow connections are closed.
 
 aiohttp bounds neither how long a request may take to come nor how long a caller may take nothing of an answer. So each
 of its connections is looked after by a :class:`Guard` that stands between it and the transport. Bodies are read by
-:mod:`rlctl.runtime.http_bodies`. For whatever serves HTTP: the gateway, and the sidecar of a plug-in.
+:mod:`rlctl.runtime.http_bodies`. The gateway and the sidecar for vLLM use it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One large JSON document, parsed by a process of its own: ``python -m rlctl.runtime.large_json < DOCUMENT``.
 
-The process returns what is fast to read. Prompts of token ids, which have millions of values, are returned as
+The result is in a form that the parent reads fast. Prompts of token ids, which have millions of values, are returned as
 serialized :class:`TokenIds`. The number of other values is bounded, and so is the size of a prompt. A document of
 64 MiB takes 2 GiB at most, as a list of empty objects does; the memory ends with the process.
 """

@@ -1,4 +1,4 @@
-"""Commands at a terminal: a time limit for a block of blocking code, and output that nobody reads any more."""
+"""Commands at a terminal: a time limit for blocking code, and output to a stream that has been closed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From a YAML file to a plan: document, schema, resolve, plan, diff. No I/O beyond reading the file.
 
-Decides what a topology means, everything that is wrong with it, and what changes in a running fleet.
+Decides the meaning of a topology file, its errors, and the changes that it makes in a running fleet.
 
 Imports: launch.interface, launch.local, engine, contract.
 

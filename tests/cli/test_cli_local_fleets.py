@@ -16,7 +16,7 @@ from rlctl.launch.deployment import Deployment
 from rlctl.launch.interface.spec import EngineSpec
 from rlctl.launch.supervisor import fleet_state
 
-SAID = "the only one that is up on this machine"
+SAID = "the only fleet up on this machine"
 
 
 def up(name: str, endpoint: str) -> fleet_state.FleetState:

@@ -154,7 +154,7 @@ class Settings:
         fleet = self.fleet_choice.found
         if fleet is not None and not self._announced and (done or self.output not in MACHINE_FORMATS):
             self._announced = True
-            self.say(f"Fleet {fleet.name} at {fleet.endpoint}, the only one that is up on this machine.")
+            self.say(f"Fleet {fleet.name} at {fleet.endpoint}, the only fleet up on this machine.")
 
     def confirm(self, question: str, *, unasked: bool = True) -> None:
         """Ask, when somebody can answer and nobody said --yes. Raises click.Abort on no; when nobody can answer and it
@@ -172,7 +172,7 @@ class Settings:
     def command(self, *, request_id: str = "", slots: Sequence[str] = ()) -> str:
         """This command line again, with this request_id, or for these slots instead of its own targets.
 
-        A fleet that was found is named: another one may be the only one that is up later.
+        A fleet that was found is named: another one may be the only fleet that is up later.
         """
         words = ["rlctl", *_without(self.arguments, _TARGETING if slots else ("--request-id",))]
         if self.fleet_choice.found is not None:

@@ -23,7 +23,7 @@ LOOK_S = 0.05
 
 
 @click.command(cls=Command)
-@click.option("--name", help="Name of the fleet.  [default: the only one that is up, else default]")
+@click.option("--name", help="Name of the fleet.  [default: the only fleet that is up, else default]")
 @pass_settings
 def down(settings: Settings, name: str | None) -> None:
     """Take down a fleet that `up` started, detached or in another terminal, and wait until it is gone."""

@@ -22,7 +22,7 @@ BLOCK = 1 << 16
 @click.argument("process", metavar="SLOT[.RANK]")
 @click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(1), help="Last lines to show.")
 @click.option("-f", "--follow", is_flag=True, help="Follow the log until Ctrl-C.")
-@click.option("--name", help="Name of the fleet.  [default: the only one that is up, else default]")
+@click.option("--name", help="Name of the fleet.  [default: the only fleet that is up, else default]")
 @pass_settings
 def logs(settings: Settings, process: str, lines: int, follow: bool, name: str | None) -> None:
     """Show the log of an engine: of its rank 0, or of another rank (`actor-0.1`).

@@ -19,7 +19,7 @@ from rlctl.launch.supervisor import fleet_state
 
 @click.command(cls=Command)
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
-@click.option("--name", help="Name of the fleet.  [default: the only one that is up, else default]")
+@click.option("--name", help="Name of the fleet.  [default: the only fleet that is up, else default]")
 @pass_settings
 def restart(settings: Settings, slots: tuple[str, ...], name: str | None) -> None:
     """Drain engines of a fleet on this machine, and start them again, one engine of a model at a time.

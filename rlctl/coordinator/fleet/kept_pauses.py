@@ -67,7 +67,7 @@ class Pauses:
         return any(record.pause.adapter == scope and _applies(record, slot) for record in records)
 
     def besides(self, keys: Collection[str]) -> list[str]:
-        """Keys of the pauses in force that are none of these."""
+        """Keys of the pauses in force, except ``keys``."""
         return [key for key in self._records if key not in keys]
 
     @property

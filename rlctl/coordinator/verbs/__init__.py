@@ -1,7 +1,7 @@
 """Pause and continue by name: the verbs that change the fleet's record as well as its stages.
 
-Decides when a pause by name is in force, that a pause which not every target took is taken back, when a pause
-ends by its ``ttl``, and what a continue means for a stage that is asleep.
+Decides when a pause by name is in force, when it ends by its ``ttl``, and when a stage that is asleep continues. A
+pause is taken back if a target does not confirm it. A pause that a continue ends while it runs is not OK.
 
 Imports: coordinator.operations, coordinator.fleet, contract, ports.
 

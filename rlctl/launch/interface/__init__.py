@@ -1,4 +1,4 @@
-"""What a launcher must do, and what it starts.
+"""The interface of launchers, and the specifications of the processes that they start.
 
 Imports: engine, contract.
 
