@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
-from fleet_steps import cut_off, kill, on_record, restart_coordinator
+from fleet_steps import cut_off, kill, load, on_record, restart_coordinator
 from updating import begin, commit, digest, join, refusal, write
 from waiting import eventually
 
@@ -305,10 +305,13 @@ async def test_a_continue_ends_no_pause_that_began_after_it(
     await paused_for_good(fleet, "a")
 
 
+@pytest.mark.parametrize("adapter", ["", "math"])
 async def test_a_pause_that_a_continue_ends_while_it_runs_is_not_ok(
-    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, adapter: str
 ) -> None:
-    """The continue does not see that stage, so nothing keeps it from ending the pause."""
+    """The continue does not address a stage without a link, so it does not wait for the pause."""
+    if adapter:
+        await load(fleet, checkpoint("lora"))
     pausing_now, may_pause = asyncio.Event(), asyncio.Event()
 
     async def wait(engine: FakeEngine, name: str, call: Call) -> None:
@@ -317,11 +320,12 @@ async def test_a_pause_that_a_continue_ends_while_it_runs_is_not_ok(
             await may_pause.wait()
 
     fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
-    request = v.PauseGenerationRequest(header=RequestHeader(target=Target(slots=["a"])), mode=RETRACT)
+    header = RequestHeader(target=Target(slots=["a"]))
+    request = v.PauseGenerationRequest(header=header, mode=RETRACT, adapter=adapter)
     paused = asyncio.ensure_future(fleet.stub.PauseGeneration(request))
     await pausing_now.wait()
     comes_back = await cut_off(fleet, "a", monkeypatch)
-    continued = await go_on(fleet)
+    continued = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(adapter=adapter))
     assert [each.slot for each in continued.excluded] == ["a"]
     comes_back()
     may_pause.set()
