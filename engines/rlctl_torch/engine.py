@@ -1,10 +1,10 @@
-"""The port that rlctl drives, and nothing else: arguments in, results out, threads kept apart.
+"""The interface that rlctl calls: it turns arguments into results, and keeps the threads apart.
 
 Three threads meet here. Admin methods run on the admin event loop, :meth:`TorchEngine.generate` and ``abort`` on
 another one, and all work on the model happens in the engine thread (:mod:`rlctl_torch.step_loop`).
 """
 
-# ruff: noqa: ARG002 (the port says which arguments a method has)
+# ruff: noqa: ARG002 (the interface says which arguments a method has)
 from __future__ import annotations
 
 import asyncio
@@ -30,7 +30,7 @@ from rlctl_torch.disaggregation.bootstrap import Rooms
 from rlctl_torch.generation.scheduler import Scheduler
 from rlctl_torch.options import float_dtype, parse_options
 from rlctl_torch.rank import Rank
-from rlctl_torch.requests.admission import Intake
+from rlctl_torch.requests.intake import Intake
 from rlctl_torch.requests.prefill_decode import decode, prefill
 from rlctl_torch.step_loop import StepLoop
 from rlctl_torch.steps.collectives import Ranks, make_store

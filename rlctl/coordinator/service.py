@@ -16,7 +16,7 @@ from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.admission import Admission
+from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_unpaused
 from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
@@ -117,7 +117,7 @@ class Coordinator:
         self._refused: set[str] = set()
         """Refused slots with their addresses, as logged."""
         self.roster = Roster(journal, clock)
-        self.admission = Admission(journal, topology)
+        self.admitted_slots = AdmittedSlots(journal, topology)
         self.operations = Operations(journal, self.roster, clock, retained)
         self.keys = Keys(journal, self.operations.new_id)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
@@ -162,7 +162,7 @@ class Coordinator:
             self.roster.epoch, self.roster.first_sequence = record.fleet_epoch, record.first_sequence
         await self._take_over(self.roster.epoch)
         self.roster.load()
-        self.admission.load()
+        self.admitted_slots.load()
         self._peers.outlive_predecessor()
         await self.operations.load()
         self.keys.load()
@@ -500,7 +500,7 @@ class Coordinator:
         if known is not None and not known.record.retired:
             return
         try:
-            self.admission.refuse(registration.slot)
+            self.admitted_slots.refuse(registration.slot)
         except RlctlError as error:
             who = f"{registration.slot} at {registration.address}"
             if who not in self._refused and len(self._refused) < MOST_REFUSED:  # each stage retries once a second
@@ -617,10 +617,10 @@ class Coordinator:
         """Admit and dismiss slots."""
         check(request)
         if not request.header.validate_only:
-            await self.admission.change(request.slots, request.dismissed)
+            await self.admitted_slots.change(request.slots, request.dismissed)
             self._refused.clear()
         return rpc.AdmitSlotsResponse(
-            header=self.roster.header(), every=self.admission.open, slots=self.admission.slots
+            header=self.roster.header(), every=self.admitted_slots.open, slots=self.admitted_slots.slots
         )
 
     async def take_over_stages(self, request: rpc.TakeOverStagesRequest) -> Fleet:

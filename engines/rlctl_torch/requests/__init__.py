@@ -1,6 +1,9 @@
-"""Requests before they are scheduled: everything that can be refused is refused here.
+"""Generation requests before they are scheduled.
+
+Decides why a request is refused, and which samples a request has.
 
 Imports: rlctl_torch.generation, rlctl_torch.disaggregation, rlctl.contract.
 
-Start with ``admission.py`` (``Intake``). ``prefill_decode.py`` is one half of a pair's request.
+Start with ``intake.py`` (``Intake.submit``). ``prefill_decode.py`` runs a request at a prefill or decode engine
+(``prefill``, ``decode``).
 """

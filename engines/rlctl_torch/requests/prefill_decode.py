@@ -18,7 +18,7 @@ from rlctl_torch.disaggregation.bootstrap import ARRIVAL_S, Coming, Room, Rooms,
 from rlctl_torch.disaggregation.kv_handover import failed
 from rlctl_torch.generation.output_stream import Stream
 from rlctl_torch.generation.scheduler import Scheduler
-from rlctl_torch.requests.admission import Intake
+from rlctl_torch.requests.intake import Intake
 
 
 async def prefill(

@@ -1,4 +1,4 @@
-"""From a generation request to samples in the scheduler's queue: everything that can be refused is refused here."""
+"""Checks of a generation request, and its samples in the scheduler's queue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Admission of slots. The fleet of a launcher admits the slots of its topology, and slots that an operator admits. Any
-other fleet admits every slot.
+"""The slots that a stage may fill.
+
+The fleet of a launcher admits the slots of its topology and the slots that an operator admits. Any other fleet admits
+every slot.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from rlctl.contract.errors import Reason
 from rlctl.ports import Delete, Journal, Put
 
 
-class Admission:
+class AdmittedSlots:
     """The admitted slots. A slot that is on record needs no admission."""
 
     def __init__(self, journal: Journal, topology: Collection[str] | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 from updating import refusal
 
 from rlctl.contract.errors import InvalidRequest, PreconditionFailed, Reason
-from rlctl.coordinator.fleet.admission import Admission
+from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import coordinator_pb2 as c
@@ -31,8 +31,8 @@ async def closed(fleet: InProcessFleet) -> InProcessFleet:
 
 def close(fleet: InProcessFleet) -> None:
     coordinator = fleet.server.coordinator
-    coordinator.admission = Admission(coordinator._journal, {"a", "b"})
-    coordinator.admission.load()
+    coordinator.admitted_slots = AdmittedSlots(coordinator._journal, {"a", "b"})
+    coordinator.admitted_slots.load()
 
 
 def stranger(fleet: InProcessFleet, slot: str) -> c.RegisterStageRequest:
