@@ -3,7 +3,7 @@
 Admin methods run on the admin event loop, :meth:`ServerEngine.generate` and ``abort`` on another one.
 """
 
-# ruff: noqa: ARG002 (the port says which arguments a method has)
+# ruff: noqa: ARG002 (the interface says which arguments a method has)
 from __future__ import annotations
 
 import abc

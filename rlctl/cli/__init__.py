@@ -1,7 +1,7 @@
 """The ``rlctl`` command.
 
-``main.py`` finds a command by its words and imports its module only then. Commands are the entries of
-``COMMANDS`` in ``main.py`` and the rows of the verb table.
+``main.py`` imports the module of a command when the command is named. Commands are the entries of ``COMMANDS`` in
+``main.py`` and the rows of the verb table.
 
 Imports: everything that a command needs; ``main.py`` itself only cli.app, cli.render, contract and
 runtime.

@@ -1,7 +1,7 @@
 """The command stream without a transport: both halves, used from coordinator to stage and from rank 0 to follower.
 
-Decides when a peer counts as silent, and which part of a command's time its sender keeps for the way of the answer
-(``commander.taken_along``). A command runs at most once, and each result is matched to its command.
+Decides when a peer counts as silent. Decides how much of a command's time the sender reserves for the return of the
+result (``commander.taken_along``). A command runs at most once, and each result is matched to its command.
 
 Imports: contract, ports, engine, runtime.
 

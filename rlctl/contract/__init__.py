@@ -6,6 +6,6 @@ and how the results of ranks add up to a stage and an operation.
 Imports: nothing of rlctl but the generated stubs.
 
 Start with ``verbs.py`` (the table ``_ROWS``: a new verb is one row), ``errors.py`` (``Reason``: reason, status,
-exception, next step), ``outcomes.py`` (``of_ranks`` decides APPLIED, DIRTY or UNKNOWN) and ``validation.py``
-(``check``).
+exception, next step), ``outcomes.py`` (``of_ranks``: the outcome of a command at a stage) and ``validation.py``
+(``check``). The state of a stage is decided in ``stage/facts.py`` (``Facts.settle``, ``Facts.state``).
 """

@@ -2,6 +2,6 @@
 
 Imports: launch, sdk, trainer, rollout, contract.
 
-Start with ``loop.py`` (``run``). ``task.py`` is what is learned, ``tiny.py`` the model, ``grpo.py`` the
-trainer, ``judge.py`` the verdict, ``show.py`` the output.
+Start with ``loop.py`` (``run``). ``task.py`` has the sums, ``tiny.py`` the model, ``grpo.py`` the trainer,
+``judge.py`` the verdict, ``show.py`` the output.
 """

@@ -1,7 +1,7 @@
 """rlctl inside the processes of other projects, under their names: slime, SkyRL, verl, vLLM's weight transfer.
 
-Decides how a name of the other project maps to the SDK. Versions that each was written from are named in the
-modules.
+Decides how a name of the other project maps to the SDK. Each module names the version of the project that it was
+written for.
 
 Imports: sdk, trainer, rollout, weights, launch.supervisor, engine, contract, runtime.
 

@@ -1,6 +1,6 @@
-"""The SDK as users see it: ``connect`` for blocking code, ``aio.connect`` for asyncio.
+"""The public SDK: ``connect`` for blocking code, ``aio.connect`` for asyncio.
 
-Decides the public names and nothing else: each method forwards to client, rollout or trainer.
+Decides the public names only: each method forwards to client, rollout or trainer.
 
 Imports: client, rollout, trainer, contract, engine, ports, runtime, transport.
 

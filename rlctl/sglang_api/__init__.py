@@ -1,6 +1,6 @@
 """SGLang's ``/generate`` in both directions, without I/O: bodies to requests, samples to replies.
 
-Decides which fields of SGLang are supported and how a sample is expressed in its words. The gateway and the
+Decides which fields of SGLang are supported, and how a sample becomes a reply in SGLang's form. The gateway and the
 sidecar for vLLM use it.
 
 Imports: contract.

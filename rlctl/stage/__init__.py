@@ -6,8 +6,9 @@ its outcome changes. The state is derived from facts and never stored.
 Imports: worker, command_stream, contract, engine, ports, runtime; ``server.py`` also transport and
 stage.generation.
 
-Start with ``facts.py`` (pure: ``Facts.state`` derives the state, ``Facts.refuse`` checks epoch, update and state of a
-command, ``Facts.settle`` takes in its outcome) and ``state_machine.py`` (``Stage.attach`` refuses a stale epoch,
-``Stage.carry_out`` runs a command, ``Stage.grant`` takes a serving lease). ``relay.py`` sends one command to all
-ranks; ``serving_state.py`` is the gate that generation asks.
+Start with ``facts.py`` and ``state_machine.py``. The facts are pure: ``Facts.state`` derives the state,
+``Facts.refuse`` refuses a command for its epoch, update or state, and ``Facts.settle`` applies its outcome. A verb that
+changes anything is refused under any epoch but the present one. ``Stage.attach`` refuses an older epoch,
+``Stage.carry_out`` runs a command, and ``Stage.grant`` takes a serving lease. ``relay.py`` sends one command to all
+ranks; ``serving_state.py`` (``Serving.refuse``) is the gate of generation.
 """

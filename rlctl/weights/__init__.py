@@ -1,14 +1,15 @@
 """The tensor data plane: how weights are described, digested, read, sent and placed.
 
 The trainer's publisher and the engines are built on these packages, which know neither gRPC nor the coordinator. Most
-of their modules import torch; import them only where tensors are handled.
+modules here import torch. Other packages import them only where they handle tensors.
 
 Packages, from bottom to top: tensor, checkpoint, group, shards, formats, versions; shared_memory uses the
 receiver.
 
 Imports: contract.
 
-Start with ``receiver.py`` (``Receiver.receive``): it takes the buckets of an update and places each tensor
-through ``shards/shard_map.py`` (``ShardMap.place``). The sending side is ``group/sender.py`` and
-``shared_memory/sender.py``.
+Start with ``receiver.py`` (``Receiver.receive``): it takes the buckets of an update. A tensor that the rank holds whole
+and that is sent alone is received into the parameter itself (``ShardMap.full_in_place``). Other full tensors are
+received into a buffer, and ``shards/shard_map.py`` (``ShardMap.place``) copies the rank's part. The sending side is
+``group/sender.py`` and ``shared_memory/sender.py``.
 """

@@ -1,6 +1,6 @@
-"""One rank: runs admin commands on its engine, one mutating verb at a time, each answered with one result.
+"""One rank: runs admin commands on its engine, one mutating verb at a time, with one result for each command.
 
-Decides the order of commands at a rank, and turns every failure into a typed result.
+Decides the order of commands at a rank, and the typed result of every failure.
 
 Imports: command_stream, contract, engine, ports; ``server.py`` also transport.
 

@@ -6,6 +6,8 @@ ports, model, engine, processes, callers, faults.
 Imports: rlctl.coordinator, rlctl.stage, rlctl.worker, rlctl.command_stream, rlctl.contract, rlctl.ports,
 rlctl.runtime.
 
-Start with ``scenario.py`` (``Seed``: the course of one seed) and ``oracle.py`` (``Observer``: the invariants).
-``mutants.py`` switches safeguards off; ``shrink.py`` reduces a failing seed; ``runner.py`` runs one.
+Start with ``scenario.py`` (``Seed``: the course of one seed). ``oracle.py`` judges what the processes report, and
+``inspection.py`` (``look``) what the stages would serve; both record violations by ``Observer.broken``. ``mutants.py``
+(``MUTANTS``, ``without``) switches safeguards off, as does ``tools/simulate --break NAME``. ``runner.py`` runs a seed;
+``shrink.py`` reduces a failing seed.
 """

@@ -1,4 +1,4 @@
-"""KV entries between a prefill and a decode engine: where they meet, and the segments that carry the entries.
+"""KV entries between a prefill and a decode engine: messages about one request, and segments that carry its entries.
 
 Imports: rlctl_torch.model, rlctl_torch.steps, rlctl.contract, rlctl.weights.
 

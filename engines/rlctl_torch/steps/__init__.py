@@ -1,4 +1,4 @@
-"""How the ranks act in step: the plan of a step, ordered commands, collectives, background work.
+"""Steps, which all ranks do together: the plan of a step, ordered commands, collectives, background work.
 
 Imports: rlctl.engine, rlctl.contract, rlctl.weights.
 

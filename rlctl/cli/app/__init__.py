@@ -1,4 +1,4 @@
-"""What all commands share: settings, global options, options from messages, exit codes, the connection.
+"""Shared parts of all commands: settings, global options, options from messages, exit codes, the connection.
 
 Decides where a setting comes from (flag, environment, context, default) and which exit code an outcome has.
 

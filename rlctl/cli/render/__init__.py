@@ -1,6 +1,6 @@
 """Output of commands: tables, JSON, YAML, names, errors, progress.
 
-Decides which columns an answer has. Commands give data once; the printer chooses the form.
+Decides the columns of each answer. A command returns data, and the printer writes them in the form of ``--output``.
 
 Imports: cli.app, sdk, contract.
 

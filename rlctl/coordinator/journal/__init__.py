@@ -7,4 +7,9 @@ Imports: contract, ports, runtime.
 
 Start with ``sqlite.py`` (``SqliteJournal.write``: one thread, grouped commits). ``start_over.py`` replaces a
 journal for ``--new`` and keeps epoch and sequences.
+
+The record of an update is written by ``coordinator/updates/manager.py`` (``Updates.begin``), and by
+``coordinator/transaction/transaction.py`` (``Session.advance``: each phase; ``Session.forget`` deletes the record).
+``coordinator/transaction/transfer.py`` (``Attempts.retry``) writes a further attempt, and
+``coordinator/transaction/rolling.py`` the next batch.
 """

@@ -9,6 +9,9 @@ Start with ``planner.py`` (``Planner.plan``: targets, version, groups, or the re
 (``Session``: the steps up to the commit), ``transfer.py`` (joins, writes, further attempts), ``commit.py``
 (``Finish.commit``; ``Finish._publish`` writes the version to the journal). ``verification_levels.py`` decides without
 I/O (``levels``: what each target must prove; ``judge_digests``: whether it has), and ``verification.py`` commands the
-targets to digest. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and unloads
-adapters, ``process_groups.py`` names the groups.
+targets to digest. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and unloads adapters, ``process_groups.py``
+names the groups.
+
+A target that fails verification is quarantined in ``commit.py`` (``Finish._without``), and then receives AbortUpdate.
+The AbortUpdate makes the stage DIRTY in ``stage/facts.py`` (``Facts.settle``).
 """

@@ -1,7 +1,7 @@
 """The open updates of all models: begun, owned under a lease, written, ended.
 
-Decides who may begin an update, whether the caller owns it, when its lease runs out, and which update a write
-without an update id belongs to.
+Decides who may begin an update, whether the caller owns it, and when its lease ends. For a write without an update id,
+decides which update it belongs to.
 
 Imports: coordinator.healing, coordinator.transaction, coordinator.operations, coordinator.fleet, contract,
 ports.

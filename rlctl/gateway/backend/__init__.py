@@ -1,6 +1,7 @@
 """Generation behind the routes: samples through the SDK, with each caller's token, and tokenizers.
 
-Decides how many samples run at a time, which model a request means, and which tokenizer renders a chat.
+Decides how many samples run at a time, which model a request means, and which tokenizer renders a chat. Picks and
+retries are those of rlctl.rollout.
 
 Imports: sdk, rollout, contract, transport.
 

@@ -1,4 +1,4 @@
-"""What every dialect needs of HTTP: calls, bodies, routes, tables of fields, errors, identity, middleware.
+"""HTTP parts that all dialects share: calls, bodies, routes, tables of fields, errors, identity, middleware.
 
 Decides the limits of a body, the request id of a call, what happens when its caller disconnects, and how an
 engine's address is written (``/engines/SLOT``).

@@ -1,6 +1,6 @@
 """sglang-router in front of a gateway: its process, its list of workers, and pairs that it splits.
 
-Decides that a stage is off the router's list before it is paused or written to.
+Decides the router's list. A stage is removed from the list before it is paused or written to.
 
 Imports: gateway.generation, gateway.http, client, sdk, rollout.picking, contract, runtime, transport.
 

@@ -1,6 +1,6 @@
 """Processes on a Ray cluster: one actor for each server, one placement group for each engine.
 
-Decides on which nodes an engine runs (``node_choice.py``, pure). Restarts are rlctl's: Ray restarts nothing.
+Decides on which nodes an engine runs (``node_choice.py``, pure). Ray restarts nothing; rlctl restarts engines.
 
 Imports: launch.local, launch.interface, weights.group (addresses of interfaces), contract, runtime, transport.
 

@@ -1,6 +1,6 @@
 """The process behind ``rlctl up``: owns a fleet, takes changes over a socket, records its state on this machine.
 
-Decides who supervises a fleet name, and what the next ``rlctl up`` finds.
+Decides which process supervises a fleet name, and which state a later ``rlctl up`` starts from.
 
 Imports: launch, launch.local, cli.app, cli.render, contract, runtime.
 

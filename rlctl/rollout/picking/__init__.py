@@ -5,7 +5,10 @@ request.
 
 Imports: contract.
 
-Start with ``router.py`` (``Router.pick``). ``policies.py`` has the policies, ``admission.py`` the lowest
-version, ``health.py`` the waits after refusals and failures. ``sessions.py`` keeps a session at one stage, on the ring
-of ``hash_ring.py``.
+Start with ``router.py`` (``Router.pick``). ``policies.py`` has the policies, ``health.py`` the waits after refusals and
+failures. ``sessions.py`` keeps a session at one stage, on the ring of ``hash_ring.py``.
+
+``admission.py`` (``Admission.floor``) computes the lowest version, and ``Router._may_take`` excludes older stages. The
+request carries this version, and the stage refuses the request if it is older: ``Serving.refuse`` in
+``stage/serving_state.py``.
 """

@@ -1,4 +1,4 @@
-"""Which versions a sample may be generated at."""
+"""The lowest version at which a stage may generate further tokens of a sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Admission:
     staleness: int = 0
 
     def floor(self, model: Model | None, min_version: int = 0) -> int:
-        """The least sequence number that a stage must be at; ``model`` None: nothing is known of it yet."""
+        """The lowest sequence number of a stage that may take a request. ``model`` None: it is not known yet."""
         if model is None or self.kind == "any":
             return min_version
         latest = model.latest.sequence

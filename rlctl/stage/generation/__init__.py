@@ -1,7 +1,7 @@
 """RolloutService of a stage: generation on its own port, thread and event loop.
 
-Decides when the gate is checked: before a request is accepted and before each message is sent. Whether the stage may
-serve is decided by the gate, ``Serving.refuse`` in ``stage/serving_state.py``.
+Decides when the gate is checked: before a request is accepted, and before each message is sent. The gate decides
+whether the stage may serve: ``Serving.refuse`` in ``stage/serving_state.py``.
 
 Imports: stage.serving_state, contract, engine, ports, runtime, transport.
 

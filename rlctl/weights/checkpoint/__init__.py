@@ -5,6 +5,7 @@ alike, and that a crash leaves either the old or the new file.
 
 Imports: weights.tensor, contract.
 
-Start with ``checkpoint.py`` (``open_checkpoint``), ``allowed_roots.py`` (``Roots.resolve``) and
-``parallel_read.py`` (``read_parts``). ``load_formats.py`` names the loaders; ``atomic_write.py`` writes.
+Start with ``checkpoint.py`` (``open_checkpoint``; ``open_files`` compares the index with the files),
+``allowed_roots.py`` (``Roots.resolve``) and ``parallel_read.py`` (``read_parts``). ``load_formats.py`` names the
+loaders; ``atomic_write.py`` writes.
 """

@@ -1,7 +1,7 @@
 """Process groups between a source and the ranks that it feeds: formed, used, interrupted, left.
 
-Decides how members meet without waiting for ever, how a blocked collective is ended, and which groups a rank is
-in.
+Decides how members meet within a limited time, how a blocked collective is ended, and which groups a rank is a member
+of.
 
 Imports: weights.tensor, contract.
 

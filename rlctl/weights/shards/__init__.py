@@ -5,7 +5,7 @@ wrong part.
 
 Imports: weights.group, weights.checkpoint, weights.tensor, contract.
 
-Start with ``shard_map.py`` (``ShardMap.place``, ``model_digest``). ``load_hooks.py`` is what an engine does
-before and after a load; ``gather.py`` puts full tensors together; ``mismatch.py`` names the tensor that
+Start with ``shard_map.py`` (``ShardMap.place``, ``model_digest``). ``load_hooks.py`` has the hooks that an engine runs
+before and after a load; ``gather.py`` gathers full tensors from the ranks; ``mismatch.py`` names the tensor that
 differs.
 """

@@ -1,7 +1,7 @@
 """Shared segments: tensors between processes of one host, in ``/dev/shm`` or behind CUDA IPC handles.
 
-Decides who owns a segment, until when it may be read, when its memory is used again, and that a crash leaks
-none.
+Decides which process owns a segment, until when the segment may be read, and when its memory is reused. A later
+process removes the segments of a process that has crashed.
 
 Imports: weights.receiver, weights.tensor, contract.
 

@@ -1,4 +1,4 @@
-"""Tensors in themselves: names, dtypes, slices, digests, buckets, and what a trainer may pass as weights.
+"""Single tensors: names, dtypes, slices, digests, buckets, and the weights that a trainer may pass.
 
 Decides the digest of a tensor and of a model, which tensors travel together, how module parameters map to
 checkpoint names, and which names are unknown or tied.

@@ -1,6 +1,7 @@
 """Versions as files: written complete or as a delta, and pulled into a local directory.
 
-Decides the layout and manifest of a version, which deltas lead to it, and that a pull replaces copies only.
+Decides the layout and manifest of a version, and which deltas lead to it. A pull replaces only directories that an
+earlier pull has made.
 
 Imports: weights.checkpoint, weights.tensor, contract.
 

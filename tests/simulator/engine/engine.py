@@ -1,4 +1,4 @@
-"""The Engine port: ranks in lock-step, weights as names with contents, requests that produce tokens.
+"""The Engine interface: ranks in lock-step, weights as names with contents, requests that produce tokens.
 
 It has every rule of a real engine about order and pause. The rules about updates are in
 :mod:`tests.simulator.model.rank_weights`. It reports to the observer what each rank holds whenever a token is made.

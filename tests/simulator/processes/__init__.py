@@ -1,4 +1,4 @@
-"""The simulated processes around the production state machines: coordinator, stages, and who fills which slot.
+"""The simulated processes around the production state machines: coordinator and stages, and the stage in each slot.
 
 Imports: tests.simulator.engine, tests.simulator.model, tests.simulator.ports, rlctl.contract,
 rlctl.coordinator, rlctl.stage, rlctl.worker, rlctl.command_stream.

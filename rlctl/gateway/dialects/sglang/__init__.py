@@ -2,7 +2,8 @@
 
 Imports: gateway.generation, gateway.backend, gateway.http, contract, runtime.
 
-Start with ``weights.py`` (``ROWS``: updates and groups). The other rows are in ``admin.py`` (pauses, caches, memory),
-``adapters.py`` (LoRA) and ``reads.py`` (information). ``dialect.py`` joins the rows; ``replies.py`` has the form of
-answers.
+Start with ``weights.py`` (``ROWS``: updates and groups; ``from_distributed``: a broadcast of tensors). The other rows
+are in ``admin.py`` (pauses, caches, memory), ``adapters.py`` (LoRA) and ``reads.py`` (information). ``dialect.py``
+joins the rows; ``replies.py`` has the form of answers. For a write that names no update, the coordinator opens an
+update: ``coordinator/updates/implicit.py`` (``Implicit.run``).
 """
