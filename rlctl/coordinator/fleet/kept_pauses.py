@@ -3,6 +3,8 @@
 A pause belongs to the fleet, not to the stages that it has reached: a stage that was out of reach, restarts or joins
 later is paused before it may serve. The scope of a pause is one adapter or, with "", all requests. Pauses of different
 scopes do not affect each other.
+
+A continue narrows a pause, and never widens it: what remains of a pause of one model covers stages of that model only.
 """
 
 from __future__ import annotations
@@ -126,18 +128,7 @@ class Pauses:
             for key, record in self._records.items():
                 if record.pause.adapter != adapter or key in newer:
                     continue
-                paused = [slot for slot in slots if _applies(record, slot)]
-                left = [slot.name for slot in paused if not covers(target, slot) or slot.name in refused]
-                rest: PauseRecord | None = PauseRecord()
-                assert rest is not None
-                rest.CopyFrom(record)
-                if _within(record.target, target):
-                    rest.target.CopyFrom(Target(slots=left))
-                    del rest.continued[:]
-                    rest = rest if left else None
-                elif len(left) < len(paused):
-                    rest.continued.extend(slot.name for slot in paused if slot.name not in left)
-                    rest = None if record.target.slots and not left else rest
+                rest = _rest(record, target, slots, refused)
                 if rest != record:
                     changed[key] = rest
             ends = [Delete("pause", key) if rest is None else _put(rest) for key, rest in changed.items()]
@@ -170,6 +161,27 @@ class Pauses:
 def _applies(record: PauseRecord, slot: Addressed) -> bool:
     """Whether a pause covers a slot that was not continued since."""
     return covers(record.target, slot) and slot.name not in record.continued
+
+
+def _rest(
+    record: PauseRecord, target: Target, slots: Sequence[Addressed], refused: Collection[str]
+) -> PauseRecord | None:
+    """What remains of a pause after a continue of a target, except for slots that ``refused``; None: nothing."""
+    rest = PauseRecord()
+    rest.CopyFrom(record)
+    paused = [slot for slot in slots if _applies(record, slot)]
+    continued = {slot.name for slot in paused if covers(target, slot) and slot.name not in refused}
+    if _within(record.target, target):
+        names = [slot.name for slot in paused if slot.name not in continued]
+    elif record.target.slots:
+        # A slot that a stage of another model fills at present may be filled by one of this model again.
+        names = [name for name in record.target.slots if name not in {*record.continued, *continued}]
+    else:
+        rest.continued.extend(slot.name for slot in paused if slot.name in continued)
+        return rest
+    rest.target.slots[:] = names
+    del rest.continued[:]
+    return rest if names else None
 
 
 def _within(inner: Target, outer: Target) -> bool:

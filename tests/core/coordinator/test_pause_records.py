@@ -116,6 +116,38 @@ async def test_slots_that_refuse_to_go_on_stay_under_it_and_no_others(pauses: Pa
     assert in_force(pauses) == {}
 
 
+@pytest.mark.parametrize("target", [Target(model="actor"), Target(model="actor", slots=["a", "b"])])
+async def test_what_a_continue_leaves_of_a_pause_of_one_model_covers_that_model_only(
+    pauses: Pauses, disk: Disk, target: Target
+) -> None:
+    await pauses.begin(record("actors", target))
+    await end(pauses, Target(model="actor"), refused=["b"])
+    again = Pauses(disk, lambda: None)
+    again.load()
+    for each in (pauses, again):
+        assert in_force(each) == {"b": "actors"}
+        assert each.of(Place("b", model="critic")) == {}
+    await pauses.begin(record("newer", Target(model="actor"), 2))
+    assert set(disk.records) == {"newer"}, "the newer pause covers no less"
+
+
+async def test_what_a_continue_leaves_of_a_pause_of_one_pipeline_stage_covers_that_stage_only(pauses: Pauses) -> None:
+    await pauses.begin(record("talkers", Target(stages=["talker"])))
+    await end(pauses, Target(), refused=["t"])
+    assert in_force(pauses) == {"t": "talkers"}
+    assert pauses.of(Place("t", stage="thinker")) == {}
+
+
+async def test_a_continue_of_one_slot_leaves_the_pause_of_another_that_serves_another_model_at_present(
+    pauses: Pauses,
+) -> None:
+    await pauses.begin(record("two", Target(model="actor", slots=["a", "b"])))
+    await pauses.end(Target(slots=["a"]), [A, Place("b", model="critic")], ())
+    assert in_force(pauses) == {"b": "two"}
+    await pauses.end(Target(slots=["b"]), [A, Place("b", model="critic")], ())
+    assert in_force(pauses) == {}
+
+
 async def test_one_of_slots_is_gone_with_the_last_of_them(pauses: Pauses, disk: Disk) -> None:
     await pauses.begin(record("two", Target(slots=["a", "b"])))
     await end(pauses, Target(slots=["a"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -361,6 +362,42 @@ async def test_a_continue_that_is_refused_ends_no_pause(fleet: InProcessFleet, s
     await fleet.start_stage(spec)
     await paused_for_good(fleet, "a")
     assert served == set()
+
+
+@pytest.mark.parametrize("adapter", ["", "math"])
+async def test_what_a_continue_leaves_of_the_pause_of_a_model_covers_no_other_model(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], adapter: str
+) -> None:
+    """Stage a refuses the continue. A stage of another model fills its slot, then one of the paused model."""
+    await load(fleet, checkpoint("lora"))
+    actors = RequestHeader(target=Target(model="actor"))
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=actors, mode=RETRACT, adapter=adapter))
+    refusing = fleet.stages["a"]._engine
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if engine is refusing and name == "continue_generation":
+            raise Reason.ENGINE_FAILED.error("no continue")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    continued = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=actors, adapter=adapter))
+    assert continued.state == OPERATION_STATE_PARTIAL
+    spec = await kill(fleet, "a")
+
+    def kept() -> list[str]:
+        stage = fleet.stage("a")
+        return [each.adapter for each in ([stage.pause] if stage.HasField("pause") else stage.adapter_pauses)]
+
+    assert kept() == [adapter]
+    await fleet.start_stage(replace(spec, model="critic"))
+    await fleet.until(lambda _: fleet.stage("a").registration.model == "critic" and fleet.stage("a").routable)
+    assert kept() == []
+    await kill(fleet, "a")
+    await restart_coordinator(fleet)
+    await fleet.start_stage(spec)
+    await fleet.until(lambda _: fleet.stage("a").registration.model == "actor")
+    assert kept() == [adapter]
+    if not adapter:
+        await paused_for_good(fleet, "a")
 
 
 async def test_a_pause_that_is_due_is_not_served_while_the_engine_refuses_it(
