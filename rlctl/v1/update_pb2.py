@@ -28,45 +28,45 @@ from rlctl.v1 import results_pb2 as rlctl_dot_v1_dot_results__pb2
 from rlctl.v1 import verbs_pb2 as rlctl_dot_v1_dot_verbs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rlctl/v1/update.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rlctl/v1/common.proto\x1a\x16rlctl/v1/results.proto\x1a\x14rlctl/v1/verbs.proto\"=\n\x07Trainer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"*\n\x0fRolloutStrategy\x12\x17\n\x0fmax_unavailable\x18\x01 \x01(\r\"\x84\x05\n\x18\x42\x65ginWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\"\n\x04kind\x18\x04 \x01(\x0e\x32\x14.rlctl.v1.UpdateKind\x12%\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x13\n\x0bnum_sources\x18\x06 \x01(\r\x12 \n\x04path\x18\x07 \x01(\x0e\x32\x12.rlctl.v1.DataPath\x12\"\n\x07trainer\x18\x08 \x01(\x0b\x32\x11.rlctl.v1.Trainer\x12(\n\x07options\x18\t \x01(\x0b\x32\x17.rlctl.v1.UpdateOptions\x12\"\n\x05\x61pply\x18\n \x01(\x0e\x32\x13.rlctl.v1.ApplyMode\x12*\n\x07rollout\x18\x0b \x01(\x0b\x32\x19.rlctl.v1.RolloutStrategy\x12,\n\tlease_ttl\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0erenew_interval\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07retries\x18\r \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0e \x01(\t\x12\'\n\ntransports\x18\x0f \x03(\x0e\x32\x13.rlctl.v1.Transport\x12\x10\n\x08host_ids\x18\x10 \x03(\t\x12/\n\x0e\x61\x64\x61pter_config\x18\x14 \x01(\x0b\x32\x17.rlctl.v1.AdapterConfig\x12\x10\n\x08implicit\x18\x1e \x01(\x08\"\x87\x01\n\x0cUpdateTarget\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12,\n\x07workers\x18\x03 \x03(\x0b\x32\x1b.rlctl.v1.WorkerCoordinates\x12&\n\ttransport\x18\x04 \x01(\x0e\x32\x13.rlctl.v1.Transport\"\xa0\x01\n\tGroupPlan\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06source\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12&\n\x07members\x18\x05 \x03(\x0b\x32\x15.rlctl.v1.GroupMember\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0e\n\x06\x66ormed\x18\x07 \x01(\x08\"\x85\x03\n\x19\x42\x65ginWeightUpdateResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12(\n\x07version\x18\x04 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\'\n\x07targets\x18\x05 \x03(\x0b\x32\x16.rlctl.v1.UpdateTarget\x12)\n\x08\x65xcluded\x18\x06 \x03(\x0b\x32\x17.rlctl.v1.ExcludedStage\x12#\n\x06groups\x18\x07 \x03(\x0b\x32\x13.rlctl.v1.GroupPlan\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\x12,\n\tlease_ttl\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04lost\x18\n \x03(\t\x12$\n\x05\x62\x61tch\x18\x0b \x01(\x0b\x32\x15.rlctl.v1.UpdateBatch\"M\n\x0bUpdateBatch\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x11\n\tpublished\x18\x04 \x01(\x08\"e\n\x17JoinWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\r\"y\n\x18JoinWeightUpdateResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x33\n\x06update\x18\x02 \x01(\x0b\x32#.rlctl.v1.BeginWeightUpdateResponse\"\x85\x01\n\x18RetryWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\x16\n\x0e\x66\x61iled_attempt\x18\x04 \x01(\r\"\xc3\x01\n\x19\x43ommitWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x65xpected_digest\x18\x04 \x01(\t\x12\x13\n\x0bsent_digest\x18\x14 \x01(\t\x12\x14\n\x0c\x66ingerprints\x18\x15 \x01(\x0c\x12\x0f\n\x07version\x18\x1e \x01(\t\"\xba\x01\n\x12\x43ommitBatchRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12\x17\n\x0f\x65xpected_digest\x18\x05 \x01(\t\x12\x13\n\x0bsent_digest\x18\x06 \x01(\t\x12\x14\n\x0c\x66ingerprints\x18\x07 \x01(\x0c\"\xa5\x01\n\x13\x43ommitBatchResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x33\n\x04next\x18\x02 \x01(\x0b\x32#.rlctl.v1.BeginWeightUpdateResponseH\x00\x12$\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x13.rlctl.v1.OperationH\x00\x42\t\n\x07\x66ollows\"\xa3\x01\n\x18\x41\x62ortWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\"f\n\x11RenewLeaseRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\"l\n\x12RenewLeaseResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*e\n\x08\x44\x61taPath\x12\x19\n\x15\x44\x41TA_PATH_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x41TA_PATH_BROADCAST\x10\x01\x12\x11\n\rDATA_PATH_IPC\x10\x02\x12\x12\n\x0e\x44\x41TA_PATH_DISK\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rlctl/v1/update.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rlctl/v1/common.proto\x1a\x16rlctl/v1/results.proto\x1a\x14rlctl/v1/verbs.proto\"=\n\x07Trainer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"*\n\x0fRolloutStrategy\x12\x17\n\x0fmax_unavailable\x18\x01 \x01(\r\"\x9c\x05\n\x18\x42\x65ginWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\"\n\x04kind\x18\x04 \x01(\x0e\x32\x14.rlctl.v1.UpdateKind\x12%\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x13\n\x0bnum_sources\x18\x06 \x01(\r\x12 \n\x04path\x18\x07 \x01(\x0e\x32\x12.rlctl.v1.DataPath\x12\"\n\x07trainer\x18\x08 \x01(\x0b\x32\x11.rlctl.v1.Trainer\x12(\n\x07options\x18\t \x01(\x0b\x32\x17.rlctl.v1.UpdateOptions\x12\"\n\x05\x61pply\x18\n \x01(\x0e\x32\x13.rlctl.v1.ApplyMode\x12*\n\x07rollout\x18\x0b \x01(\x0b\x32\x19.rlctl.v1.RolloutStrategy\x12,\n\tlease_ttl\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0erenew_interval\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07retries\x18\r \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0e \x01(\t\x12\'\n\ntransports\x18\x0f \x03(\x0e\x32\x13.rlctl.v1.Transport\x12\x10\n\x08host_ids\x18\x10 \x03(\t\x12/\n\x0e\x61\x64\x61pter_config\x18\x14 \x01(\x0b\x32\x17.rlctl.v1.AdapterConfig\x12\x10\n\x08implicit\x18\x1e \x01(\x08\x12\x16\n\x0emay_be_partial\x18\x1f \x01(\x08\"\x87\x01\n\x0cUpdateTarget\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12,\n\x07workers\x18\x03 \x03(\x0b\x32\x1b.rlctl.v1.WorkerCoordinates\x12&\n\ttransport\x18\x04 \x01(\x0e\x32\x13.rlctl.v1.Transport\"\xa0\x01\n\tGroupPlan\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06source\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12&\n\x07members\x18\x05 \x03(\x0b\x32\x15.rlctl.v1.GroupMember\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0e\n\x06\x66ormed\x18\x07 \x01(\x08\"\x85\x03\n\x19\x42\x65ginWeightUpdateResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12(\n\x07version\x18\x04 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\'\n\x07targets\x18\x05 \x03(\x0b\x32\x16.rlctl.v1.UpdateTarget\x12)\n\x08\x65xcluded\x18\x06 \x03(\x0b\x32\x17.rlctl.v1.ExcludedStage\x12#\n\x06groups\x18\x07 \x03(\x0b\x32\x13.rlctl.v1.GroupPlan\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\x12,\n\tlease_ttl\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04lost\x18\n \x03(\t\x12$\n\x05\x62\x61tch\x18\x0b \x01(\x0b\x32\x15.rlctl.v1.UpdateBatch\"M\n\x0bUpdateBatch\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x11\n\tpublished\x18\x04 \x01(\x08\"e\n\x17JoinWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\r\"y\n\x18JoinWeightUpdateResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x33\n\x06update\x18\x02 \x01(\x0b\x32#.rlctl.v1.BeginWeightUpdateResponse\"\x85\x01\n\x18RetryWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\x16\n\x0e\x66\x61iled_attempt\x18\x04 \x01(\r\"\xd4\x01\n\x19\x43ommitWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x65xpected_digest\x18\x04 \x01(\t\x12\x13\n\x0bsent_digest\x18\x14 \x01(\t\x12\x14\n\x0c\x66ingerprints\x18\x15 \x01(\x0c\x12\x0f\n\x07version\x18\x1e \x01(\t\x12\x0f\n\x07partial\x18\x1f \x01(\x08\"\xba\x01\n\x12\x43ommitBatchRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12\x17\n\x0f\x65xpected_digest\x18\x05 \x01(\t\x12\x13\n\x0bsent_digest\x18\x06 \x01(\t\x12\x14\n\x0c\x66ingerprints\x18\x07 \x01(\x0c\"\xa5\x01\n\x13\x43ommitBatchResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x33\n\x04next\x18\x02 \x01(\x0b\x32#.rlctl.v1.BeginWeightUpdateResponseH\x00\x12$\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x13.rlctl.v1.OperationH\x00\x42\t\n\x07\x66ollows\"\xa3\x01\n\x18\x41\x62ortWeightUpdateRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\"f\n\x11RenewLeaseRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\"l\n\x12RenewLeaseResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*e\n\x08\x44\x61taPath\x12\x19\n\x15\x44\x41TA_PATH_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x41TA_PATH_BROADCAST\x10\x01\x12\x11\n\rDATA_PATH_IPC\x10\x02\x12\x12\n\x0e\x44\x41TA_PATH_DISK\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rlctl.v1.update_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATAPATH']._serialized_start=2959
-  _globals['_DATAPATH']._serialized_end=3060
+  _globals['_DATAPATH']._serialized_start=3000
+  _globals['_DATAPATH']._serialized_end=3101
   _globals['_TRAINER']._serialized_start=136
   _globals['_TRAINER']._serialized_end=197
   _globals['_ROLLOUTSTRATEGY']._serialized_start=199
   _globals['_ROLLOUTSTRATEGY']._serialized_end=241
   _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_start=244
-  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=888
-  _globals['_UPDATETARGET']._serialized_start=891
-  _globals['_UPDATETARGET']._serialized_end=1026
-  _globals['_GROUPPLAN']._serialized_start=1029
-  _globals['_GROUPPLAN']._serialized_end=1189
-  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=1192
-  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=1581
-  _globals['_UPDATEBATCH']._serialized_start=1583
-  _globals['_UPDATEBATCH']._serialized_end=1660
-  _globals['_JOINWEIGHTUPDATEREQUEST']._serialized_start=1662
-  _globals['_JOINWEIGHTUPDATEREQUEST']._serialized_end=1763
-  _globals['_JOINWEIGHTUPDATERESPONSE']._serialized_start=1765
-  _globals['_JOINWEIGHTUPDATERESPONSE']._serialized_end=1886
-  _globals['_RETRYWEIGHTUPDATEREQUEST']._serialized_start=1889
-  _globals['_RETRYWEIGHTUPDATEREQUEST']._serialized_end=2022
-  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_start=2025
-  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_end=2220
-  _globals['_COMMITBATCHREQUEST']._serialized_start=2223
-  _globals['_COMMITBATCHREQUEST']._serialized_end=2409
-  _globals['_COMMITBATCHRESPONSE']._serialized_start=2412
-  _globals['_COMMITBATCHRESPONSE']._serialized_end=2577
-  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_start=2580
-  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_end=2743
-  _globals['_RENEWLEASEREQUEST']._serialized_start=2745
-  _globals['_RENEWLEASEREQUEST']._serialized_end=2847
-  _globals['_RENEWLEASERESPONSE']._serialized_start=2849
-  _globals['_RENEWLEASERESPONSE']._serialized_end=2957
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=912
+  _globals['_UPDATETARGET']._serialized_start=915
+  _globals['_UPDATETARGET']._serialized_end=1050
+  _globals['_GROUPPLAN']._serialized_start=1053
+  _globals['_GROUPPLAN']._serialized_end=1213
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=1216
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=1605
+  _globals['_UPDATEBATCH']._serialized_start=1607
+  _globals['_UPDATEBATCH']._serialized_end=1684
+  _globals['_JOINWEIGHTUPDATEREQUEST']._serialized_start=1686
+  _globals['_JOINWEIGHTUPDATEREQUEST']._serialized_end=1787
+  _globals['_JOINWEIGHTUPDATERESPONSE']._serialized_start=1789
+  _globals['_JOINWEIGHTUPDATERESPONSE']._serialized_end=1910
+  _globals['_RETRYWEIGHTUPDATEREQUEST']._serialized_start=1913
+  _globals['_RETRYWEIGHTUPDATEREQUEST']._serialized_end=2046
+  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_start=2049
+  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_end=2261
+  _globals['_COMMITBATCHREQUEST']._serialized_start=2264
+  _globals['_COMMITBATCHREQUEST']._serialized_end=2450
+  _globals['_COMMITBATCHRESPONSE']._serialized_start=2453
+  _globals['_COMMITBATCHRESPONSE']._serialized_end=2618
+  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_start=2621
+  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_end=2784
+  _globals['_RENEWLEASEREQUEST']._serialized_start=2786
+  _globals['_RENEWLEASEREQUEST']._serialized_end=2888
+  _globals['_RENEWLEASERESPONSE']._serialized_start=2890
+  _globals['_RENEWLEASERESPONSE']._serialized_end=2998
 # @@protoc_insertion_point(module_scope)

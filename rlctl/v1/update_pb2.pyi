@@ -128,6 +128,7 @@ class BeginWeightUpdateRequest(_message.Message):
     HOST_IDS_FIELD_NUMBER: _builtins.int
     ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
     IMPLICIT_FIELD_NUMBER: _builtins.int
+    MAY_BE_PARTIAL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model to update. Required."""
     version: _builtins.str
@@ -148,6 +149,10 @@ class BeginWeightUpdateRequest(_message.Message):
     """For clients that name no update: writes without an update id join it, over groups of the client's own, and it ends with a commit
     without an id, or with ContinueGeneration. One that is open and not written yet is confirmed. Model may be empty where only one can be
     updated; version may be, and is then what a write or the commit says.
+    """
+    may_be_partial: _builtins.bool
+    """Implicit updates without a kind: the commit may say that the update is partial. An update that is ended by anything else needs every
+    tensor, as does one of stages that are not all at the published version.
     """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
@@ -213,10 +218,11 @@ class BeginWeightUpdateRequest(_message.Message):
         host_ids: _abc.Iterable[_builtins.str] | None = ...,
         adapter_config: _verbs_pb2.AdapterConfig | None = ...,
         implicit: _builtins.bool = ...,
+        may_be_partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "renew_interval", b"renew_interval", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "implicit", b"implicit", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "renew_interval", b"renew_interval", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "implicit", b"implicit", "kind", b"kind", "lease_ttl", b"lease_ttl", "may_be_partial", b"may_be_partial", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "renew_interval", b"renew_interval", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,6 +537,7 @@ class CommitWeightUpdateRequest(_message.Message):
     SENT_DIGEST_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update. Empty: the open implicit one of header.target.model."""
     fencing_token: _builtins.int
@@ -545,6 +552,10 @@ class CommitWeightUpdateRequest(_message.Message):
     """
     version: _builtins.str
     """Implicit updates: label to publish under. Where none is open, the published version gets it, under the sequence that it has."""
+    partial: _builtins.bool
+    """Implicit updates that were begun with may_be_partial: tensors that were not written stay those of the published version. Refused if a
+    write failed and its tensors were not written again, or if another caller has begun an update since the first write.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
@@ -559,10 +570,11 @@ class CommitWeightUpdateRequest(_message.Message):
         sent_digest: _builtins.str = ...,
         fingerprints: _builtins.bytes = ...,
         version: _builtins.str = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "partial", b"partial", "sent_digest", b"sent_digest", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ fleet does otherwise on purpose is marked by ``server.real``, and stands in the 
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,9 +18,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 from models import changed, greedy
 from torch.distributed import TCPStore
 
+import rlctl
 from rlctl.ports import new_uuid7
 from rlctl.weights.group.process_group import join
 
@@ -517,13 +520,62 @@ async def test_an_update_without_a_session(server: Server) -> None:
     await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
 
 
-async def test_half_of_an_update_is_not_served(server: Server) -> None:
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+async def test_an_update_of_some_tensors_in_a_session(server: Server, mode: str, load_format: str | None) -> None:
+    """As SGLang's own tests of updates that do not block: one projection of some layers, while requests run."""
+    await server.every("POST", "/flush_cache")
+    group = await server.form()
+    model, sent = copy.deepcopy(server.tiny[0]), []
+    for name, tensor in model.named_parameters():
+        if name.endswith("mlp.up_proj.weight"):
+            tensor.data.fill_(0.75)
+            sent.append((name, tensor.data))
+    requests = [running(server) for _ in range(2)]
+    await begun(server)
+    await server.every("POST", "/pause_generation", {"mode": mode})
+    assert [status for status, _ in await server.every("POST", "/begin_weight_update", {})] == [200] * len(
+        server.engines
+    )
+    body = described(sent) | {
+        "group_name": server.group,
+        "load_format": load_format,
+        "flush_cache": mode == "retract",
+        "weight_version": f"part-{mode}",
+    }
+    told = asyncio.create_task(server.every("POST", "/update_weights_from_distributed", body))
+    tensors = [tensor for _, tensor in sent]
+    flat = [torch.cat([tensor.flatten() for tensor in tensors])] if load_format else tensors
+    await asyncio.to_thread(broadcast, group, flat)
+    for status, answer in await told:
+        assert (status, answer["success"]) == (200, True), answer
+    for path in ("/end_weight_update", "/continue_generation"):
+        assert [status for status, _ in await server.every("POST", path, {})] == [200] * len(server.engines), path
+    for status, answer in await asyncio.gather(*requests):
+        assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "length")
+    assert await server.version() == {f"part-{mode}"}
+    await server.every("POST", "/flush_cache")
+    for engine in range(len(server.engines)):
+        for name, tensor in (*sent[:3], ("model.norm.weight", model.model.norm.weight)):
+            rows = await server.ask("POST", "/get_weights_by_name", {"name": name, "truncate_size": 3}, engine=engine)
+            assert rows == (200, tensor[:3].tolist()), name
+        assert await server.greedy(engine) == greedy(model, PROMPT, 6)
+    if not server.real:
+        _, checked = await server.ask("POST", "/weights_checker", {}, at=server.root)
+        assert set(checked["model_digest"].values()) == {rlctl.model_digest(model)}
+    await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
+
+
+@pytest.mark.parametrize("begun_by", ["a begin", "a write"])
+async def test_half_of_an_update_is_not_served(server: Server, begun_by: str) -> None:
     """SGLang would generate with a mixture; a fleet refuses to continue, until all weights came again."""
     if server.real:
         pytest.skip("SGLang serves the mixture")
     group = await server.form()
     before = await server.version()
     await server.every("POST", "/pause_generation", {})
+    if begun_by == "a begin":
+        await server.every("POST", "/begin_weight_update", {})
     bucket = next(buckets(changed(server.tiny[0], seed=4, scale=0.3)))
     body = described(bucket) | {"group_name": server.group, "flush_cache": False, "weight_version": "half"}
     told = asyncio.create_task(server.every("POST", "/update_weights_from_distributed", body))

@@ -7,6 +7,7 @@ Imports: coordinator.healing, coordinator.transaction, coordinator.operations, c
 ports.
 
 Start with ``manager.py`` (``Updates.begin``, ``Updates.renew``, ``Updates.commit``; ``Graces`` has the waits).
-``from_disk.py`` is an update in one call; ``implicit.py`` serves clients that do not name updates;
-``group_formation.py`` forms one group from calls for single engines.
+``from_disk.py`` is an update in one call; ``implicit.py`` serves clients that do not name updates, and
+``written_tensors.py`` has the tensors that they wrote; ``group_formation.py`` forms one group from calls for single
+engines.
 """

@@ -4,20 +4,22 @@ Trainers that speak to engines as SGLang, slime or vLLM have it know pauses and 
 under a pause, or after a begin without an id, is one update of the model, journaled, leased and fenced as any other; it
 is committed by their end of it, by a version that they set, or by the continue that follows, whichever comes first.
 Outside of a pause a write is a whole update. Under one it is full unless its client says otherwise: half of an update
-that a trainer left behind must not be published by whoever continues.
+that a trainer left behind must not be published by whoever continues. A client that has begun an update may end it with
+tensors missing (``may_be_partial`` and ``partial``); a continue may not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
 
 from google.protobuf.message import Message
 
 from rlctl.contract.durations import duration
-from rlctl.contract.errors import Reason, from_detail
+from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.outcomes import acknowledged, blame, to_blame
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
@@ -32,6 +34,7 @@ from rlctl.coordinator.transaction.transfer import Attempts, OpenUpdate, Write
 from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.group_formation import Gathering
 from rlctl.coordinator.updates.manager import Updates, vet_implicit
+from rlctl.coordinator.updates.written_tensors import WrittenTensors, names_of
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
@@ -53,7 +56,6 @@ from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
     ResumeMemoryRequest,
-    TensorBucket,
     UnloadAdapterRequest,
     UpdateKind,
     UpdateOptions,
@@ -61,6 +63,8 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
+
+log = logging.getLogger(__name__)
 
 LEASE_S = 60.0
 """An implicit update is aborted when nothing of it was heard for this long after its last write."""
@@ -71,48 +75,6 @@ STORE_S = 60.0
 ASK_S = 10.0
 
 OWNER = "a client that names no update"
-
-
-class _Came:
-    """What came of an update over groups so far: their buckets, which are numbered, and each tensor's group."""
-
-    def __init__(self) -> None:
-        self._buckets: Counter[str] = Counter()
-        self._groups: dict[str, str] = {}
-
-    def refuse_other_source(self, request: Write) -> None:
-        """Raise UPDATE_IN_PROGRESS for a tensor that came over another group: the weights would be two trainers'."""
-        for number, bucket, group in _buckets(request):
-            for place, name in enumerate(bucket.names):
-                if self._groups.get(name, group) != group:
-                    raise Reason.UPDATE_IN_PROGRESS.error(
-                        f"{name} came over group {self._groups[name]!r} in the open update; whose is {group!r}?",
-                        field=f"buckets[{number}].names[{place}]",
-                    )
-
-    def number(self, request: Write) -> set[str]:
-        """Number the buckets of every group on from those that came before; returns the tensors that are new."""
-        added = set()
-        for _, bucket, group in _buckets(request):
-            bucket.sequence = self._buckets[group]
-            self._buckets[group] += 1
-            added |= {name for name in bucket.names if name not in self._groups}
-            self._groups |= dict.fromkeys(bucket.names, group)
-        return added
-
-    def take_back(self, request: Write, added: set[str]) -> None:
-        """A write that was numbered was not accepted: those that got later numbers meanwhile leave a gap and fail."""
-        for _, _, group in _buckets(request):
-            self._buckets[group] -= 1
-        for name in added:
-            self._groups.pop(name, None)
-
-    def forget(self, request: Write, added: set[str]) -> None:
-        """A write came over groups that nobody is in: those that get their names begin anew."""
-        for _, _, group in _buckets(request):
-            self._buckets.pop(group, None)
-        for name in added:
-            self._groups.pop(name, None)
 
 
 class Implicit:
@@ -146,7 +108,7 @@ class Implicit:
         self._gathering = Gathering(self.joining)
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By model: one update of it is opened at a time."""
-        self._came: dict[str, _Came] = {}
+        self._came: dict[str, WrittenTensors] = {}
         """What came so far, by update."""
 
     @staticmethod
@@ -231,6 +193,8 @@ class Implicit:
                 return self._updates.get(known.operation.update_id).session.record.plan
             opened = self._updates.implicit_of(begin.model)
             if opened is None or not self._takes_writes(opened) or opened.session.written:
+                if opened is not None and self._takes_writes(opened) and not request.header.validate_only:
+                    self._came[opened.session.update_id].contested = True
                 if request.header.validate_only:
                     return (await self._updates.begin_validated(self._complete(begin), vet_implicit)).record.plan
                 opened = await self._open(begin, timeout_s, asked=request)
@@ -242,11 +206,25 @@ class Implicit:
     async def _open(
         self, begin: BeginWeightUpdateRequest, timeout_s: float | None, asked: Message | None = None
     ) -> OpenUpdate:
+        reference = await self._partial_reference(begin) if begin.may_be_partial and not begin.kind else None
+        begin.kind = begin.kind if reference is None else UPDATE_KIND_PARTIAL
         self._complete(begin)
         opened = await self._updates.begin_implicit(begin, timeout_s, request=asked)
         self._came = {update: came for update, came in self._came.items() if self._updates.is_open(update)}
-        self._came[opened.session.update_id] = _Came()
+        self._came[opened.session.update_id] = WrittenTensors(reference)
         return opened
+
+    async def _partial_reference(self, begin: BeginWeightUpdateRequest) -> set[str] | None:
+        """Every tensor of the model, if its stages can take a partial update; else None: the update must be full."""
+        partial = BeginWeightUpdateRequest()
+        partial.CopyFrom(begin)
+        partial.kind = UPDATE_KIND_PARTIAL
+        try:
+            targets, _, _ = self._planner.targets(self._complete(partial))
+            return await self._reference(targets) or None if targets else None
+        except RlctlError as error:
+            log.info("the next update of %s must be full: %s", begin.model, error.message)
+            return None
 
     def _complete(self, begin: BeginWeightUpdateRequest) -> BeginWeightUpdateRequest:
         """What such a client does not say; returns the request."""
@@ -289,7 +267,7 @@ class Implicit:
         begin.header.request_id = request.header.request_id
         self._complete(begin)
         body = type(request).FromString(request.SerializeToString())
-        _Came().number(body)
+        WrittenTensors().number(body)
 
         async def content(opened: OpenUpdate) -> None:
             body.header.fence.update_id = opened.session.update_id
@@ -303,6 +281,10 @@ class Implicit:
 
     async def _kind(self, request: Write, targets: list[Slot]) -> UpdateKind.ValueType:
         """Whether a write has every parameter of the model; engines that list none find out by themselves."""
+        return UPDATE_KIND_FULL if await self._reference(targets) <= names_of(request) else UPDATE_KIND_PARTIAL
+
+    async def _reference(self, targets: list[Slot]) -> set[str]:
+        """Every tensor that the first target lists; none: its engine lists none."""
         [result] = await self._fanout.run(
             GetModelInfoRequest(reference=True),
             targets[:1],
@@ -312,8 +294,7 @@ class Implicit:
         )
         if not acknowledged(result, update=False):
             raise blame(result)
-        known = {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
-        return UPDATE_KIND_FULL if known <= _names(request) else UPDATE_KIND_PARTIAL
+        return {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
 
     def _takes_writes(self, opened: OpenUpdate) -> bool:
         """Whether further writes may become part of it: it is not decided, and not the whole of a single one."""
@@ -324,11 +305,9 @@ class Implicit:
         begin = opened.session.record.request
         if not self._takes_writes(opened):
             raise in_progress(opened.session.model)
-        if request.kind not in (UPDATE_KIND_UNSPECIFIED, begin.kind):
-            raise Reason.FIELD_CONFLICT.error(
-                f"the open update is {UpdateKind.Name(begin.kind)}, this is {UpdateKind.Name(request.kind)}",
-                field="kind",
-            )
+        came = self._came[opened.session.update_id]
+        came.announce(request)
+        came.refuse_other_kind(request, begin.kind)
         other = BeginWeightUpdateRequest()
         _by_path(other, request)
         if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
@@ -344,6 +323,7 @@ class Implicit:
         session, came = opened.session, self._came[opened.session.update_id]
         body = type(request).FromString(request.SerializeToString())
         body.header.fence.update_id = session.update_id
+        came.announce(request)
         came.refuse_other_source(body)
         added = came.number(body)
         opened.renew(self._clock.now())
@@ -364,6 +344,8 @@ class Implicit:
                     await opened.run.ended.wait()
                 elif failed:
                     came.forget(body, added)
+                elif run.operation.stage_results:
+                    came.done(body)
 
         try:
             return await self._operations.start(
@@ -413,8 +395,26 @@ class Implicit:
         async with opened.session.taken_in():  # what is being taken in is part of it
             if request.version and not opened.decided.is_set():
                 opened.session.record.plan.version.label = request.version
-            self._updates.decide(opened, request)
+            if not self._refuse_incomplete(opened, partial=request.partial):
+                self._updates.decide(opened, request)
         return opened.run
+
+    def _refuse_incomplete(self, opened: OpenUpdate, *, partial: bool) -> bool:
+        """Decide an update against its version if tensors are missing; returns whether it did. Engines that were
+        prepared for a full update see to that themselves.
+        """
+        session = opened.session
+        came = self._came.get(session.update_id)
+        if came is None or came.reference is None or not session.written or opened.decided.is_set():
+            return False
+        error = came.incomplete(partial=partial)
+        if error is not None:
+            opened.decide(verdict=error)
+        elif came.whole:
+            session.record.request.kind = UPDATE_KIND_FULL
+        else:
+            log.info("update %s of %s is partial", session.update_id, session.model.record.name)
+        return error is not None
 
     async def settle(self, request: Message, targets: Iterable[Slot]) -> None:
         """Before generation goes on, or memory that it needs is there again: commit what is open for these stages.
@@ -478,19 +478,6 @@ def _by_path(begin: BeginWeightUpdateRequest, request: Write) -> None:
     if isinstance(request, UpdateWeightsFromTensorRequest) and request.segments:
         begin.path = DATA_PATH_IPC
         begin.host_ids[:] = sorted({segment.node for segment in request.segments})
-
-
-def _buckets(request: Write) -> Iterator[tuple[int, TensorBucket, str]]:
-    """Every bucket's place, itself and its group; what comes from memory has none."""
-    if isinstance(request, UpdateWeightsFromDistributedRequest):
-        for number, bucket in enumerate(request.buckets):
-            yield number, bucket, bucket.group_name or request.group_name
-
-
-def _names(request: Write) -> set[str]:
-    if isinstance(request, UpdateWeightsFromDistributedRequest):
-        return {name for bucket in request.buckets for name in bucket.names}
-    return {tensor.name for segment in request.segments for tensor in segment.tensors}
 
 
 def _flushes(options: UpdateOptions) -> bool:

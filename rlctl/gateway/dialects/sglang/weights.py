@@ -55,6 +55,7 @@ async def begin_weight_update(asked: Asked) -> Reply:
     request = update_pb2.BeginWeightUpdateRequest(
         header=await asked.header(),
         implicit=True,
+        may_be_partial=True,
         model=asked.model(),
         kind=_kind(asked),
         options=verbs_pb2.UpdateOptions(selector=_selector(asked), flush_cache=False),
@@ -66,8 +67,8 @@ async def begin_weight_update(asked: Asked) -> Reply:
 
 @saying_success()
 async def end_weight_update(asked: Asked) -> Reply:
-    """Commit it: verified, published, served."""
-    operation = await _commit(asked, "")
+    """Commit it: verified, published, served. Tensors that were not written stay as they were."""
+    operation = await _commit(asked, "", partial=True)
     return done(f"End weight update succeeded.{_versioned(operation)}")
 
 
@@ -83,9 +84,11 @@ async def update_weight_version(asked: Asked) -> Reply:
     return done(f"Weight version updated to {label}", new_version=asked["new_version"])
 
 
-async def _commit(asked: Asked, version: str) -> Operation:
+async def _commit(asked: Asked, version: str, *, partial: bool = False) -> Operation:
     model = "" if asked.slot else await engine_urls.updatable(asked.call)
-    request = update_pb2.CommitWeightUpdateRequest(header=await asked.header("commit", model=model), version=version)
+    request = update_pb2.CommitWeightUpdateRequest(
+        header=await asked.header("commit", model=model), version=version, partial=partial
+    )
     operation: Operation = await asked.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
     asked.call.note_excluded(operation)
     if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
@@ -246,7 +249,9 @@ def _versioned(operation: Operation) -> str:
 
 
 _VERSION = Field("weight_version", str | int, None)
-_KIND = Field("update_kind", str, None, KINDS, "full by default under a pause: what it leaves out is missed", own=True)
+_KIND = Field(
+    "update_kind", str, None, KINDS, "by default what is written; full unless end_weight_update ends it", own=True
+)
 _SELECTOR = Field("selector", str, "all", SELECTORS)
 _GROUP = Field("group_name", str, DEFAULT_GROUP)
 
@@ -282,7 +287,7 @@ ROWS = (
     Row("POST", "/begin_weight_update", begin_weight_update, "BeginWeightUpdate", [_SELECTOR, _KIND],
         note="a second one before the first write is confirmed"),
     Row("POST", "/end_weight_update", end_weight_update, "CommitWeightUpdate",
-        note="400 unless every tensor was written and verified, or nothing was written"),
+        note="tensors that were not written stay as they were; 400 if nothing was written, or a write failed"),
     Row(
         "POST",
         "/update_weight_version",

@@ -1,0 +1,138 @@
+"""What the clients of one implicit update have written: buckets by group, tensors, and what may be missing. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.transaction.transfer import Write
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    UPDATE_KIND_UNSPECIFIED,
+    TensorBucket,
+    UpdateKind,
+    UpdateWeightsFromDistributedRequest,
+)
+
+_SHOWN = 5
+"""Number of tensors that an error names."""
+
+
+class WrittenTensors:
+    """The writes of one update.
+
+    Attributes:
+        reference: every tensor of the model, if the commit may say that the update is partial; else None. The engines
+            of an update with a reference were prepared for a partial one: they miss no tensor.
+        kind: the kind that a write has named, of an update with a reference.
+        contested: another caller has begun an update since the first write.
+    """
+
+    def __init__(self, reference: Collection[str] | None = None) -> None:
+        self.reference = reference
+        self.kind: UpdateKind.ValueType = UPDATE_KIND_UNSPECIFIED
+        self.contested = False
+        self._buckets: Counter[str] = Counter()
+        self._groups: dict[str, str] = {}
+        self._written: set[str] = set()
+        self._pending: set[str] = set()
+
+    def refuse_other_source(self, request: Write) -> None:
+        """Raise UPDATE_IN_PROGRESS for a tensor that came over another group: the weights would be two trainers'."""
+        for number, bucket, group in _buckets(request):
+            for place, name in enumerate(bucket.names):
+                if self._groups.get(name, group) != group:
+                    raise Reason.UPDATE_IN_PROGRESS.error(
+                        f"{name} came over group {self._groups[name]!r} in the open update; whose is {group!r}?",
+                        field=f"buckets[{number}].names[{place}]",
+                    )
+
+    def refuse_other_kind(self, request: Write, begun: UpdateKind.ValueType) -> None:
+        """Raise FIELD_CONFLICT for a write of another kind than the update; ``begun``: the kind of its begin."""
+        kind = begun if self.reference is None else self.kind
+        if self.reference is not None and kind == UPDATE_KIND_UNSPECIFIED:
+            kind = self.kind = request.kind
+        if request.kind not in (UPDATE_KIND_UNSPECIFIED, kind):
+            raise Reason.FIELD_CONFLICT.error(
+                f"the open update is {UpdateKind.Name(kind)}, this is {UpdateKind.Name(request.kind)}", field="kind"
+            )
+
+    def number(self, request: Write) -> set[str]:
+        """Number the buckets of every group on from those that came before; returns the tensors that are new."""
+        added = set()
+        for _, bucket, group in _buckets(request):
+            bucket.sequence = self._buckets[group]
+            self._buckets[group] += 1
+            added |= {name for name in bucket.names if name not in self._groups}
+            self._groups |= dict.fromkeys(bucket.names, group)
+        return added
+
+    def announce(self, request: Write) -> None:
+        """A write was requested: its tensors are missing until a write of them is done, also if it is refused."""
+        self._pending |= names_of(request)
+
+    def done(self, request: Write) -> None:
+        """A write is done."""
+        names = names_of(request)
+        self._written |= names
+        self._pending -= names
+
+    def take_back(self, request: Write, added: set[str]) -> None:
+        """A write that was numbered was not accepted: those that got later numbers meanwhile leave a gap and fail."""
+        for _, _, group in _buckets(request):
+            self._buckets[group] -= 1
+        for name in added:
+            self._groups.pop(name, None)
+
+    def forget(self, request: Write, added: set[str]) -> None:
+        """A write came over groups that nobody is in: those that get their names begin anew."""
+        for _, _, group in _buckets(request):
+            self._buckets.pop(group, None)
+        for name in added:
+            self._groups.pop(name, None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every tensor of the reference was written."""
+        return not self._missing
+
+    @property
+    def _missing(self) -> list[str]:
+        return sorted(set(self.reference or ()) - self._written)
+
+    def incomplete(self, *, partial: bool) -> RlctlError | None:
+        """Why an update with a reference cannot be committed, or None. ``partial``: the commit says that it is."""
+        if self.reference is None or self.whole:
+            return None
+        if self._pending:
+            return _incomplete("of a write that was not done were not written again", sorted(self._pending))
+        if self.kind == UPDATE_KIND_PARTIAL:
+            return None
+        if not partial or self.kind == UPDATE_KIND_FULL:
+            return _incomplete("were not written", self._missing)
+        if self.contested:
+            return _incomplete("were not written, and another caller has begun an update meanwhile", self._missing)
+        return None
+
+
+def names_of(request: Write) -> set[str]:
+    """The tensors that a write announces."""
+    if isinstance(request, UpdateWeightsFromDistributedRequest):
+        return {name for bucket in request.buckets for name in bucket.names}
+    return {tensor.name for segment in request.segments for tensor in segment.tensors}
+
+
+def _incomplete(why: str, names: list[str]) -> RlctlError:
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return Reason.WEIGHTS_INCOMPLETE.error(
+        f"{len(names)} tensors {why}: {shown}", metadata={"missing": "\n".join(names)}
+    )
+
+
+def _buckets(request: Write) -> Iterator[tuple[int, TensorBucket, str]]:
+    """Every bucket's place, itself and its group; what comes from memory has none."""
+    if isinstance(request, UpdateWeightsFromDistributedRequest):
+        for number, bucket in enumerate(request.buckets):
+            yield number, bucket, bucket.group_name or request.group_name
