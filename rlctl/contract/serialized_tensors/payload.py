@@ -1,0 +1,161 @@
+"""The serialised tensors of a request, as SGLang's clients send them: one payload for each rank."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.contract.errors import Reason
+from rlctl.contract.serialized_tensors.handles import (
+    LOCAL_TENSORS,
+    METADATA,
+    NAMES,
+    EmptyStorage,
+    Storage,
+    Tensor,
+    dtype,
+    is_instance,
+    number,
+    shape,
+)
+from rlctl.contract.serialized_tensors.pickle_reader import MOST_BYTES, Budget, PickleReader
+
+FLATTENED = "flattened_bucket"
+"""SGLang's ``load_format`` of a payload that is one tensor of bytes, and where each tensor lies in it."""
+
+MOST_TENSORS = 200_000
+"""Tensors of one payload."""
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """One named tensor.
+
+    Attributes:
+        dtype: "torch.bfloat16".
+        offset: bytes of the storage before it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One storage and the tensors in it."""
+
+    storage: Storage
+    tensors: list[PlacedTensor]
+
+
+def read_payloads(payloads: Sequence[str], load_format: str | None, field: str) -> list[list[Placed]]:
+    """The storages and tensors of every rank, in the order of the payloads.
+
+    ``payloads``: base64 of what SGLang's ``MultiprocessingSerializer`` returns. ``field``: where the request has them.
+    Raises FIELD_INVALID and UNSUPPORTED for what is not read, each with the payload's place.
+    """
+    if load_format not in (None, "", FLATTENED):
+        raise Reason.UNSUPPORTED.error(
+            f"load_format {load_format!r} names an engine's own loader",
+            field="load_format",
+            next_step=f"Leave it out, or send {FLATTENED!r}: tensors go by their checkpoint names.",
+        )
+    budget = Budget()
+    return [
+        _read(text, load_format == FLATTENED, rank, budget, f"{field}[{rank}]") for rank, text in enumerate(payloads)
+    ]
+
+
+def _read(text: str, flattened: bool, rank: int, budget: Budget, where: str) -> list[Placed]:
+    reader = PickleReader(NAMES, budget, where)
+    if len(text) > MOST_BYTES * 4 // 3 + 4:
+        raise reader.invalid(f"the payload has {len(text)} characters")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise reader.invalid("the payload is not base64") from None
+    value = reader.read(data)
+    try:
+        tensors = _flattened(value) if flattened else _pairs(value, rank, budget, where)
+    except ValueError as error:
+        raise reader.invalid(str(error)) from None
+    if len(tensors) > MOST_TENSORS:
+        raise reader.invalid(f"the payload has {len(tensors)} tensors; the limit is {MOST_TENSORS}")
+    for name, tensor in tensors:
+        if tensor.offset % tensor.dtype.itemsize:
+            raise reader.invalid(f"{_shown(name)} begins at byte {tensor.offset}, no multiple of its dtype's size")
+        if isinstance(tensor.storage, EmptyStorage) or not tensor.nbytes:
+            raise reader.invalid(f"{_shown(name)} has no elements")
+    return _by_storage(tensors)
+
+
+def _by_storage(tensors: Sequence[tuple[str, Tensor]]) -> list[Placed]:
+    """Tensors by storage. A storage that the pickle has twice has two references, and stays twice."""
+    placed: dict[int, Placed] = {}
+    for name, tensor in tensors:
+        entry = placed.setdefault(id(tensor.storage), Placed(tensor.storage, []))
+        entry.tensors.append(PlacedTensor(name, tensor.dtype.name, tensor.shape, tensor.offset))
+    return list(placed.values())
+
+
+def _flattened(value: Any) -> list[tuple[str, Tensor]]:
+    if type(value) is not dict or value.keys() != {"flattened_tensor", "metadata"}:
+        raise ValueError("the payload is no dict of flattened_tensor and metadata")
+    whole, entries = value["flattened_tensor"], value["metadata"]
+    if type(whole) is not Tensor or whole.dtype.itemsize != 1 or len(whole.shape) != 1:
+        raise ValueError("flattened_tensor is not one dimension of bytes")
+    if type(entries) is not list:
+        raise ValueError("metadata is no list")
+    tensors = []
+    for entry in entries:
+        if not is_instance(entry, frozenset([METADATA])):
+            raise ValueError("metadata has an entry that is no FlattenedTensorMetadata")
+        state = entry.state
+        name = _name(state.get("name"))
+        kind, dims = dtype(state.get("dtype")), shape(state.get("shape"))
+        start, end = number(state.get("start_idx"), "start_idx"), number(state.get("end_idx"), "end_idx")
+        tensor = Tensor(kind, dims, whole.offset + start, whole.storage)
+        if end - start != tensor.nbytes or end > whole.nbytes:
+            raise ValueError(f"{_shown(name)} lies at bytes {start} to {end}, which do not fit its shape or the bucket")
+        tensors.append((name, tensor))
+    return tensors
+
+
+def _pairs(value: Any, rank: int, budget: Budget, where: str) -> list[tuple[str, Tensor]]:
+    if type(value) is dict:
+        value = list(value.items())
+    if type(value) is not list:
+        raise ValueError("the payload is no list of names and tensors")
+    tensors = []
+    for pair in value:
+        if type(pair) is not tuple or len(pair) != 2:
+            raise ValueError("the payload has an entry that is no name and tensor")
+        name, tensor = _name(pair[0]), pair[1]
+        if is_instance(tensor, LOCAL_TENSORS):
+            tensor = _local(tensor.state.get("values"), rank, budget, where)
+        if type(tensor) is not Tensor:
+            raise ValueError(f"{_shown(name)} is no tensor")
+        tensors.append((name, tensor))
+    return tensors
+
+
+def _local(values: Any, rank: int, budget: Budget, where: str) -> Any:
+    """The tensor for a rank of a LocalSerializedTensor: a pickle within the pickle, which nests no further."""
+    if type(values) is not list or rank >= len(values) or type(values[rank]) is not bytes:
+        raise ValueError(f"a LocalSerializedTensor has no payload for rank {rank}")
+    return PickleReader(NAMES, budget, where).read(values[rank])
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str or not 0 < len(value) <= 1000:
+        raise ValueError("a tensor's name is no text of 1 to 1000 characters")
+    return value
+
+
+def _shown(name: str) -> str:
+    return repr(name[:100])
