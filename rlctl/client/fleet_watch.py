@@ -1,4 +1,4 @@
-"""The fleet as the coordinator last told it, watched while somebody generates."""
+"""The fleet as the coordinator reports it, watched for as long as requests need it."""
 
 from __future__ import annotations
 

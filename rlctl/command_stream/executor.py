@@ -1,4 +1,4 @@
-"""The commanded half of a command stream: carries out each command at most once and remembers what came of it."""
+"""The receiving half of a command stream: runs each command at most once, and keeps its result."""
 
 from __future__ import annotations
 

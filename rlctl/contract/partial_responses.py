@@ -1,4 +1,4 @@
-"""A streamed answer put together: what is new added to what there was.
+"""Merges the parts of a streamed response.
 
 Texts and what an engine says beside its tokens stay out of the messages until the end: a field of a message that is set
 anew leaves its old value in the message's memory, and a text that grows by every token makes 2 GB of 32,000 of them.

@@ -1,4 +1,4 @@
-"""What a request may say: the same for every engine, so that it means the same wherever it goes."""
+"""Rules for generation requests: sampling parameters, engine fields and pairs, the same for every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request must satisfy before anything looks at the fleet. Pure: bad input never changes state.
+"""Rules for requests, checked before any state is read. Pure: invalid input never changes state.
 
 :func:`check` walks every message for enum values that this version does not know and then applies the rules of its
 type. Coordinator, stage and worker all call it, so that a request is refused with the same words wherever it enters.

@@ -1,4 +1,4 @@
-"""What a trainer that uses vLLM's weight transfer and those it talks to must both know of their group. Pure.
+"""The names of groups of vLLM's weight transfer, as trainer and engines compute them. Pure.
 
 vLLM's groups have no name, a torch process group needs one. From 0.28 on whether tensors are packed is a property of
 the group (``packed`` and ``packed_buffer_size_bytes`` in ``init_info``) and not of each update; so the name says it,

@@ -1,4 +1,4 @@
-"""The coordinator as its RPCs see it, without the RPCs."""
+"""The coordinator: one method for each RPC, without gRPC."""
 
 from __future__ import annotations
 

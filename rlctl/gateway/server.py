@@ -1,4 +1,4 @@
-"""One listener with one dialect: requests to handlers, what they return to answers, and an orderly end."""
+"""One listener with one dialect: routes requests to handlers, and drains at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor keeps running, as it crosses from the process that read the file."""
+"""The processes that a supervisor keeps running, in a form that can be sent to it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""One sample over as many attempts as it takes: each goes on from the tokens that the earlier ones brought.
+"""One sample over several requests. Each request continues from the tokens of the earlier ones.
 
-What was generated becomes part of the prompt, so that every engine can do it. Greedy output is then what an
-uninterrupted run gives. Drawn output comes from the same distribution: the seed of a later attempt is derived from the
-sample's and the number of tokens had, since the engine counts positions from 0 again. Penalties for what was generated
-would forget it: such samples are not continued but refused. A stop string that lies across a cut is looked for here.
+The generated tokens become part of the prompt, so that every engine can continue a sample. Greedy output then equals
+that of an uninterrupted run. Drawn output has the same distribution. The seed of a later request is derived from the
+seed of the sample and the number of its tokens, because the engine counts positions from 0 again. Samples with
+penalties are not continued but refused, because the engine would not count the earlier tokens as output. A stop string
+across a cut is searched here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to stages, without a proxy: waits for one that may take the request, and keeps book of how it fared."""
+"""Sends requests to stages without a proxy: waits for a routable stage, and records failures of stages."""
 
 from __future__ import annotations
 

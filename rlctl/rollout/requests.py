@@ -1,4 +1,4 @@
-"""Generation as it is asked for: one request to a routable stage, by turns, straight to it."""
+"""Generation requests of the SDK, and single requests to routable stages in turn."""
 
 from __future__ import annotations
 

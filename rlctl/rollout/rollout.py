@@ -1,4 +1,4 @@
-"""Samples for a trainer: version-aware, continued over pauses and failures, straight from the stages."""
+"""Samples for a trainer, each with its versions, continued over pauses and failures, without a proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses: parsing, and the rule that a bind which others can reach needs a token."""
+"""Addresses: parsing, and the rule that an address which other hosts can reach needs a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every server process does: log to stderr, announce itself on stdout, end on SIGTERM or with its parent."""
+"""The life of a server process: logs to stderr, an announcement on stdout, an end on SIGTERM or with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answering a call: what was asked for goes on when the caller leaves, and can know that it has."""
+"""Shields accepted work from the disconnect of its caller, and lets the work see the disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage knows about itself, the state that follows from it, and how verbs change it. Pure: no I/O, no time.
+"""The facts of a stage, the state that follows from them, and their change by verbs. Pure: no I/O, no time.
 
 The state is never stored: it is derived from the facts, so that two of them cannot disagree.
 """

@@ -1,4 +1,4 @@
-"""Rank 0's relay: one command to every rank of the stage, one result from each, none dropped and none invented."""
+"""Rank 0's relay: one command to every rank of the stage, one result from each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be generated at a stage now, and told of: read at every request, also from another thread."""
+"""The gate of a stage: what it may generate and send now. Every request reads it, also from another thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage's state machine: what a command meets on its way to the ranks, and what its outcome changes."""
+"""The state machine of a stage: the checks of a command before it reaches the ranks, and the effect of its outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sources of an update send, put together: does it fit the checkpoint, in which buckets and in which order."""
+"""Plans the buckets of all sources of an update: whether the tensors fit the checkpoint, their buckets and order."""
 
 from __future__ import annotations
 

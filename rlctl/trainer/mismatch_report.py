@@ -1,4 +1,4 @@
-"""Which rank's part of a tensor is another one than was sent, once the sources have digested the same parts. Pure."""
+"""Names the rank with a wrong part of a tensor, once the sources have digested the same parts. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one trainer process does in an attempt at an update: join its group, send and digest its weights.
+"""One trainer process in an attempt: it joins its groups, and sends and digests its weights.
 
-It happens in a thread of its own, which nothing here waits for without a limit: gathering a tensor may hang in the
-trainer's own collectives when one of its ranks is gone.
+It works in a thread of its own, and every wait for this thread has a limit. When a trainer rank has died, gathering a
+tensor may hang in the trainer's own collectives.
 """
 
 from __future__ import annotations

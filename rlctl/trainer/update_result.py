@@ -1,4 +1,4 @@
-"""What a trainer learns of an update that was published."""
+"""The result of a published update, for the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC server with what every rlctl service has: token, health, reflection, graceful stop."""
+"""A gRPC server with the parts of every rlctl service: token, health, reflection, graceful stop."""
 
 from __future__ import annotations
 

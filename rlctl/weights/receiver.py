@@ -1,8 +1,8 @@
-"""Receiving an update, from groups or from memory at hand, into a rank's shard map. (Sending one:
-:mod:`rlctl.weights.group.sender`.)
+"""Receives the tensors of an update at a rank, from groups or from shared memory, into the places of its shard map. The
+sending side is :mod:`rlctl.weights.group.sender`.
 
-Which tensors come in which buckets reaches the receivers ahead, by another way; over the group goes nothing but the
-tensors' bytes. A receiver checks what it was told against its shard map before it takes in the first byte.
+The buckets are announced over the control plane in advance. A group carries only the bytes of the tensors. The receiver
+checks the announced buckets against its shard map before it takes the first byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's admin work: one mutating verb at a time, each answered with a result, never an exception."""
+"""The admin work of one rank: one mutating verb at a time, with one result for each command, never an exception."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The benchmark harness: ``tools/bench NAME``.
 
-The modules here know nothing of what is measured. A benchmark is a sub-package with a list ``FIGURES``; a
+The modules here are independent of the benchmarks. A benchmark is a sub-package with a list ``FIGURES``; a
 figure is one function in one module. Each figure has a warm-up and interleaved rounds of the product and its
 peer, and reports medians with their spread.
 

@@ -1,4 +1,4 @@
-"""What a stage can do at all, by what it has published."""
+"""Checks whether a stage can do a verb or request, by the capabilities of its registration."""
 
 from __future__ import annotations
 

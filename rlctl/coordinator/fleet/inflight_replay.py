@@ -1,8 +1,8 @@
-"""Commands whose link broke before they were answered: asked again over the next one, which costs an update nothing.
+"""Commands whose link broke before their result: repeated over the next link.
 
-They go out in their order and under their ids, so that the stage, if it is the same process, answers with what it has
-done, or does it now. That takes no longer than a stage that is lost may go on serving anyway, which every update waits
-for before it publishes.
+They are sent in their order and under their ids. If the process is the same, the stage answers with the recorded
+result, or runs the command now. The wait ends after the time in which a lost stage may still serve. Every update waits
+that long before it publishes, so the repeats delay no update.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What filled slots before and may be alive, only cut off: those who still reach it are served while its lease lasts.
+"""Serving leases of replaced processes. Such a process may still run behind a network partition, and serves until its
+lease ends.
 
-By model and not by slot: what fills the slot now may serve another model.
+Leases are kept by model, because the process that fills the slot now may serve another model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who there is: slots, what fills them, models, and the state that follows for each stage."""
+"""The slots and models of the fleet, the process in each slot, and the state of each stage."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Those who keep a list of stages outside of the fleet, in a router say: a stage leaves their lists before it changes.
+"""Routing followers: clients that keep a list of stages, such as a router. A stage leaves their lists before it
+changes.
 
-A follower watches the fleet and confirms what it has taken in (``WatchFleetRequest.watch_id``, ``ConfirmFleet``).
-Before the coordinator pauses a stage, or lets it be written to, it tells that the stage is not routable any more and
-waits until every follower has confirmed that. It waits for :data:`CONFIRM_S` at most: a follower that takes longer is
-late, and not waited for until it has caught up. So nothing hangs on a router, and without a follower nothing is waited
-for. What is served is decided by the stage's gate in any case.
+A follower watches the fleet and confirms each change (``WatchFleetRequest.watch_id``, ``ConfirmFleet``). Before the
+coordinator pauses a stage, or lets it be written to, it reports the stage as not routable. Then it waits until every
+follower has confirmed this, for :data:`CONFIRM_S` at most. A follower that takes longer is late. The coordinator does
+not wait for a late follower again until it has confirmed the present state. So a router cannot block an operation. The
+gate of the stage decides in any case what is served.
 """
 
 from __future__ import annotations

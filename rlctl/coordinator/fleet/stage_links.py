@@ -1,4 +1,4 @@
-"""The links to the stages: dialled, attached, kept, and dialled again; and the serving grants that go over them."""
+"""The links to the stages, which are dialled again after a loss, and the serving grants over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions there are and may be served: the first one, publishing, adopting."""
+"""The versions of a model that may be served: the first version, publishing, adoption."""
 
 from __future__ import annotations
 

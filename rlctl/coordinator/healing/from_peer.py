@@ -1,4 +1,4 @@
-"""Healing a stage from another one: over a group of their own, while that one goes on generating.
+"""Heals a stage from another stage, over a group of both. The sending stage continues to generate.
 
 Stages whose ranks hold the same parts form a pair for each rank, and every rank sends its own parts. Otherwise the
 sender's ranks gather full tensors at its rank 0, which broadcasts them to all ranks of the other.

@@ -1,11 +1,13 @@
-"""What updates left behind at stages and nobody owns any more: ended there, however often it takes.
+"""Orphans: remainders of updates, pauses and adapters at stages. They are cleared there, with as many tries as it
+takes.
 
-A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
-other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
-nobody let go on, because the coordinator died before it could say, is let go on; so is one that was continued while its
-memory was released, or while it was out of reach. One that comes under a pause by name is paused. What it keeps paused
-of single adapters becomes what the pauses by name say. And one that was out of reach when an adapter was unloaded
-unloads it.
+- An update that is not open at the coordinator is aborted, unless it is on record as published. A stage that was out of
+  reach during the abort returns with such an update, and would refuse every other update.
+- A stage that is still paused by an ended update continues. So does a stage that was continued while its memory was
+  released or while it was out of reach.
+- A stage that returns under a pause by name is paused.
+- Pauses of single adapters follow the record of pauses by name.
+- A stage that was out of reach when an adapter was unloaded unloads it.
 """
 
 from __future__ import annotations

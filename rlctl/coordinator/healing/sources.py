@@ -1,4 +1,4 @@
-"""What a stage lacks of the published version, and whence it can get it: from a checkpoint, or from another stage."""
+"""The heal source of a stage: a checkpoint of the published version, or another stage."""
 
 from __future__ import annotations
 

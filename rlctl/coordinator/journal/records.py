@@ -1,4 +1,4 @@
-"""What the journal holds, parsed: a record that cannot be is never taken for none, nor for a defect of rlctl's."""
+"""Records of the journal, parsed. A damaged record is an error of its own: neither absent nor a defect of rlctl."""
 
 from __future__ import annotations
 

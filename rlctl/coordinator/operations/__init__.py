@@ -1,8 +1,8 @@
 """Operations: accepted once, journaled before the first command, one outcome for each target.
 
-Decides whether a request is new or a repeat, and which outcome a target has when its result cannot be used. Both
-of these become UNKNOWN in ``fanout.py``: a result that does not come by the deadline (``Fanout._late``), and a
-result of another incarnation or epoch, or with ranks that contradict it (``Fanout._vetted``).
+Decides whether a request is new or a repeat, and which outcome a target has when its result cannot be used. In
+``fanout.py`` a target becomes UNKNOWN if its result does not come by the deadline (``Fanout._late``). So does a target
+whose result has another incarnation or epoch, or contradicts the results of its ranks (``Fanout._vetted``).
 
 Imports: coordinator.fleet, coordinator.journal, contract, ports.
 

@@ -1,10 +1,10 @@
-"""Calls that are one operation: those for every engine by itself that ask for the same, and repeats without a key.
+"""Equal calls for single engines become one operation.
 
-A client that knows engines only calls each of them; the weights are the model's all the same. The first call starts the
-operation, those for the other engines get its answer, each once. A request_id of the client's own makes a repeat exact.
-Without one, the same body for the same engine is a repeat while the operation runs, and until somebody has got its
-answer; after that it is a new operation. So is a call that comes :data:`JOINED_S` after another one got the answer, or
-after the end where all who asked have left: by then it is no part of what they asked for.
+A client that knows only engines calls each of them, although the weights belong to the model. The first call starts the
+operation. Each call for another engine gets the result once. A request id of the client identifies a repeat exactly.
+Without a request id, an equal body for the same engine is a repeat while the operation runs, and until a caller has
+received its result. After that it is a new operation. A call is also a new operation if it comes :data:`JOINED_S` after
+a result was delivered, or after the end of an operation whose callers have all disconnected.
 """
 
 from __future__ import annotations

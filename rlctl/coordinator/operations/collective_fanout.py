@@ -1,6 +1,5 @@
-"""Verbs during which ranks of several stages wait for each other in groups: whoever fails first ends the others.
-
-A rank that waits for one that will never come is told to leave.
+"""The fan-out of verbs in which ranks of several stages wait for each other in groups. The first failure ends the waits
+of the other ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One verb to many stages: one result for each, whatever happens to the link, the stage or the clock."""
+"""Sends one verb to many stages, and returns one result for each, also after failures of link or stage."""
 
 from __future__ import annotations
 

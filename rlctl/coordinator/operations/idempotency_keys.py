@@ -1,8 +1,8 @@
-"""Keys that callers of other interfaces give their requests: each stands for one request_id, whichever gateway asks.
+"""Idempotency keys of callers of other interfaces: each stands for one request id, at every gateway.
 
-A request_id is a UUIDv7 because its time tells whether it is older than what is remembered. A key tells no time, so an
-id is made when it comes first, and kept in the journal: all gateways, before and after a restart, then mean the same
-operation. A key that has been forgotten is a new one.
+The time in a request id, a UUIDv7, tells whether the id is older than all remembered operations. A key has no time. So
+the coordinator makes a request id for each new key and keeps it in the journal. All gateways, before and after a
+restart, then mean the same operation. A key that has been forgotten is a new key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was asked of the fleet: accepted once, journaled before the first byte is sent, remembered with its outcome."""
+"""The operations of the fleet: accepted once, journaled before the first command, kept with their outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning a weight update: who takes part, where it leads, over which groups; or why it cannot be. Changes nothing."""
+"""Plans a weight update: its targets, version and groups, or the reason for a refusal. Changes nothing."""
 
 from __future__ import annotations
 

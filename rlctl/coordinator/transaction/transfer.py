@@ -1,4 +1,4 @@
-"""What the targets do for the sources of an update: join their groups, take in what they send, and start over."""
+"""The transfer of an update at its targets: joins of groups, writes, further attempts."""
 
 from __future__ import annotations
 

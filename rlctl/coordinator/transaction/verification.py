@@ -1,4 +1,4 @@
-"""Asking the targets of an update, before it is published, for the proof that they hold what was sent."""
+"""Commands the targets of an update to prove their weights before the version is published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence for an update: what its targets hold, what they compute with it, and what their answers prove. Pure.
+"""Judges the evidence for an update: the weights at its targets, and the values computed with them. Pure.
 
 Evidence is of two kinds. A level of the bytes that ranks hold is chosen for each target. The probe is the evidence of
 the values that an engine computes. A probe that is passed is computed by every target, at every level of the bytes.

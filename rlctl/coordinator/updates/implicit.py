@@ -1,11 +1,11 @@
-"""Weight updates of clients that name none: opened by their first write, joined by others, committed by what ends it.
+"""Implicit updates: weight updates of clients that do not name updates.
 
-Trainers that speak to engines as SGLang, slime or vLLM have it know pauses and buckets, not updates. What they write
-under a pause, or after a begin without an id, is one update of the model, journaled, leased and fenced as any other; it
-is committed by their end of it, by a version that they set, or by the continue that follows, whichever comes first.
-Outside of a pause a write is a whole update. Under one it is full unless its client says otherwise: half of an update
-that a trainer left behind must not be published by whoever continues. A client that has begun an update may end it with
-tensors missing (``may_be_partial`` and ``partial``); a continue may not.
+Trainers that use the HTTP interface of SGLang, slime or vLLM know pauses and buckets, not updates. Their writes under a
+pause, or after a begin without an id, are one update of the model. It is journaled, leased and fenced as any other
+update. It is committed by the client's end of the update, by a version that the client sets, or by a continue,
+whichever comes first. A write outside of a pause is a whole update. A write under a pause belongs to a full update
+unless the client requests another kind: a continue must not publish half of an update that a trainer has abandoned. The
+end of an update that the client has begun may leave tensors out (``may_be_partial`` and ``partial``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Continuing what is asleep: remembered, durably, and done as part of the resume that brings the last region back.
+"""A continue of a stage that is ASLEEP: recorded in the journal, and done when the last memory region is resumed.
 
-Co-located trainers continue an engine before its KV cache is back, as SGLang lets them: slime updates the weights,
-which ends in a continue, and then resumes the KV cache. The engine must not hear of it earlier: requests that waited
-would run into memory that is not there.
+Co-located trainers continue an engine before its KV cache is resumed, as SGLang allows. slime updates the weights,
+which ends in a continue, and then resumes the KV cache. The engine must not continue earlier, because waiting requests
+would use memory that is not allocated.
 """
 
 from __future__ import annotations

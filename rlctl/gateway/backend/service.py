@@ -1,4 +1,4 @@
-"""What generates for the routes: samples through the SDK's pick, each with its caller's token."""
+"""Generation behind the routes: samples through a rollout of the SDK, each with the token of its caller."""
 
 from __future__ import annotations
 

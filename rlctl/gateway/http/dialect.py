@@ -1,4 +1,4 @@
-"""What a dialect is made of."""
+"""The parts of a dialect: routes, scopes, replies, error format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet's engines as addresses: each is what lies below ``/engines/SLOT`` of a gateway."""
+"""Engine URLs: the routes of one engine below ``/engines/SLOT`` of a gateway."""
 
 from __future__ import annotations
 

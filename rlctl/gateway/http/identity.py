@@ -1,4 +1,4 @@
-"""Who asks, and under which id: headers of HTTP into a token and a request_id of the contract."""
+"""The identity of a caller: from HTTP headers to a token and a request id of the contract."""
 
 from __future__ import annotations
 

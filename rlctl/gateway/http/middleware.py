@@ -1,4 +1,4 @@
-"""What users put around the routes: classes by dotted path.
+"""Middlewares of users around the routes, named by dotted path.
 
 A middleware is made once, ``Class(generation)``, and called for every request that is not OPEN::
 

@@ -1,4 +1,4 @@
-"""Rows of a dialect whose bodies are lists of fields: read by what the row says, described by it in OpenAPI."""
+"""Routes with a table of fields. The table reads the body, and describes the route in OpenAPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher is told of one engine, and the command lines that follow from it. Pure: nothing is started here."""
+"""The specification of one engine for a launcher, and its command lines. Pure: nothing is started here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of processes that run for weeks: what they said last, and no more of them on the disk than anybody reads."""
+"""Logs of processes that run for weeks: their last lines, and a limit of their size on disk."""
 
 from __future__ import annotations
 

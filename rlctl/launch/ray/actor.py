@@ -1,4 +1,4 @@
-"""What runs on a node of a Ray cluster for one server of an engine: an actor that holds it as a child.
+"""The actor that runs one server of an engine, as its child process, on a node of a Ray cluster.
 
 The server is a process of its own and not the actor: it can be killed whatever state it is in, how it ended and the
 last line of its log are still told, torch finds the environment that it is to load in, and Ray's threads and its copy

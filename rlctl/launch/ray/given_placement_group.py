@@ -1,8 +1,8 @@
-"""A placement group that somebody else has made, a trainer say, which has given some of its bundles to a fleet.
+"""A placement group that another program, such as a trainer, has made and shares with a fleet.
 
-The n-th place of the plan is the n-th bundle: who made the group can tell which engine is where, and which bundles a
-placeholder keeps free for it. A rank has a bundle. Nothing here makes such a group or ends it; where it has gone, an
-engine's start fails with that until a group of that name is there again.
+The n-th place of the plan is the n-th bundle, and a rank has one bundle. So the maker of the group can compute where
+each engine runs, and which bundles a placeholder keeps free. Nothing here makes or removes such a group. If the group
+is gone, the start of an engine fails with this cause until a group of the same name exists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is known on this machine about a fleet that ``rlctl up`` started: who supervises it and where it answers.
+"""The state directory of a fleet that ``rlctl up`` started: its supervisor and its addresses.
 
-A supervisor holds the lock of its state directory for as long as it lives, so that two never share one, and writes
-``fleet.json``. A pid alone proves nothing, as pids are used again: the file also says when that process started.
+A supervisor holds the lock of its state directory for its whole life, so two supervisors never share one. It writes
+``fleet.json``. The file has the start time of the process beside its pid, because pids are used again.
 """
 
 from __future__ import annotations

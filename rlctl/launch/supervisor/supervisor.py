@@ -1,4 +1,4 @@
-"""What owns a fleet of local processes: starts it, watches it, takes it down when it is told to."""
+"""The supervisor of a fleet of local processes: starts, watches and stops them."""
 
 from __future__ import annotations
 

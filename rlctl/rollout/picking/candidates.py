@@ -1,4 +1,6 @@
-"""What picks look at of each stage, taken once from what the coordinator told: picks come by the thousand a second."""
+"""The fields of each stage that a pick compares. They are read once for each state of the fleet, because picks are
+frequent.
+"""
 
 from __future__ import annotations
 

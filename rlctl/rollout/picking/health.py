@@ -1,8 +1,8 @@
-"""Which stages are left alone for a while because they refused or failed what was sent to them.
+"""Waits after refusals and failures of stages.
 
-A stage that refuses is between two states that the watched fleet has not told of yet; one that fails is likely to fail
-the next request too. Either way requests keep away for a time that doubles, after which one of them tries, then another
-one after as long again, until one is taken. So requests that wait never become a storm.
+A stage that refuses is changing its state, and the watched fleet does not show this yet. A stage that fails is likely
+to fail the next request. In both cases requests avoid the stage for a time that doubles with each try. After each wait,
+one request tries the stage, until a request is accepted. So waiting requests do not arrive all at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of several stages that could serve a sample does: by turns, by load, or by the session that it belongs to."""
+"""Policies of a pick among suitable stages: in turn, by load, or by session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picks the stage of each request from what the coordinator last told of the fleet."""
+"""Picks the stage of each request from the watched fleet."""
 
 from __future__ import annotations
 

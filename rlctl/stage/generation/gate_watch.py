@@ -1,4 +1,4 @@
-"""The requests under way at a stage: one look at the gate for all of them while their engine says nothing."""
+"""Checks the gate for all running requests of a stage while their engine sends nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RolloutService on a stage: generation on its own event loop, behind the gate of what the stage may serve."""
+"""RolloutService of a stage: generation on its own event loop, behind the gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing to disk so that a crash leaves either what was there before or what was to be there, never a part of it.
+"""Atomic writes: a crash leaves either the old or the new content, never a part.
 
 A directory is built under a temporary name, every file is brought to the disk, and only then does it take its place in
 one step. Everything that publishing and pulling write goes through here, and so every failure to write is typed here.

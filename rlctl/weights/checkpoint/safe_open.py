@@ -1,5 +1,5 @@
-"""Opening files that lie where others put them: what is no regular file is refused, and never waited for; what is
-larger than any config, index or manifest is not read into memory.
+"""Opens files that other programs have written. A file that is not regular is refused at once, and so is one that is
+larger than any config, index or manifest.
 """
 
 from __future__ import annotations

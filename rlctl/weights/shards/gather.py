@@ -1,4 +1,4 @@
-"""Bringing the parts of full tensors together at one rank of a stage, whatever the layout."""
+"""Gathers full tensors at one rank of a stage, for any layout."""
 
 from __future__ import annotations
 

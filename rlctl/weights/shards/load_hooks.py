@@ -1,4 +1,4 @@
-"""What an engine does around the tensors of an update, beside taking them in.
+"""The hooks of an engine before and after the tensors of an update.
 
 Engines that rearrange weights for their kernels cannot simply be written into: they unpack before the first tensor and
 pack, quantise or capture again after the last. :class:`LoadHooks` is where a plug-in does that; :class:`Loading` sees

@@ -1,4 +1,4 @@
-"""Which tensor differs from what was sent, and what each rank holds of it.
+"""Names the tensor that differs from the sent one, and the digest of each rank's part.
 
 A stage digests full tensors; a rank that holds a part of one that differs digests its part by itself. Whoever has the
 full tensor (its source) can digest the same part, and knows then whose is wrong.

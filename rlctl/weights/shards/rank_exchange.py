@@ -1,4 +1,4 @@
-"""What the ranks of one stage pass to each other to digest tensors of which each holds a part.
+"""The exchange between the ranks of one stage that the digests of split tensors need.
 
 An :class:`Exchange` is all that the model digest needs of the engine's ranks. :class:`GroupExchange` does it over any
 torch process group; it needs one that nothing else uses at the same time.

@@ -1,4 +1,4 @@
-"""Which slice of which full tensor lies where at a rank, and the model digest of a stage, whatever its layout.
+"""The shard map of a rank: which slice of each full tensor lies where. And the model digest of a stage, for any layout.
 
 An engine shards, fuses and pads its parameters as it likes. Its shard map says, for every tensor of the checkpoint,
 which slice of it this rank holds and in which memory; that is enough to put full tensors into place and to digest

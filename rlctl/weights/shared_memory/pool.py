@@ -1,4 +1,4 @@
-"""A sender's segments: made once, lent to receivers, used again only when nobody can still read them."""
+"""The segments of a sender: made once, leased to receivers, and reused when no lease is open."""
 
 from __future__ import annotations
 

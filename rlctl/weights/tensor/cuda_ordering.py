@@ -1,4 +1,4 @@
-"""The order between a trainer's own work on a GPU and what an update reads: by events, never by waiting on the host."""
+"""Orders an update's reads after a trainer's work on a GPU: by events, without a wait on the host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who shares memory with whom: identities of a host's shared memory and of a device.
+"""Identities of a host's shared memory and of a device.
 
-A trainer's rank and an engine's rank are a pair when these agree. Names of hosts and numbers of devices would not do:
-containers of one host have names of their own and may see one shared memory or several, and a process counts only the
-devices that it sees.
+A rank of the trainer and a rank of an engine are a pair when these identities agree. Names of hosts and numbers of
+devices are not enough. Containers of one host have different names, and may share one memory or several. A process
+numbers only the devices that it sees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trainer may hand over as "the weights", seen as one thing: descriptions, and tensors in the same order."""
+"""The weights that a trainer may pass, as one interface: descriptions, and tensors in the same order."""
 
 from __future__ import annotations
 

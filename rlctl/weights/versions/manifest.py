@@ -1,4 +1,4 @@
-"""What a published version says about itself: ``rlctl-manifest.json``, written last.
+"""The manifest of a published version: ``rlctl-manifest.json``, written last.
 
 A version lies in a directory of its own below the directory that versions are published in, named by its sequence and
 its label, ``00000042-step-42`` (characters that file names cannot hold are quoted as in URLs). A directory without a

@@ -1,4 +1,4 @@
-"""Versions in slime's layout: what its trainers publish over a disk, and what ``/pull_weights`` reads.
+"""Versions in slime's layout, as its trainers write them to a disk and ``/pull_weights`` reads them.
 
 The facts, from slime 624b824: ``update_weight_from_disk.py`` and ``update_weight_from_disk_delta.py`` in
 ``slime/backends/megatron_utils/update_weight`` write it, ``docker/patch/latest/sglang-pull_weights.patch`` reads it.

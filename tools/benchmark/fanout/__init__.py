@@ -1,7 +1,7 @@
 """The benchmark of the fan-out: one admin verb to many stages, and to the ranks of one.
 
-In its processes gRPC is imported before rlctl does it as it wants (``rlctl/transport/__init__.py``): the peers' bare
-streams are those of gRPC by itself. The fleet's processes are apart from them.
+Its processes import gRPC before rlctl changes gRPC's settings (``rlctl/transport/__init__.py``). So the bare streams of
+the peers have gRPC's own settings. The fleet runs in other processes.
 """
 
 from __future__ import annotations

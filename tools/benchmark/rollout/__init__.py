@@ -1,8 +1,8 @@
-"""What a request costs on its way: through the SDK, through the gateway, and through sglang-router.
+"""Benchmark of the way of a request: through the SDK, through the gateway, and through sglang-router.
 
-Behind each is something that answers at once with the same tokens: an HTTP server behind sglang-router, as its worker,
-and a stage server with an engine that computes nothing behind the SDK and the gateway; or, for some figures, a torch
-engine with a tiny model behind all of them. Each server is a process.
+The servers behind them answer at once with the same tokens. Behind sglang-router this is an HTTP server, as its worker.
+Behind the SDK and the gateway it is a stage server whose engine computes nothing. For some figures, a torch engine with
+a tiny model is behind all of them. Each server is a process.
 """
 
 from __future__ import annotations
