@@ -46,6 +46,7 @@ CAUGHT_BY = {
     "lease_echo": 1076,
     "lease_expiry": 1245,
     "ongoing_gate": 1111,
+    "partial_end": 1347,
     "presumed_abort": 1004,
     "probe": 1000,
     "publish_last": 1004,

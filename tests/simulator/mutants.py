@@ -20,6 +20,7 @@ from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.commit import Finish
 from rlctl.coordinator.updates.manager import Updates
+from rlctl.coordinator.updates.written_tensors import WrittenTensors
 from rlctl.runtime import shielding
 from rlctl.stage.facts import Facts
 from rlctl.stage.serving_state import Serving
@@ -193,6 +194,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "kept_adapter_pauses": [(Slot, "owed_adapters", ())],
     "kept_pauses": [(Slot, "owes_pause", False)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
+    "partial_end": [(WrittenTensors, "incomplete", _nothing)],
     "probe": [(verification_levels, "judge_probe", _always_computed)],
     "presumed_abort": [(Orphans, "_orphan", _nothing)],
     "publish_last": [(Finish, "commit", _published_first)],

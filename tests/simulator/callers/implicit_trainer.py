@@ -50,13 +50,24 @@ class Nameless(Caller):
                 pause = verbs_pb2.PauseGenerationRequest(mode=chance.choice(MODES), header=_of(model))
                 await self.verb(pause, CALL_S)
             ranks = {slot: self.sim.slots[slot].ranks for slot in self.fleet.models[model]}
+            way, sequence = self.sim.world.chance(f"end of {tag}"), 0
+            partial = False
             if chance.random() < 0.7:
-                ranks = await self._begin(model, tag, chance)
+                begin = update_pb2.BeginWeightUpdateRequest(
+                    model=model, implicit=True, may_be_partial=way.random() < 0.5
+                )
+                sequence, ranks = await self._begin(begin, tag, chance)
+                partial = begin.may_be_partial and way.random() < 0.5
             self.sim.observer.nameless.update(contents(tag).values())
             self.sim.observer.note(f"a nameless trainer writes {tag}, {'' if paused else 'not '}paused")
-            await self._send(_Writing(self, tag, ranks, chance))
+            await self._send(_Writing(self, tag, ranks, chance, parts=way if partial else None))
             end = chance.random()
-            if end < 0.5:
+            if partial and end < 0.9:
+                # What was not written is the base version's: the first stage that serves it says what all must hold.
+                self.sim.observer.published.pop((model, sequence), None)
+                commit = update_pb2.CommitWeightUpdateRequest(header=self._at(model, chance), partial=True)
+                await self.call("CommitWeightUpdate", commit, 60.0)
+            elif end < 0.5:
                 commit = update_pb2.CommitWeightUpdateRequest(header=self._at(model, chance), version=tag)
                 await self.call("CommitWeightUpdate", commit, 60.0)
             elif end < 0.9:
@@ -65,15 +76,17 @@ class Nameless(Caller):
             with contextlib.suppress(RlctlError):
                 await self.verb(verbs_pb2.ContinueGenerationRequest(header=_of(model)), CALL_S)
 
-    async def _begin(self, model: str, tag: str, chance: random.Random) -> dict[str, int]:
-        """Open an update, once or by way of several engines; the ranks of its targets."""
+    async def _begin(
+        self, begin: update_pb2.BeginWeightUpdateRequest, tag: str, chance: random.Random
+    ) -> tuple[int, dict[str, int]]:
+        """Open an update, once or by way of several engines; its sequence, and the ranks of its targets."""
         plan = None
         for _ in range(chance.choice((1, 1, 2))):
-            begin = update_pb2.BeginWeightUpdateRequest(header=self._at(model, chance), model=model, implicit=True)
+            begin.header.CopyFrom(self._at(begin.model, chance))
             plan = await self.call("BeginWeightUpdate", begin, CALL_S)
         assert plan is not None
-        self.sim.observer.published[model, plan.version.sequence] = contents(tag)
-        return {target.slot: len(target.workers) for target in plan.targets}
+        self.sim.observer.published[begin.model, plan.version.sequence] = contents(tag)
+        return plan.version.sequence, {target.slot: len(target.workers) for target in plan.targets}
 
     async def _send(self, writing: _Writing) -> None:
         slots = [self.sim.slots[slot] for slot in writing.order]
@@ -128,7 +141,15 @@ class Nameless(Caller):
 class _Writing:
     """What is sent in one update, and how."""
 
-    def __init__(self, trainer: Nameless, tag: str, ranks: dict[str, int], chance: random.Random) -> None:
+    def __init__(
+        self,
+        trainer: Nameless,
+        tag: str,
+        ranks: dict[str, int],
+        chance: random.Random,
+        parts: random.Random | None = None,
+    ) -> None:
+        """``parts``: only some tensors are written, and it draws which."""
         self._trainer = trainer
         self._sim = trainer.sim
         self._tag = tag
@@ -138,6 +159,9 @@ class _Writing:
         self._tensors = contents(tag)
         if chance.random() < 0.1:
             del self._tensors[chance.choice(NAMES)]  # something forgets a part
+        elif parts is not None:
+            kept = parts.sample(NAMES, parts.randint(1, len(NAMES)))
+            self._tensors = {name: content for name, content in self._tensors.items() if name in kept}
         self._kind = verbs_pb2.UPDATE_KIND_UNSPECIFIED
         if chance.random() < 0.1:
             self._kind = chance.choice((verbs_pb2.UPDATE_KIND_FULL, verbs_pb2.UPDATE_KIND_PARTIAL))
