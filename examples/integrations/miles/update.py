@@ -1,7 +1,7 @@
 """Miles's weight update, request by request, against a fleet behind rlctl's gateway.
 
-What Miles's trainer does after every step (radixark/miles): pause with retract, flush, open a session, per bucket tell
-every engine and broadcast, close the session, set the version, continue.
+What Miles's trainer does after every step (radixark/miles, commit 31f1ca96): pause with retract, flush, open a session,
+per bucket tell every engine and broadcast, set the version, close the session, continue.
 
     python examples/integrations/miles/update.py --model DIR \\
         --engine http://127.0.0.1:30000/engines/actor-0=2 --engine http://127.0.0.1:30000/engines/actor-1=1
@@ -32,8 +32,8 @@ def update(engines: Engines, group: Any, model: Any, step: int) -> None:
         )
         broadcast(group, [tensor for _, tensor in bucket])
         told()
-    engines.post("/end_weight_update", {})
     engines.post("/update_weight_version", {"new_version": str(step), "abort_all_requests": False})
+    engines.post("/end_weight_update", {})
     engines.post("/continue_generation", {})
 
 

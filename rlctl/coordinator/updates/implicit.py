@@ -110,6 +110,8 @@ class Implicit:
         """By model: one update of it is opened at a time."""
         self._came: dict[str, WrittenTensors] = {}
         """What came so far, by update."""
+        self._unended: dict[str, Run] = {}
+        """By model: the update of a client that will end it, which a version or a continue has committed already."""
 
     @staticmethod
     def takes(request: Message) -> bool:
@@ -212,6 +214,7 @@ class Implicit:
         opened = await self._updates.begin_implicit(begin, timeout_s, request=asked)
         self._came = {update: came for update, came in self._came.items() if self._updates.is_open(update)}
         self._came[opened.session.update_id] = WrittenTensors(reference)
+        self._unended.pop(begin.model, None)
         return opened
 
     async def _partial_reference(self, begin: BeginWeightUpdateRequest) -> set[str] | None:
@@ -381,6 +384,9 @@ class Implicit:
         if self._roster.models[model].update_id:
             raise in_progress(self._roster.models[model])
         if not request.version:
+            unended = self._unended.get(model)
+            if request.partial and unended is not None and self._is_latest(unended, model):
+                return unended
             raise Reason.UPDATE_NOT_FOUND.error(f"no update of {model} is open that was begun without a name")
         return await relabel(
             request,
@@ -391,10 +397,17 @@ class Implicit:
             journal=self._journal,
         )
 
+    def _is_latest(self, run: Run, model: str) -> bool:
+        """Whether an update has published the version that the model has."""
+        published = run.operation.weight_version.sequence
+        return bool(published) and published == self._roster.models[model].record.latest.sequence
+
     async def _end(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> Run:
         async with opened.session.taken_in():  # what is being taken in is part of it
             if request.version and not opened.decided.is_set():
                 opened.session.record.plan.version.label = request.version
+            if opened.session.record.request.may_be_partial and not request.partial:
+                self._unended[opened.session.model.record.name] = opened.run
             if not self._refuse_incomplete(opened, partial=request.partial):
                 self._updates.decide(opened, request)
         return opened.run

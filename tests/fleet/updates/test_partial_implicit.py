@@ -231,3 +231,33 @@ async def test_a_broadcast_that_breaks_ends_a_partial_update(fleet: InProcessFle
     assert (await write(fleet, "w2")).state != OPERATION_STATE_OK
     await refusal(end_partial(fleet))
     assert version_of(fleet) == ("initial", 1)
+
+
+@pytest.mark.parametrize("ended_by", ["version", "continue"])
+async def test_the_end_of_an_update_that_is_committed_already_is_confirmed(
+    fleet: InProcessFleet, ended_by: str
+) -> None:
+    """Miles names the version before it ends the update."""
+    await begun(fleet)
+    await write(fleet, *REFERENCE, weight_version="step-1")
+    committed = await (end(fleet, version="step-1") if ended_by == "version" else go_on(fleet))
+    assert committed.state == OPERATION_STATE_OK
+    before = version_of(fleet)
+    both = await asyncio.gather(end_partial(fleet, "a"), end_partial(fleet, "b"))
+    assert [each.state for each in both] == [OPERATION_STATE_OK] * 2
+    assert {each.weight_version.label for each in both} == {"step-1"}
+    assert version_of(fleet) == before == ("step-1", 2)
+    await begin(fleet, "a")
+    assert (await refusal(end_partial(fleet))).reason is Reason.WEIGHTS_INCOMPLETE, (
+        "nothing was written in the next one"
+    )
+    assert version_of(fleet) == before
+
+
+async def test_an_end_confirms_no_update_that_another_version_has_followed(fleet: InProcessFleet) -> None:
+    await begun(fleet)
+    await write(fleet, *REFERENCE)
+    assert (await end(fleet, version="step-1")).state == OPERATION_STATE_OK
+    followed = v.UpdateWeightsFromDiskRequest(model_path=fleet.specs[0].model_path, weight_version="other")
+    assert (await fleet.stub.UpdateWeightsFromDisk(followed)).state == OPERATION_STATE_OK
+    assert (await refusal(end_partial(fleet))).reason is Reason.UPDATE_NOT_FOUND
