@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from rlctl.contract.errors import RlctlError
@@ -48,6 +48,8 @@ class Pauses:
         self._journal = journal
         self._changed = changed
         self._records: dict[str, PauseRecord] = {}
+        self._replaced: dict[str, list[PauseRecord]] = {}
+        """Pauses that a running pause has replaced, by its key. They are in force again if it is taken back."""
         self._unrecorded: set[str] = set()
         """Ended pauses, and restored ones, that are not journaled yet."""
         self._writing = asyncio.Lock()
@@ -69,16 +71,20 @@ class Pauses:
         return any(record.pause.adapter == scope and _applies(record, slot) for record in records)
 
     def besides(self, keys: Collection[str]) -> list[str]:
-        """Keys of the pauses in force, except ``keys``."""
-        return [key for key in self._records if key not in keys]
+        """Keys of the pauses in force, and of those that may be in force again, except ``keys``."""
+        replaced = (record.pause.operation_id for records in self._replaced.values() for record in records)
+        return [key for key in (*self._records, *replaced) if key not in keys]
 
     @property
     def in_force(self) -> list[PauseRecord]:
         """Every one, oldest first."""
         return list(self._records.values())
 
-    async def begin(self, record: PauseRecord) -> list[PauseRecord]:
-        """Put a pause in force, durably. Returns the earlier pauses that it replaces. Raises JOURNAL_FAILED."""
+    async def begin(self, record: PauseRecord) -> None:
+        """Put a pause in force, durably. Earlier pauses that it covers end. Raises JOURNAL_FAILED.
+
+        :meth:`confirm` or :meth:`take_back` follows.
+        """
         key = record.pause.operation_id
         async with self._writing:
             scope = record.pause.adapter
@@ -90,25 +96,42 @@ class Pauses:
             for other in (*gone, key):
                 self._records.pop(other, None)
             self._records[key] = record
+            self._replaced[key] = replaced
             self._unrecorded.discard(key)
             self._changed()
-        return replaced
 
-    async def take_back(self, key: str, replaced: Iterable[PauseRecord]) -> None:
-        """End a pause that a target did not confirm; the pauses that it replaced are in force again.
+    def confirm(self, key: str) -> None:
+        """The targets have confirmed a pause: the pauses that it replaced are over."""
+        self._replaced.pop(key, None)
 
-        The pause also ends if the journal fails. A restarted coordinator would then restore the pause, until a
+    async def take_back(self, key: str) -> None:
+        """End a pause that a target did not confirm. The pauses that it replaced are in force again, as far as no
+        continue has ended them.
+        """
+        await self._remove(key, restores=True)
+
+    async def expire(self, key: str) -> None:
+        """End a pause for its whole target. The pauses that it replaced stay over."""
+        await self._remove(key, restores=False)
+
+    async def _remove(self, key: str, *, restores: bool) -> None:
+        """End a pause, also if the journal fails. A restarted coordinator would then restore the pause, until a
         continue by name.
         """
         async with self._writing:
+            restored = self._replaced.pop(key, []) if restores else []
+            for newer, replaced in self._replaced.items():
+                kept = [other for other in replaced if other.pause.operation_id != key]
+                if len(kept) < len(replaced):  # a newer pause that still runs covers all of it
+                    self._replaced[newer], restored = [*restored, *kept], []
             self._records.pop(key, None)
-            self._records = {**{other.pause.operation_id: other for other in replaced}, **self._records}
-            self._unrecorded |= {key, *(other.pause.operation_id for other in replaced)}
+            self._records = {**{other.pause.operation_id: other for other in restored}, **self._records}
+            self._unrecorded |= {key, *(other.pause.operation_id for other in restored)}
             self._changed()
             try:
                 await self._record()
             except RlctlError as error:
-                log.warning("pause %s was taken back, which could not be recorded: %s", key, error)
+                log.warning("pause %s has ended, which could not be recorded: %s", key, error)
 
     async def end(
         self,
@@ -124,25 +147,23 @@ class Pauses:
         slots. ``with_it``: further puts of the same write. ``newer``: pauses that began after the continue, and stay.
         """
         async with self._writing:
-            changed: dict[str, PauseRecord | None] = {}
-            for key, record in self._records.items():
-                if record.pause.adapter != adapter or key in newer:
-                    continue
-                rest = _rest(record, target, slots, refused)
-                if rest != record:
-                    changed[key] = rest
+
+            def narrowed(record: PauseRecord) -> PauseRecord | None:
+                if record.pause.adapter != adapter or record.pause.operation_id in newer:
+                    return record
+                return _rest(record, target, slots, refused)
+
+            rests = {key: narrowed(record) for key, record in self._records.items()}
+            changed = {key: rest for key, rest in rests.items() if rest != self._records[key]}
             ends = [Delete("pause", key) if rest is None else _put(rest) for key, rest in changed.items()]
             if ends or with_it:
                 await self._journal.write([*ends, *with_it])
-            if not changed:
-                return
-            for key, rest in changed.items():
-                if rest is None:
-                    del self._records[key]
-                else:
-                    self._records[key] = rest
-            self._unrecorded.difference_update(changed)
-            self._changed()
+            self._records = {key: rest for key, rest in rests.items() if rest is not None}
+            for key, replaced in self._replaced.items():
+                self._replaced[key] = [rest for rest in map(narrowed, replaced) if rest is not None]
+            if changed:
+                self._unrecorded.difference_update(changed)
+                self._changed()
 
     async def record_ended(self) -> None:
         """Journal the changes that failed before. Raises JOURNAL_FAILED if they fail again."""

@@ -423,6 +423,7 @@ class Session:
         await Waking(self._roster, self._fanout, self._clock).forget(slots)
         if any(slot.pause is None for slot in slots):
             await self._roster.pauses.begin(self._pause_record(slots))
+            self._roster.pauses.confirm(self.update_id)
         return await self._hand_over(slots)
 
     def _pause_record(self, slots: Sequence[Slot]) -> PauseRecord:

@@ -57,7 +57,7 @@ class Pausing:
         target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
         generating = {slot.name for slot in targets if _generates(slot, adapter)}
         with _in_hand(targets, adapter):
-            replaced = await self._roster.pauses.begin(
+            await self._roster.pauses.begin(
                 PauseRecord(
                     target=target,
                     pause=Pause(
@@ -85,13 +85,14 @@ class Pausing:
             missing = next((result.slot for result in results if not acknowledged(result, update=False)), "")
             absent = "" if missing else await self._generating(adapter, target, targets, deadline)
             if not missing and not absent:
+                self._roster.pauses.confirm(operation_id)
                 # A continue beside this pause does not address a stage without a link, and ends its pause all the same.
                 ended = {slot.name for slot in targets if not _is_kept(slot, adapter)}
                 for result in results:
                     if result.slot in ended and result.outcome == OUTCOME_APPLIED:
                         run.add(_taken_back(result, "a ContinueGeneration ended the pause while it ran"))
                 return
-            await self._roster.pauses.take_back(operation_id, replaced)
+            await self._roster.pauses.take_back(operation_id)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
             again = [slot for slot in targets if slot.name in paused and not _is_kept(slot, adapter)]
             await self._go_on_again(adapter, again, run, missing or absent)

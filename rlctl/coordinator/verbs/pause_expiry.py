@@ -91,7 +91,7 @@ class Lifting:
         if later:
             await self._pausing.go_on_later(Target(slots=later))
         if not any(slot in kept for slot in self._own(record)):
-            await pauses.take_back(key, ())  # an older one counts again; stages that join later are free
+            await pauses.expire(key)  # an older one counts again; stages that join later are free
 
     async def _lift_adapter(self, record: PauseRecord) -> None:
         """End a pause of one adapter. The stages that it alone keeps paused go on with the adapter, absent ones when
@@ -107,7 +107,7 @@ class Lifting:
         if rest:
             await self._pausing.end_with(adapter, Target(slots=rest))
         if not any(slot in kept for slot in self._own(record)):
-            await pauses.take_back(key, ())
+            await pauses.expire(key)
 
     def _own(self, record: PauseRecord) -> list[Slot]:
         """The slots for which this pause is in force."""

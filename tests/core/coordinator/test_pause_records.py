@@ -74,10 +74,10 @@ async def end(pauses: Pauses, target: Target, refused: Collection[str] = ()) -> 
 
 async def test_the_newer_of_two_counts_and_one_that_means_no_more_is_replaced(pauses: Pauses, disk: Disk) -> None:
     await pauses.begin(record("all", Target()))
-    assert await pauses.begin(record("a", Target(slots=["a"]), 2)) == []
+    await pauses.begin(record("a", Target(slots=["a"]), 2))
     assert in_force(pauses) == {"a": "a", "b": "all", "t": "all", "c": "all"}
-    replaced = await pauses.begin(record("actors", Target(model="actor"), 3))
-    assert [each.pause.operation_id for each in replaced] == []
+    await pauses.begin(record("actors", Target(model="actor"), 3))
+    assert set(disk.records) == {"all", "a", "actors"}
     await pauses.begin(record("again", Target(), 4))
     assert set(disk.records) == {"again"}
     again = Pauses(disk, lambda: None)
@@ -158,16 +158,52 @@ async def test_one_of_slots_is_gone_with_the_last_of_them(pauses: Pauses, disk: 
 
 async def test_one_that_is_taken_back_leaves_what_it_had_replaced(pauses: Pauses, disk: Disk) -> None:
     await pauses.begin(record("a", Target(slots=["a"])))
-    replaced = await pauses.begin(record("all", Target(), 2))
-    await pauses.take_back("all", replaced)
+    await pauses.begin(record("all", Target(), 2))
+    await pauses.take_back("all")
     assert in_force(pauses) == {"a": "a"}
     assert set(disk.records) == {"a"}
 
 
+async def test_one_that_is_taken_back_leaves_nothing_that_a_continue_has_ended_meanwhile(
+    pauses: Pauses, disk: Disk
+) -> None:
+    await pauses.begin(record("two", Target(slots=["a", "b"])))
+    await pauses.begin(record("all", Target(), 2))
+    await end(pauses, Target(slots=["b"]))
+    await pauses.take_back("all")
+    assert in_force(pauses) == {"a": "two"}
+    await pauses.begin(record("again", Target(), 3))
+    await end(pauses, Target())
+    await pauses.take_back("again")
+    assert in_force(pauses) == {}
+    assert disk.records == {}
+
+
+async def test_one_that_is_confirmed_leaves_nothing_when_it_expires(pauses: Pauses, disk: Disk) -> None:
+    await pauses.begin(record("a", Target(slots=["a"])))
+    await pauses.begin(record("all", Target(), 2))
+    pauses.confirm("all")
+    await pauses.expire("all")
+    assert in_force(pauses) == {}
+    assert disk.records == {}
+
+
+async def test_of_two_that_are_taken_back_neither_is_in_force_and_what_they_replaced_is(
+    pauses: Pauses, disk: Disk
+) -> None:
+    await pauses.begin(record("a", Target(slots=["a"])))
+    await pauses.begin(record("actors", Target(model="actor"), 2))
+    await pauses.begin(record("all", Target(), 3))
+    await pauses.take_back("actors")
+    assert in_force(pauses) == dict.fromkeys("abtc", "all")
+    await pauses.take_back("all")
+    assert in_force(pauses) == {"a": "a"}
+    assert set(disk.records) == {"a"}
+
 async def test_a_full_disk_keeps_none_in_force_that_was_taken_back(pauses: Pauses, disk: Disk) -> None:
-    replaced = await pauses.begin(record("all", Target()))
+    await pauses.begin(record("all", Target()))
     disk.full = True
-    await pauses.take_back("all", replaced)
+    await pauses.take_back("all")
     assert in_force(pauses) == {}
     with pytest.raises(RlctlError):
         await pauses.record_ended()

@@ -338,6 +338,47 @@ async def test_a_pause_that_a_continue_ends_while_it_runs_is_not_ok(
     await fleet.until(lambda _: fleet.stage("a").routable)
 
 
+@pytest.mark.parametrize("before", ["continue first", "pause first"])
+@pytest.mark.parametrize("adapter", ["", "math"])
+async def test_a_continue_also_ends_the_pause_that_a_failing_pause_had_replaced(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, adapter: str, before: str
+) -> None:
+    """The newer pause of stage a is taken back at its end. The continue of all does not address a."""
+    await load(fleet, checkpoint("lora"))
+    await pause(fleet, "a", adapter=adapter)
+    pausing_now, may_pause, may_go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation":
+            pausing_now.set()
+            await may_pause.wait()
+            raise Reason.ENGINE_FAILED.error("no pause")
+        if name == "continue_generation":
+            await may_go_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    header = RequestHeader(target=Target(slots=["a"]))
+    request = v.PauseGenerationRequest(header=header, mode=RETRACT, adapter=adapter)
+    newer = asyncio.ensure_future(fleet.stub.PauseGeneration(request))
+    await pausing_now.wait()
+    comes_back = await cut_off(fleet, "a", monkeypatch)
+    going = asyncio.ensure_future(fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(adapter=adapter)))
+    slots = fleet.server.coordinator.roster.slots
+    await eventually(lambda: slots["b"].in_hand[adapter] == 1)
+    if before == "continue first":
+        may_go_on.set()
+        await going
+    comes_back()
+    may_pause.set()
+    assert (await newer).state == OPERATION_STATE_FAILED
+    fake_engine.FAULTS.clear()
+    may_go_on.set()
+    await going
+    assert on_record(fleet) == []
+    fleet.server.coordinator.updates.look_after_all(header.target)  # which else is done every 10 s
+    await fleet.until(lambda _: fleet.stage("a").routable and not fleet.stage("a").report.paused_adapters)
+
+
 async def test_a_continue_of_one_slot_leaves_the_pause_in_force_for_the_others(
     fleet: InProcessFleet, served: set[str]
 ) -> None:
