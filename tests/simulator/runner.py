@@ -64,7 +64,7 @@ def run(
 
 def _run(seed: int, off: frozenset[str], dropped: frozenset[str], *, telling: bool) -> Result:
     log = logging.getLogger("rlctl")
-    before = log.level, log.propagate, log.handlers
+    level, before = log.level, (log.propagate, log.handlers)
     simulation = Simulation(seed, off, dropped, telling=telling)
     observer = simulation.observer
     log.propagate, log.handlers = False, [_History(observer)] if telling else []
@@ -73,7 +73,8 @@ def _run(seed: int, off: frozenset[str], dropped: frozenset[str], *, telling: bo
         with without(off):
             Seed(simulation).run()
     finally:
-        log.level, log.propagate, log.handlers = before
+        log.setLevel(level)  # the loggers below it keep what they may log in a cache
+        log.propagate, log.handlers = before
     return Result(
         seed, simulation.counts, [str(broken) for broken in observer.violations], simulation.steps, observer.history
     )
