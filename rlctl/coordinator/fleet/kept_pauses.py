@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from rlctl.contract.errors import RlctlError
@@ -165,6 +165,18 @@ class Pauses:
                 self._unrecorded.difference_update(changed)
                 self._changed()
 
+    async def refill(self, name: str, write: Callable[[Sequence[Put]], Awaitable[None]]) -> None:
+        """A stage of another model, or another pipeline stage, fills a slot. The continues of the slot were not for it:
+        pauses of all slots cover it as every stage that joins later. ``write`` journals the changes.
+        """
+        async with self._writing:
+            changed = {key: _refilled(each, name) for key, each in self._records.items() if name in each.continued}
+            await write([_put(record) for record in changed.values()])
+            self._records.update(changed)
+            for key, replaced in self._replaced.items():
+                self._replaced[key] = [_refilled(each, name) for each in replaced]
+            self._unrecorded.difference_update(changed)
+
     async def record_ended(self) -> None:
         """Journal the changes that failed before. Raises JOURNAL_FAILED if they fail again."""
         async with self._writing:
@@ -203,6 +215,14 @@ def _rest(
     rest.target.slots[:] = names
     del rest.continued[:]
     return rest if names else None
+
+
+def _refilled(record: PauseRecord, name: str) -> PauseRecord:
+    """A pause that covers a slot of this name, whatever was continued there."""
+    refilled = PauseRecord()
+    refilled.CopyFrom(record)
+    refilled.continued[:] = [continued for continued in record.continued if continued != name]
+    return refilled
 
 
 def _within(inner: Target, outer: Target) -> bool:

@@ -79,6 +79,9 @@ RETIRED = 1024
 whose slots are named after pods, those of every pod there ever was would add up.
 """
 
+MAIN = "main"
+"""Logical stage of a registration that names none."""
+
 NONE: frozenset[str] = frozenset()
 
 _MIXTURE = "its weights are a mixture; a full update or a heal clears it"
@@ -148,7 +151,7 @@ class Slot:
     def __post_init__(self) -> None:
         """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
         registration = self.record.registration
-        self.name, self.model, self.stage = registration.slot, registration.model, registration.stage or "main"
+        self.name, self.model, self.stage = registration.slot, registration.model, registration.stage or MAIN
         self.verbs = frozenset(registration.capabilities.verbs)
         self.workers = list(registration.layout.workers)
 
@@ -350,7 +353,10 @@ class Roster:
                 )
                 model = ModelState(fresh)
                 changes.append(model_put(model.record))
-            await self._journal.write(changes)
+            if slot is None or (slot.model, slot.stage) == (registration.model, registration.stage or MAIN):
+                await self._journal.write(changes)
+            else:
+                await self.pauses.refill(slot.name, lambda puts: self._journal.write([*changes, *puts]))
             self.models.setdefault(registration.model, model)
             if slot is None or not same:
                 former, slot = slot, Slot(record)

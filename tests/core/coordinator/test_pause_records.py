@@ -148,6 +148,22 @@ async def test_a_continue_of_one_slot_leaves_the_pause_of_another_that_serves_an
     assert in_force(pauses) == {}
 
 
+async def test_a_stage_of_another_model_in_a_continued_slot_is_one_that_joins_later(pauses: Pauses, disk: Disk) -> None:
+    await pauses.begin(record("all", Target()))
+    await end(pauses, Target(model="actor"))
+    assert in_force(pauses) == {"c": "all"}
+    disk.full = True
+    with pytest.raises(RlctlError):
+        await pauses.refill("a", disk.write)
+    assert in_force(pauses) == {"c": "all"}
+    disk.full = False
+    await pauses.refill("a", disk.write)
+    again = Pauses(disk, lambda: None)
+    again.load()
+    for each in (pauses, again):
+        assert in_force(each) == {"a": "all", "c": "all"}
+
+
 async def test_one_of_slots_is_gone_with_the_last_of_them(pauses: Pauses, disk: Disk) -> None:
     await pauses.begin(record("two", Target(slots=["a", "b"])))
     await end(pauses, Target(slots=["a"]))
@@ -199,6 +215,7 @@ async def test_of_two_that_are_taken_back_neither_is_in_force_and_what_they_repl
     await pauses.take_back("all")
     assert in_force(pauses) == {"a": "a"}
     assert set(disk.records) == {"a"}
+
 
 async def test_a_full_disk_keeps_none_in_force_that_was_taken_back(pauses: Pauses, disk: Disk) -> None:
     await pauses.begin(record("all", Target()))

@@ -392,6 +392,22 @@ async def test_a_continue_of_one_slot_leaves_the_pause_in_force_for_the_others(
     assert on_record(fleet) == []
 
 
+async def test_a_stage_of_another_model_in_a_continued_slot_is_paused(fleet: InProcessFleet, served: set[str]) -> None:
+    operation = await pause(fleet)
+    actors = RequestHeader(target=Target(model="actor", slots=["a"]))
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=actors))
+    spec = await kill(fleet, "a")
+    await restart_coordinator(fleet)
+    served.clear()
+    await fleet.start_stage(replace(spec, model="critic"))
+    await fleet.until(lambda _: fleet.stage("a").registration.model == "critic")
+    await paused_for_good(fleet, "a", "b")
+    assert fleet.stage("a").pause.operation_id == operation.operation_id
+    assert served == set()
+    await go_on(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
 async def test_a_continue_that_is_refused_ends_no_pause(fleet: InProcessFleet, served: set[str]) -> None:
     await pause(fleet)
     sleep = v.ReleaseMemoryRequest(tags=[common.MEMORY_TAG_KV_CACHE])
