@@ -70,10 +70,11 @@ class Pauses:
         records = (record for name, record in self._records.items() if name != key)
         return any(record.pause.adapter == scope and _applies(record, slot) for record in records)
 
-    def besides(self, keys: Collection[str]) -> list[str]:
-        """Keys of the pauses in force, and of those that may be in force again, except ``keys``."""
-        replaced = (record.pause.operation_id for records in self._replaced.values() for record in records)
-        return [key for key in (*self._records, *replaced) if key not in keys]
+    def besides(self, keys: Collection[str], adapter: str) -> list[str]:
+        """Keys of the pauses of a scope that are in force, or may be in force again, except ``keys``."""
+        replaced = (record for records in self._replaced.values() for record in records)
+        scoped = (record.pause for record in (*self._records.values(), *replaced) if record.pause.adapter == adapter)
+        return [pause.operation_id for pause in scoped if pause.operation_id not in keys]
 
     @property
     def in_force(self) -> list[PauseRecord]:

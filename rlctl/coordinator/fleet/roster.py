@@ -120,6 +120,10 @@ class Slot:
         withheld_adapters: adapters that its last grant withheld, because it owed a pause by name of them.
         in_hand: number of running operations by name that pause or continue it, by the adapter that they name. Their
             outcome decides its pause.
+        undecided: number of these operations by the pause in force that they put in force or may end: until then it
+            does not owe that pause. A pause that began after a continue is none of them.
+        continuing: number of ContinueGenerations under way, by the adapter that they name: it may report that it is
+            paused, and be about to generate.
     """
 
     record: SlotRecord
@@ -145,6 +149,8 @@ class Slot:
     adapter_pauses: Mapping[str, Pause] = field(default_factory=dict)
     withheld_adapters: Sequence[str] = ()
     in_hand: Counter[str] = field(default_factory=Counter)
+    undecided: Counter[str] = field(default_factory=Counter)
+    continuing: Counter[str] = field(default_factory=Counter)
     away: str = ""
     taken: bool = False
 
@@ -173,9 +179,18 @@ class Slot:
     @property
     def owes_pause(self) -> bool:
         """Whether a pause by name is in force that it has not carried out yet. Until then it may serve nothing."""
-        if self.pause is None or self.in_hand[""] or self.report is None or self.report.paused:
+        if self.pause is None or self.undecided[self.pause.operation_id] or self.has_paused or self.report is None:
             return False
         return "PauseGeneration" in self.verbs
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether it reports that it is paused, and nothing is about to continue it."""
+        return self.report is not None and self.report.paused and not self.continuing[""]
+
+    def has_paused_adapter(self, adapter: str) -> bool:
+        """Whether it reports that an adapter is paused, and nothing is about to continue the adapter."""
+        return adapter in self.paused_adapters and not self.continuing[adapter]
 
     @property
     def paused_adapters(self) -> frozenset[str]:
@@ -189,8 +204,8 @@ class Slot:
         """
         if not self.adapter_pauses or self.report is None:
             return []
-        done = self.paused_adapters
-        return [each for each in self.adapter_pauses if each not in done and not self.in_hand[each]]
+        due = [name for name, pause in self.adapter_pauses.items() if not self.undecided[pause.operation_id]]
+        return [name for name in due if not self.has_paused_adapter(name)]
 
     @property
     def unkept_adapters(self) -> list[str]:

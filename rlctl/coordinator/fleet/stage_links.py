@@ -170,7 +170,9 @@ class Peers:
         def may() -> dict[str, float]:
             """End of the lease, by name."""
             times = {REPLACED: self._roster.formers.meant(target)}
-            return times | {slot.name: slot.lease_until for slot in absent if not (slot.gone or self._has_paused(slot))}
+            return times | {
+                slot.name: slot.lease_until for slot in absent if not (slot.gone or (slot.linked and slot.has_paused))
+            }
 
         return await self._until_none(may, deadline)
 
@@ -183,8 +185,8 @@ class Peers:
         numbers = {slot: self.grant(slot, confirm=True) for slot in absent}
 
         def has_stopped(slot: Slot) -> bool:
-            linked = slot.commander is not None and not slot.commander.lost
-            return slot.gone or (linked and adapter in slot.paused_adapters) or self._took(slot, numbers[slot])
+            paused = slot.linked and slot.has_paused_adapter(adapter)
+            return slot.gone or paused or self._took(slot, numbers[slot])
 
         def may() -> dict[str, float]:
             times = {REPLACED: self._roster.formers.meant(target)}
@@ -207,11 +209,6 @@ class Peers:
             async with asyncio.timeout(deadline - self._clock.now()):
                 await self._passed(lambda: max(left().values(), default=float("-inf")))
         return next(iter(left()), "")
-
-    @staticmethod
-    def _has_paused(slot: Slot) -> bool:
-        linked = slot.commander is not None and not slot.commander.lost
-        return linked and slot.report is not None and slot.report.paused
 
     async def _passed(self, until: Callable[[], float]) -> None:
         """Return once the time is there until which something may be served; what stages say brings it forward."""

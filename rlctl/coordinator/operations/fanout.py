@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
@@ -28,6 +28,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,18 @@ _WITHOUT_RANKS = (OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_U
 
 AT_ONCE = 8
 """So many commands are issued before those are let go out: the first stages are at work while the rest is issued."""
+
+
+@contextlib.contextmanager
+def continuing(slots: Sequence[Slot], adapter: str) -> Iterator[None]:
+    """Mark stages that a ContinueGeneration addresses: they do not count as paused, whatever they report."""
+    for slot in slots:
+        slot.continuing[adapter] += 1
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.continuing[adapter] -= 1
 
 
 class Fanout:
@@ -111,6 +124,9 @@ class Fanout:
         # same order. Under which epoch, whether the journal is still this coordinator's and whether somebody has
         # cancelled is asked anew after each time that others may have had their say.
         self._withdrawn[operation_id, step] = False
+        marks = contextlib.ExitStack()
+        if isinstance(request, ContinueGenerationRequest):
+            marks.enter_context(continuing(slots, request.adapter))
         try:
             async with self._turn:
                 epoch, packed = self._roster.epoch, self._pack(request)
@@ -134,6 +150,7 @@ class Fanout:
         finally:
             given_up = True
             self._withdrawn.pop((operation_id, step), None)
+            marks.close()
         if changes and verb.waits:
             spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
             spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}

@@ -12,6 +12,7 @@ stage that returns with a pause of which there is no record any more goes on wit
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -21,7 +22,7 @@ from rlctl.contract.outcomes import acknowledged
 from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
-from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.fanout import Fanout, continuing
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.verbs.continue_when_resident import Waking
 from rlctl.ports import Clock
@@ -56,7 +57,8 @@ class Pausing:
         """
         target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
         generating = {slot.name for slot in targets if _generates(slot, adapter)}
-        with _in_hand(targets, adapter):
+        unpaused = [slot for slot in targets if not _is_kept(slot, adapter)]  # the others stay under their pause
+        with self._in_hand(targets, adapter), _undecided(unpaused, [operation_id]):
             await self._roster.pauses.begin(
                 PauseRecord(
                     target=target,
@@ -125,13 +127,13 @@ class Pausing:
         """Continue the targets. Pauses by name end for stages that go on now or with the resume of their memory, and
         for absent stages of the request's target.
         """
-        target, known = request.header.target, self._roster.pauses.besides(())
-        with _in_hand(targets, ""):
+        target, known = request.header.target, self._roster.pauses.besides((), "")
+        with self._in_hand(targets, ""), _undecided(targets, known), continuing(targets, ""):
             await self._waking.go_on(request, targets, run, deadline)
             going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in going]
             if going:
-                await self._end(target, refused, addressed=targets, newer=self._roster.pauses.besides(known))
+                await self._end(target, refused, addressed=targets, newer=self._roster.pauses.besides(known, ""))
 
     async def go_on_with(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
@@ -139,8 +141,9 @@ class Pausing:
         """Continue an adapter at the targets, in whatever state they are. Pauses of it by name end as in
         :meth:`go_on`; an absent stage goes on when it returns.
         """
-        known = self._roster.pauses.besides(())
-        with _in_hand(targets, request.adapter):
+        adapter = request.adapter
+        known = self._roster.pauses.besides((), adapter)
+        with self._in_hand(targets, adapter), _undecided(targets, known), continuing(targets, adapter):
             operation_id = run.operation.operation_id
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
             results = await self._fanout.run(
@@ -148,8 +151,8 @@ class Pausing:
             )
             refused = [r.slot for r in results if r.outcome not in (OUTCOME_APPLIED, OUTCOME_SKIPPED)]
             if len(refused) < len(targets):
-                newer = self._roster.pauses.besides(known)
-                await self.end_with(request.adapter, request.header.target, refused, newer)
+                newer = self._roster.pauses.besides(known, adapter)
+                await self.end_with(adapter, request.header.target, refused, newer)
 
     async def end_with(
         self, adapter: str, target: Target, refused: Collection[str] = (), newer: Collection[str] = ()
@@ -161,6 +164,19 @@ class Pausing:
     async def go_on_later(self, target: Target) -> None:
         """End the pauses of a target whose stages cannot go on now: each goes on as soon as it can."""
         await self._end(target, (), addressed=())
+
+    @contextlib.contextmanager
+    def _in_hand(self, slots: Sequence[Slot], adapter: str) -> Iterator[None]:
+        """Mark stages whose pause an operation decides. At the end, those that owe a pause stop serving at once."""
+        for slot in slots:
+            slot.in_hand[adapter] += 1
+        try:
+            yield
+        finally:
+            for slot in slots:
+                slot.in_hand[adapter] -= 1
+                if slot.owes_pause or slot.owed_adapters:
+                    self._peers.grant(slot, confirm=True)
 
     async def _end(
         self, target: Target, refused: Collection[str], addressed: Collection[Slot], newer: Collection[str] = ()
@@ -206,14 +222,16 @@ def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
 
 
 @contextlib.contextmanager
-def _in_hand(slots: Sequence[Slot], adapter: str) -> Iterator[None]:
+def _undecided(slots: Sequence[Slot], pauses: Collection[str]) -> Iterator[None]:
+    """Mark the pauses that an operation puts in force, or may end, at stages."""
     for slot in slots:
-        slot.in_hand[adapter] += 1
+        slot.undecided.update(pauses)
     try:
         yield
     finally:
         for slot in slots:
-            slot.in_hand[adapter] -= 1
+            slot.undecided.subtract(pauses)
+            slot.undecided += Counter()  # drops those that are zero
 
 
 def _taken_back(result: StageResult, cause: str) -> StageResult:

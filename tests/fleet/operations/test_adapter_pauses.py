@@ -39,6 +39,8 @@ ABORT, RETRACT, IN_PLACE, DRAIN = (
     common.PAUSE_MODE_DRAIN,
 )
 
+UNREACHABLE = common.STAGE_STATE_UNREACHABLE
+
 OTHERS = ("", "code")
 """The base, and an adapter that is not paused."""
 
@@ -444,6 +446,44 @@ async def test_an_operation_on_others_does_not_release_an_adapter_whose_pause_is
     going.set()
     await continuing
     assert served == set()
+
+
+@pytest.mark.parametrize("earlier", ["pause_generation", "continue_generation"])
+async def test_a_pause_holds_for_a_stage_that_returns_with_an_earlier_operation_under_way(
+    make_fleet: Callable[..., Any],
+    checkpoint: Callable[[str], str],
+    served: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    earlier: str,
+) -> None:
+    """The pause does not address the stage, which had no link."""
+    async with make_fleet(a=1, b=1, lease_s=1.5) as fleet:
+        await load_both(fleet, checkpoint)
+        if earlier == "continue_generation":
+            await pause(fleet)
+        running, may_run = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == earlier:
+                running.set()
+                await may_run.wait()
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+        first = asyncio.create_task((pause if earlier == "pause_generation" else go_on)(fleet, "a"))
+        await running.wait()
+        fake_engine.FAULTS.clear()
+        comes_back = await cut_off(fleet, "a", monkeypatch)
+        newer = asyncio.create_task(pause(fleet))
+        newer.add_done_callback(lambda _: served.clear())
+        await eventually(lambda: fleet.stage("a").adapter_pauses == fleet.stage("b").adapter_pauses != [])
+        comes_back()
+        await fleet.until(lambda _: fleet.stage("a").state != UNREACHABLE)
+        await asyncio.wait([newer], timeout=5.0)
+        may_run.set()
+        await first
+        assert [each.slot for each in (await newer).excluded] == ["a"]
+        await only_math_stands_still(fleet, "a", "b")
+        assert served == set()
 
 
 async def test_an_update_of_the_adapter_leaves_it_paused(

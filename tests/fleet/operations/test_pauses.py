@@ -27,6 +27,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader, Target
+from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import SlotRecord
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_CANCELLED,
@@ -306,6 +307,42 @@ async def test_a_continue_ends_no_pause_that_began_after_it(
     await paused_for_good(fleet, "a")
 
 
+@pytest.mark.parametrize("earlier", ["pause_generation", "continue_generation"])
+async def test_a_pause_holds_for_a_stage_that_returns_with_an_earlier_operation_under_way(
+    make_fleet: Callable[..., Any],
+    served: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    earlier: str,
+) -> None:
+    """The pause does not address the stage, which had no link."""
+    async with make_fleet(a=1, b=1, lease_s=1.5) as fleet:
+        if earlier == "continue_generation":
+            await pause(fleet)
+        running, may_run = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == earlier:
+                running.set()
+                await may_run.wait()
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+        first = asyncio.create_task((pause if earlier == "pause_generation" else go_on)(fleet, "a"))
+        await running.wait()
+        fake_engine.FAULTS.clear()
+        comes_back = await cut_off(fleet, "a", monkeypatch)
+        newer = asyncio.create_task(pause(fleet))
+        newer.add_done_callback(lambda _: served.clear())
+        await eventually(lambda: fleet.stage("a").pause == fleet.stage("b").pause != Pause())
+        comes_back()
+        await fleet.until(lambda _: fleet.stage("a").state != UNREACHABLE)
+        await asyncio.wait([newer], timeout=5.0)
+        may_run.set()
+        await first
+        assert [each.slot for each in (await newer).excluded] == ["a"]
+        await paused_for_good(fleet, "a", "b")
+        assert served == set()
+
+
 @pytest.mark.parametrize("adapter", ["", "math"])
 async def test_a_pause_that_a_continue_ends_while_it_runs_is_not_ok(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, adapter: str
@@ -476,6 +513,37 @@ async def test_a_pause_that_is_due_is_not_served_while_the_engine_refuses_it(
     assert served == set()
     fake_engine.FAULTS.clear()
     await paused_for_good(fleet, "a")
+
+
+async def test_an_engine_that_refuses_a_pause_serves_nothing_while_a_newer_one_runs(
+    fleet: InProcessFleet, served: set[str]
+) -> None:
+    older = await pause(fleet)
+    spec = await kill(fleet, "a")
+    running, may_run = asyncio.Event(), asyncio.Event()
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation":
+            running.set()
+            await may_run.wait()
+            raise Reason.ENGINE_FAILED.error("not now")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    served.clear()
+    await fleet.start_stage(spec)
+    await running.wait()
+    slot = fleet.server.coordinator.roster.slots["a"]
+    header = RequestHeader(target=Target(slots=["a"]))
+    newer = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header)))
+    await eventually(lambda: len(on_record(fleet)) == 2 and slot.in_hand[""])
+    number = fleet.server.coordinator._peers.grant(slot, confirm=True)
+    await eventually(lambda: slot.report.grant_number >= number)
+    may_run.set()
+    assert (await newer).state == OPERATION_STATE_FAILED
+    assert on_record(fleet) == [older.operation_id]
+    fake_engine.FAULTS.clear()
+    await paused_for_good(fleet, "a")
+    assert served == set()
 
 
 async def test_a_stage_that_is_adopted_under_a_pause_is_paused(
