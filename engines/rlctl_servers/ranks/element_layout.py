@@ -43,7 +43,7 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY
 from rlctl.weights.tensor.slices import Shard
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl_servers.ranks.element_codes import INVALID, Code, bits_of, constant, encodable, ramp
-from rlctl_servers.ranks.element_regions import Axis, Grid, NotLinear, Piece, Region, join, merged, regions
+from rlctl_servers.ranks.element_regions import Axis, Grid, NotLinear, Piece, Region, fingerprint, join, merged, regions
 
 LoadAll = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """Loads full tensors by checkpoint name, as one load of a whole checkpoint: with what the engine does around it."""
@@ -308,7 +308,7 @@ class _Rank:
         self.passes.append(PassTime(kind, loaded - start, time.perf_counter() - loaded))
 
     def _fingerprints(self) -> dict[str, int]:
-        return {name: int(bits_of(tensor).sum(dtype=torch.int64)) for name, tensor in self.now().items()}
+        return {name: fingerprint(tensor) for name, tensor in self.now().items()}
 
 
 class _Search:

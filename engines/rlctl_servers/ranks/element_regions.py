@@ -291,6 +291,13 @@ class _Box:
     spans: dict[int, tuple[int, int, int]]
 
 
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A number that changes with the contents, in all likelihood: the sum of the bit patterns."""
+    bits = bits_of(tensor)
+    # torch converts all that it adds up first; in chunks that takes little memory.
+    return sum(int(bits[start:stop].sum(dtype=torch.int64)) for start, stop in _chunks(bits))
+
+
 def regions(parameter: str, numbers: Grid, shape: tuple[int, ...]) -> list[Region] | None:
     """The parts of a parameter, by number; None if there are too many. Values that are no number have INVALID."""
     values = numbers.values
