@@ -32,7 +32,7 @@ import contextlib
 import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -194,7 +194,7 @@ def find_layout(
     loaded = rank.probe()
     while True:
         layout = _Search(rank, loaded).run(aliases or {})
-        late = rank.changed() - loaded
+        late = rank.changed(besides=loaded)
         if not late:
             return layout
         loaded |= late  # contained the probe's constant by chance
@@ -261,9 +261,9 @@ class _Rank:
         with self.read_after("probe", lambda _number, meta: constant(meta, high, self.device)):
             return self.changed()
 
-    def changed(self) -> set[str]:
-        """The parameters whose contents differ from those at the start."""
-        return {name for name, total in self._fingerprints().items() if total != self._sums[name]}
+    def changed(self, besides: Set[str] = frozenset()) -> set[str]:
+        """The parameters, ``besides`` these, whose contents differ from those at the start."""
+        return {name for name, total in self._fingerprints(besides).items() if total != self._sums[name]}
 
     def now(self) -> dict[str, torch.Tensor]:
         """The parameters as they are in memory, each with at least one dimension and each element once."""
@@ -307,8 +307,8 @@ class _Rank:
             yield
         self.passes.append(PassTime(kind, loaded - start, time.perf_counter() - loaded))
 
-    def _fingerprints(self) -> dict[str, int]:
-        return {name: fingerprint(tensor) for name, tensor in self.now().items()}
+    def _fingerprints(self, besides: Set[str] = frozenset()) -> dict[str, int]:
+        return {name: fingerprint(tensor) for name, tensor in self.now().items() if name not in besides}
 
 
 class _Search:

@@ -294,6 +294,8 @@ class _Box:
 def fingerprint(tensor: torch.Tensor) -> int:
     """A number that changes with the contents, in all likelihood: the sum of the bit patterns."""
     bits = bits_of(tensor)
+    if bits.is_contiguous() and bits.nbytes % 8 == bits.storage_offset() * bits.element_size() % 8 == 0:
+        return int(bits.flatten().view(torch.int64).sum())
     # torch converts all that it adds up first; in chunks that takes little memory.
     return sum(int(bits[start:stop].sum(dtype=torch.int64)) for start, stop in _chunks(bits))
 
