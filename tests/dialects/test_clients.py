@@ -13,11 +13,17 @@ from typing import Any
 import pytest
 
 from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ROOT / "examples" / "integrations"
+
+sys.path.insert(0, str(INTEGRATIONS))
+
+from tiny_trainer import free_port  # noqa: E402
 
 
 def fetched(client: str) -> Path:
@@ -55,10 +61,13 @@ async def test_skyrls_client(
     assert [(step["lengths"], step["stop_reasons"]) for step in steps] == [([60, 60], ["length"] * 2)] * 2
 
 
+TRL = str(ROOT / "tests" / "support" / "trl_client.py")
+
+
 async def test_trls_client_generates(
     torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """TRL 1.16.0's client; its updates need a GPU."""
+    """TRL 1.16.0's client, with the cases of TRL's own tests (``tests/test_vllm_client_server.py``)."""
     clients = fetched("trl==1.16.0")
     shutil.copytree(tiny[1], tmp_path / "chats", ignore=shutil.ignore_patterns("*.safetensors"))
     settings = tmp_path / "chats" / "tokenizer_config.json"
@@ -66,10 +75,10 @@ async def test_trls_client_generates(
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
     async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tmp_path / "chats")) as http:
         told = await run(
-            *(sys.executable, str(ROOT / "tests" / "support" / "trl_client.py"), f"http://{http._base_url.authority}"),
+            *(sys.executable, TRL, f"http://{http._base_url.authority}", "0"),
             clients=f"{clients}{os.pathsep}{ROOT}",
         )
-    generated, chat, sequence, world = told
+    generated, chat, sequence, world, *own = told
     assert [len(ids) for ids in generated["completion_ids"]] == [4] * 4
     assert [len(logprobs) for logprobs in generated["logprobs"]] == [4] * 4
     assert generated["prompt_ids"][0] == generated["prompt_ids"][1]
@@ -77,6 +86,42 @@ async def test_trls_client_generates(
     assert [len(entries) for entries in sequence["logprobs"][0]] == [3] * len(sequence["logprobs"][0])
     assert sequence["actual_token_ids"]
     assert world["size"] == 3
+    texts, no_logprobs, chat_without, with_settings, several = own
+    assert [len(texts[key]) for key in ("prompt_ids", "completion_ids", "logprobs")] == [2, 2, 2]
+    assert all(isinstance(token, int) for ids in (*texts["prompt_ids"], *texts["completion_ids"]) for token in ids)
+    for each in (no_logprobs, chat_without):
+        assert (each["logprobs"], each["logprob_token_ids"], len(each["completion_ids"])) == (None, None, 1)
+    assert len(with_settings["completion_ids"]) == 4
+    assert all(len(ids) <= 32 for ids in with_settings["completion_ids"])
+    for ids, logprobs, tokens in zip(
+        several["completion_ids"], several["logprobs"], several["logprob_token_ids"], strict=True
+    ):
+        assert len(ids) == len(logprobs) == len(tokens)
+        for token, among, each in zip(ids, tokens, logprobs, strict=True):
+            assert token in among
+            assert 5 <= len(each) <= 6
+            assert each == sorted(each, reverse=True)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_trls_client_updates(
+    torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], client: AsyncFleet, stateful: bool
+) -> None:
+    """A whole model, tensor by tensor, and half of one: TRL calls ``finish_weight_update`` after an error, too."""
+    clients = fetched("trl==1.16.0")
+    async with open_gateway(torch_fleet.address, "vllm") as http:
+        url = f"http://{http._base_url.authority}"
+        whole, tensors, half, after = await run(
+            *(sys.executable, TRL, url, str(free_port()), str(tiny[1]), *(["--stateful"] if stateful else [])),
+            clients=f"{clients}{os.pathsep}{ROOT}",
+        )
+    assert len({whole["digest"], tensors["digest"], after["digest"]}) == 3
+    assert "WEIGHTS_INCOMPLETE" in half["error"]
+    results = (await client.check_weights()).stage_results
+    assert {rank.check.model_digest for result in results for rank in result.rank_results} == {after["digest"]}
+    newest = await client.operations(verb="WeightUpdate", page_size=4)
+    failed = OPERATION_STATE_FAILED
+    assert [each.state for each in newest] == [OPERATION_STATE_OK, failed, OPERATION_STATE_OK, OPERATION_STATE_OK]
 
 
 @pytest.mark.parametrize("stateful", [False, True])
