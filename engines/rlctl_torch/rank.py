@@ -161,7 +161,7 @@ class Rank:
         self.device = torch.device(config.device)
         # Nothing is generated while weights are copied: the ranks share the cores for it.
         self.announced = Announced()
-        self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size))
+        self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size), rank=ranks.rank)
         self.handovers = Handovers(ranks)
         self.scheduler: Scheduler | None = None
         self.tokenizer: Tokenizer | None = None

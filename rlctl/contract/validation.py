@@ -293,17 +293,27 @@ def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
         _required(request.segments, "segments")
     for index, segment in enumerate(request.segments):
         path = f"segments[{index}]"
-        for name in ("node", "device", "size", "generation", "tensors"):
+        for name in ("node", "device", "size", "tensors"):
             _required(getattr(segment, name), f"{path}.{name}")
         handle = segment.WhichOneof("handle")
         if handle is None:
             raise Reason.FIELD_REQUIRED.error(f"{path} says not how to map it", field=f"{path}.handle")
-        _required(getattr(segment, handle), f"{path}.{handle}")
+        if handle in ("torch_shared_memory", "torch_cuda_memory"):
+            _required(segment.reader.slot, f"{path}.reader")
+        else:
+            _required(segment.generation, f"{path}.generation")
+            _required(getattr(segment, handle), f"{path}.{handle}")
         if handle == "cuda_ipc":
             _required(segment.header_memory, f"{path}.header_memory")
         if not segment.HasField("lease"):
             raise Reason.FIELD_REQUIRED.error(f"{path} may be read for how long?", field=f"{path}.lease")
         timeout_s(segment.lease, f"{path}.lease")
+    readers = {segment.reader.slot for segment in request.segments}
+    if len(readers) > 1:
+        raise Reason.FIELD_CONFLICT.error(
+            f"a request has the segments of one stage; these are for {', '.join(sorted(map(repr, readers)))}",
+            field="segments.reader.slot",
+        )
 
 
 @_rule(verbs_pb2.CheckWeightsRequest)

@@ -847,7 +847,9 @@ class TensorHandle(_message.Message):
     dtype: _builtins.str
     """Dtype, "torch.bfloat16" say."""
     offset: _builtins.int
-    """Byte offset in the segment, a multiple of the dtype's size. Shared memory: 4096 or more, the page before is the segment's header."""
+    """Byte offset in the segment, a multiple of the dtype's size. Shared memory: 4096 or more, the page before is the segment's header.
+    In a storage of torch: from the storage's first byte.
+    """
     @_builtins.property
     def shape(self) -> Global___Shape:
         """Shape."""
@@ -869,6 +871,96 @@ class TensorHandle(_message.Message):
 Global___TensorHandle: _TypeAlias = TensorHandle  # noqa: Y015
 
 @_typing.final
+class TorchSharedMemory(_message.Message):
+    """A storage in shared memory under torch's strategy file_system. Its sender has counted one reference for the reader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the shared memory, without a slash."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TorchSharedMemory: _TypeAlias = TorchSharedMemory  # noqa: Y015
+
+@_typing.final
+class TorchCudaMemory(_message.Message):
+    """A storage behind torch's CUDA IPC handle, as torch's reductions have it. Its sender has counted one reference for the reader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    EVENT_SYNC_REQUIRED_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """Handle of the allocation, opaque."""
+    offset: _builtins.int
+    """Bytes of the allocation before the storage."""
+    ref_counter: _builtins.str
+    """Name of the shared memory with the sender's reference counters, without a slash."""
+    ref_counter_offset: _builtins.int
+    """Number of the counter in it."""
+    event: _builtins.bytes
+    """CUDA IPC handle of the event that the sender recorded after its last write. Empty: none."""
+    event_sync_required: _builtins.bool
+    """Whether the reader waits for the event."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        ref_counter: _builtins.str = ...,
+        ref_counter_offset: _builtins.int = ...,
+        event: _builtins.bytes = ...,
+        event_sync_required: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "event_sync_required", b"event_sync_required", "handle", b"handle", "offset", b"offset", "ref_counter", b"ref_counter", "ref_counter_offset", b"ref_counter_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TorchCudaMemory: _TypeAlias = TorchCudaMemory  # noqa: Y015
+
+@_typing.final
+class SegmentReader(_message.Message):
+    """One rank of a stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    slot: _builtins.str
+    """The stage."""
+    rank: _builtins.int
+    """The rank's number in it."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentReader: _TypeAlias = SegmentReader  # noqa: Y015
+
+@_typing.final
 class TensorSegment(_message.Message):
     """One shared segment and the tensors in it, for the ranks with the named host and device."""
 
@@ -878,6 +970,9 @@ class TensorSegment(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     CUDA_IPC_FIELD_NUMBER: _builtins.int
+    TORCH_SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    TORCH_CUDA_MEMORY_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
@@ -894,9 +989,23 @@ class TensorSegment(_message.Message):
     size: _builtins.int
     """Size in bytes, a shared memory's header included."""
     generation: _builtins.int
-    """Number of its present contents; the header carries it while they stand. Another one there means that the memory was reused."""
+    """Number of its present contents; the header carries it while they stand. Another one there means that the memory was reused.
+    Storages of torch have none.
+    """
     header_memory: _builtins.str
     """CUDA IPC: name of the shared memory, one page, that is this segment's header and locked while its owner lives."""
+    @_builtins.property
+    def torch_shared_memory(self) -> Global___TorchSharedMemory:
+        """Storage of a torch process on this host. One reader, which releases it."""
+
+    @_builtins.property
+    def torch_cuda_memory(self) -> Global___TorchCudaMemory:
+        """Storage of a torch process on this GPU. One reader, which releases it."""
+
+    @_builtins.property
+    def reader(self) -> Global___SegmentReader:
+        """The only rank that reads it. Empty: every rank at this place. Required for storages of torch."""
+
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHandle]:
         """What lies in it."""
@@ -912,17 +1021,20 @@ class TensorSegment(_message.Message):
         device: _builtins.str = ...,
         shared_memory: _builtins.str = ...,
         cuda_ipc: _builtins.bytes = ...,
+        torch_shared_memory: Global___TorchSharedMemory | None = ...,
+        torch_cuda_memory: Global___TorchCudaMemory | None = ...,
+        reader: Global___SegmentReader | None = ...,
         size: _builtins.int = ...,
         tensors: _abc.Iterable[Global___TensorHandle] | None = ...,
         lease: _duration_pb2.Duration | None = ...,
         generation: _builtins.int = ...,
         header_memory: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "handle", b"handle", "lease", b"lease", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "handle", b"handle", "lease", b"lease", "reader", b"reader", "shared_memory", b"shared_memory", "torch_cuda_memory", b"torch_cuda_memory", "torch_shared_memory", b"torch_shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "device", b"device", "generation", b"generation", "handle", b"handle", "header_memory", b"header_memory", "lease", b"lease", "node", b"node", "shared_memory", b"shared_memory", "size", b"size", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "device", b"device", "generation", b"generation", "handle", b"handle", "header_memory", b"header_memory", "lease", b"lease", "node", b"node", "reader", b"reader", "shared_memory", b"shared_memory", "size", b"size", "tensors", b"tensors", "torch_cuda_memory", b"torch_cuda_memory", "torch_shared_memory", b"torch_shared_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_handle: _TypeAlias = _typing.Literal["shared_memory", "cuda_ipc"]  # noqa: Y015
+    _WhichOneofReturnType_handle: _TypeAlias = _typing.Literal["shared_memory", "cuda_ipc", "torch_shared_memory", "torch_cuda_memory"]  # noqa: Y015
     _WhichOneofArgType_handle: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_handle) -> _WhichOneofReturnType_handle | None: ...
 

@@ -88,7 +88,7 @@ class Rank:
 
     def __init__(self, model: VLLMModel) -> None:
         self._model = model
-        self._segments = SegmentReader(model.device)
+        self._segments = SegmentReader(model.device, rank=model.rank)
         self._announced = Announced()
         self._groups: Groups | None = None
         self._calls = 0
@@ -275,7 +275,7 @@ class Rank:
         checked = self._segments.check(offered, self._receiver)
         self._shards.refuse_again(
             (meta.name, f"{segment.field}.tensors[{number}].name")
-            for segment in segments.at(offered, host_id(), device_id(self._model.device))
+            for segment in self._segments.mine(offered)
             for number, (meta, _) in enumerate(segment.tensors)
         )
         loading.prepare()

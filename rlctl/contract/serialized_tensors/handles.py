@@ -18,14 +18,10 @@ MOST_DIMS = 64
 
 _LARGEST = (1 << 63) - 1
 
-_SHARED_NAME = re.compile(r"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
-_MANAGER = re.compile(r"(?:/[^/\x00]+)*/torch-shm-dir-[A-Za-z0-9]{6}/manager\.sock")
-_MOST_MANAGER = 107
-"""Bytes of a socket's path (``sun_path``)."""
-
+_SHARED_NAME = re.compile(r"torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 _MOST_HANDLE = 256
 _EVENT_BYTES = 64
-_REF_COUNTERS = 10_000
+REF_COUNTERS = 10_000
 """Counters in a file of torch's (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
 
 
@@ -39,16 +35,14 @@ class Dtype:
 
 @dataclass(frozen=True, eq=False)
 class SharedStorage:
-    """A storage in POSIX shared memory that torch's manager counts the references of.
+    """A storage in POSIX shared memory, whose header counts the references.
 
     Attributes:
         name: of the shared memory, without the slash.
-        manager: path of the manager's socket.
         size: of the storage, in bytes; torch's header before it is not counted.
     """
 
     name: str
-    manager: str
     size: int
 
 
@@ -195,11 +189,16 @@ def _bytes(value: object, what: str, most: int) -> bytes:
     return value
 
 
-def _shared_name(value: object, what: str) -> str:
-    text = _bytes(value, what, _MOST_HANDLE).decode("latin-1")
+def shared_name(text: str, what: str) -> str:
+    """A name that torch gives to shared memory, without the slash. Raises ValueError."""
     if not _SHARED_NAME.fullmatch(text):
         raise ValueError(f"{what} is not a name that torch gives to shared memory")
-    return text[1:]
+    return text
+
+
+def _shared_name(value: object, what: str) -> str:
+    data = _bytes(value, what, _MOST_HANDLE)
+    return shared_name(data[1:].decode("latin-1") if data[:1] == b"/" else "", what)
 
 
 def _tensor_class(value: object) -> None:
@@ -210,6 +209,17 @@ def _tensor_class(value: object) -> None:
 def _storage_class(value: object) -> None:
     if value not in _STORAGE_CLASSES:
         raise ValueError("the class is no storage")
+
+
+def check_cuda(storage: CudaStorage) -> None:
+    """Refuse a storage that contradicts itself, or whose counter lies outside of torch's file. Raises ValueError."""
+    if not 0 < len(storage.handle) <= _MOST_HANDLE:
+        raise ValueError(f"the handle has {len(storage.handle)} bytes")
+    if len(storage.event) not in (0, _EVENT_BYTES) or (storage.event_sync_required and not storage.event):
+        raise ValueError(f"the event has {len(storage.event)} bytes")
+    shared_name(storage.ref_counter, "the reference counter")
+    number(storage.ref_counter_offset, "ref_counter_offset", REF_COUNTERS - 1)
+    number(storage.offset + storage.size, "the end of the storage")
 
 
 def _tensor(kind: Dtype, dims: object, strides: object, elements: object, storage: Storage) -> Tensor:
@@ -257,14 +267,12 @@ def _rebuild_typed_storage(arguments: tuple[Any, ...]) -> _TypedStorage:
 def _rebuild_storage_filename(arguments: tuple[Any, ...]) -> SharedStorage | _TypedStorage:
     _arguments(arguments, 4, 5)
     _storage_class(arguments[0])
-    manager = _bytes(arguments[1], "the manager", _MOST_MANAGER).decode("latin-1")
-    if not _MANAGER.fullmatch(manager) or ".." in manager.split("/"):
-        raise ValueError("the manager is not the socket of a manager of torch's")
+    _bytes(arguments[1], "the manager", _MOST_HANDLE)  # the socket of the sender's manager, which no reader calls
     name, size = _shared_name(arguments[2], "the handle"), number(arguments[3], "size")
     if len(arguments) == 4:
-        return SharedStorage(name, manager, size)
+        return SharedStorage(name, size)
     kind = dtype(arguments[4])
-    return _TypedStorage(SharedStorage(name, manager, number(size * kind.itemsize, "size")), kind)
+    return _TypedStorage(SharedStorage(name, number(size * kind.itemsize, "size")), kind)
 
 
 def _rebuild_storage_empty(arguments: tuple[Any, ...]) -> EmptyStorage:
@@ -287,21 +295,17 @@ def _rebuild_cuda_tensor(arguments: tuple[Any, ...]) -> Tensor:
             "the device is a number, which another process counts differently; call SGLang's "
             "monkey_patch_torch_reductions() before serialising, which sends the GPU's UUID"
         )
-    event_handle = b"" if event is None else _bytes(event, "the event", _EVENT_BYTES)
-    event_sync_required = _flag(event_sync, "event_sync_required")
-    if event_sync_required and not event_handle:
-        raise ValueError("the event is missing")
     storage = CudaStorage(
         device=device,
         handle=_bytes(handle, "the handle", _MOST_HANDLE),
         offset=number(storage_offset, "storage_offset_bytes"),
         size=number(size, "storage_size_bytes"),
         ref_counter=_shared_name(ref_counter, "the reference counter"),
-        ref_counter_offset=number(ref_counter_offset, "ref_counter_offset", _REF_COUNTERS - 1),
-        event=event_handle,
-        event_sync_required=event_sync_required,
+        ref_counter_offset=number(ref_counter_offset, "ref_counter_offset"),
+        event=b"" if event is None else _bytes(event, "the event", _EVENT_BYTES),
+        event_sync_required=_flag(event_sync, "event_sync_required"),
     )
-    number(storage.offset + storage.size, "the end of the storage")
+    check_cuda(storage)
     return _tensor(dtype(kind), dims, strides, offset, storage)
 
 

@@ -76,6 +76,14 @@ def open_cuda(handle: bytes, size: int, device: torch.device, field: str) -> tor
         return torch.as_tensor(memory, device=device)
 
 
+def refuse_beyond_allocation(pointer: int, size: int, field: str) -> None:
+    """Raise FIELD_INVALID when an allocation has less than ``size`` bytes from a pointer on."""
+    base, found = ctypes.c_void_p(), ctypes.c_size_t()
+    code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(found), ctypes.c_void_p(pointer))
+    if not code and (base.value or 0) + found.value < pointer + size:
+        raise Reason.FIELD_INVALID.error(f"less than {size} bytes are behind the handle", field=field)
+
+
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     """The CUDA runtime that torch has loaded already."""

@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 import sys
 import weakref
 from collections.abc import Iterator
@@ -162,6 +163,30 @@ def open_memory(name: str, size: int, field: str, size_field: str) -> SharedMemo
             return SharedMemory(name, descriptor, size, writable=False)
         except OSError as error:
             raise _gone(name, error, field) from error
+
+
+def map_other(name: str, size: int, field: str, size_field: str) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Map the first ``size`` bytes of a file in shared memory that is no segment, read-only; its identity beside it.
+
+    The caller has checked the name. Raises FIELD_INVALID (the file is smaller), SEGMENT_NOT_FOUND.
+    """
+    with _opened(name, field) as descriptor:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < size:
+            raise Reason.FIELD_INVALID.error(f"{name} is {status.st_size} bytes large, not {size}", field=size_field)
+        try:
+            return _map(descriptor, size, writable=False), (status.st_dev, status.st_ino)
+        except OSError as error:
+            raise _gone(name, error, field) from error
+
+
+def identity(name: str) -> tuple[int, int] | None:
+    """Device and inode of a file in shared memory; None: there is none of this name."""
+    try:
+        status = os.stat(SHARED_MEMORY / name, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def abandoned(name: str) -> bool:

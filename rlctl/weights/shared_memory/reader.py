@@ -13,6 +13,7 @@ from rlctl.weights.receiver import Receiver, ReceiveStats
 from rlctl.weights.shared_memory.cuda_ipc import open_cuda
 from rlctl.weights.shared_memory.posix import HEADER_BYTES, abandoned, open_memory, sweep
 from rlctl.weights.shared_memory.segment import Segment, at
+from rlctl.weights.shared_memory.torch_storage import TorchMapping
 from rlctl.weights.tensor.placement import device_id, host_id
 
 WATCH_S = 1.0
@@ -42,11 +43,15 @@ class Mapping:
         """Whether the segment, of the same header, is this one."""
         return (self.cuda_handle, self.data.numel()) == (segment.cuda_handle, segment.size)
 
+    def stands(self, segment: Segment) -> bool:
+        """Whether its contents are still those of the segment."""
+        return self.header.generation == segment.generation
+
 
 class Reading:
     """Segments that were checked and may be read."""
 
-    def __init__(self, sources: Sequence[tuple[Segment, Mapping]]) -> None:
+    def __init__(self, sources: Sequence[tuple[Segment, Mapping | TorchMapping]]) -> None:
         self._sources = sources
 
     def proceed(self) -> None:
@@ -55,7 +60,14 @@ class Reading:
         for segment, mapping in self._sources:
             if now >= segment.until:
                 raise Reason.SEGMENT_EXPIRED.error(f"the lease on {segment.header} is over", field=segment.field)
-            if mapping.header.generation != segment.generation:
+            if isinstance(mapping, TorchMapping):
+                if not mapping.stands:
+                    raise Reason.SEGMENT_EXPIRED.error(
+                        f"{segment.header} was removed before it was read",
+                        field=segment.field,
+                        next_step="Keep the tensors until the request is answered.",
+                    )
+            elif not mapping.stands(segment):
                 raise Reason.SEGMENT_EXPIRED.error(f"{segment.header} was used again", field=segment.field)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -66,13 +78,22 @@ class Reading:
             for meta, offset in segment.tensors
         ]
 
+    def close(self) -> None:
+        """Drop the references to storages of torch. The tensors must not be read any more."""
+        for _, mapping in self._sources:
+            if isinstance(mapping, TorchMapping):
+                mapping.release()
+
 
 class SegmentReader:
     """Reads segments at one rank, for one caller at a time; a thread looks after the owners."""
 
-    def __init__(self, device: torch.device, threads: int = 1) -> None:
-        """``threads`` copy at the same time. Removes segments that owners left behind when they crashed."""
+    def __init__(self, device: torch.device, threads: int = 1, *, rank: int = 0) -> None:
+        """``threads`` copy at the same time; ``rank``: the reader's number in its stage. Removes segments that owners
+        left behind when they crashed.
+        """
         self._device = device
+        self._rank = rank
         self._threads = threads
         self._mappings: dict[str, Mapping] = {}
         self._lock = threading.Lock()
@@ -91,7 +112,7 @@ class SegmentReader:
 
         Raises NOT_COLOCATED, SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
-        mine = at(segments, host_id(), device_id(self._device))
+        mine = self.mine(segments)
         for segment in mine:
             for index, (meta, _) in enumerate(segment.tensors):
                 if receiver.fits(meta):
@@ -99,6 +120,10 @@ class SegmentReader:
                 path = f"{segment.field}.tensors[{index}]"
                 receiver.check(meta, f"{path}.name", f"{path}.dtype", f"{path}.shape")
         return self.open(mine)
+
+    def mine(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The segments for this rank. Raises as :func:`rlctl.weights.shared_memory.segment.at` does."""
+        return at(segments, host_id(), device_id(self._device), self._rank)
 
     def open(self, mine: Sequence[Segment]) -> Reading:
         """Map segments for this rank (see :func:`rlctl.weights.shared_memory.segment.at`) whose tensors are known to be
@@ -116,7 +141,10 @@ class SegmentReader:
         Raises as :meth:`Receiver.copy` does, SEGMENT_EXPIRED among it.
         """
         threads = 1 if gently else self._threads
-        return receiver.copy("shared segments", reading.tensors(), reading.proceed, threads=threads)
+        try:
+            return receiver.copy("shared segments", reading.tensors(), reading.proceed, threads=threads)
+        finally:
+            reading.close()
 
     def close(self) -> None:
         """Unmap everything, as soon as nobody reads it. From any thread."""
@@ -124,7 +152,9 @@ class SegmentReader:
             self._closed.set()
             self._mappings.clear()
 
-    def _map(self, segment: Segment) -> Mapping:
+    def _map(self, segment: Segment) -> Mapping | TorchMapping:
+        if segment.torch is not None:
+            return TorchMapping(segment.torch, self._device, segment.field)
         with self._lock:
             if self._closed.is_set():
                 raise Reason.CANCELLED.error("the reader was closed")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason
+from rlctl.contract.serialized_tensors.handles import CudaStorage, SharedStorage, check_cuda, shared_name
 from rlctl.v1 import verbs_pb2
 from rlctl.weights.shared_memory.posix import HEADER_BYTES, check_name
 from rlctl.weights.tensor.buckets import Bucket
@@ -34,6 +35,8 @@ class Segment:
         cuda_handle: CUDA IPC handle; empty: it lies in shared memory.
         size: in bytes, with what comes before the first tensor.
         generation: number of its contents.
+        torch: storage of a torch process that it is, instead of a segment with a header; ``header`` is its name.
+        rank: the only rank that reads it; None: every rank at the place.
         tensors: what lies in it, with byte offsets.
         until: end of its lease, on :func:`time.monotonic`'s clock.
     """
@@ -47,6 +50,8 @@ class Segment:
     generation: int
     tensors: list[tuple[TensorMeta, int]]
     until: float
+    torch: SharedStorage | CudaStorage | None = None
+    rank: int | None = None
 
 
 def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
@@ -56,6 +61,8 @@ def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
     unknown dtype, at an address that its dtype cannot be read from, out of range, or overlapping another one),
     FIELD_REQUIRED (neither handle).
     """
+    if message.WhichOneof("handle") in ("torch_shared_memory", "torch_cuda_memory"):
+        return _of_torch(message, field)
     cuda = message.WhichOneof("handle") == "cuda_ipc"
     if not cuda and not message.shared_memory:
         raise Reason.FIELD_REQUIRED.error("the segment says not how to map it", field=f"{field}.handle")
@@ -65,13 +72,7 @@ def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
         raise Reason.FIELD_INVALID.error(
             f"a CUDA IPC handle has {CUDA_HANDLE_BYTES} bytes, not {len(message.cuda_ipc)}", field=f"{field}.cuda_ipc"
         )
-    if not 0 < message.size <= _LARGEST:
-        raise Reason.FIELD_INVALID.error(f"no segment is {message.size} bytes large", field=f"{field}.size")
-    tensors = [
-        _tensor(tensor, message.size, 0 if cuda else HEADER_BYTES, f"{field}.tensors[{index}]")
-        for index, tensor in enumerate(message.tensors)
-    ]
-    by_name((meta for meta, _ in tensors), field=f"{field}.tensors")
+    tensors = _tensors(message, 0 if cuda else HEADER_BYTES, field)
     _refuse_overlap(tensors, field)
     return Segment(
         field=field,
@@ -83,7 +84,64 @@ def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
         generation=message.generation,
         tensors=tensors,
         until=time.monotonic() + seconds(message.lease),
+        rank=message.reader.rank if message.HasField("reader") else None,
     )
+
+
+def _of_torch(message: verbs_pb2.TensorSegment, field: str) -> Segment:
+    """A storage of a torch process. Tensors may overlap: views of one storage, and tied weights."""
+    handle = message.WhichOneof("handle")
+    tensors = _tensors(message, 0, field)
+    try:
+        storage = _shared(message) if handle == "torch_shared_memory" else _cuda(message)
+    except ValueError as error:
+        raise Reason.FIELD_INVALID.error(str(error), field=f"{field}.{handle}") from None
+    if not message.HasField("reader"):
+        raise Reason.FIELD_REQUIRED.error("a storage of torch has one reader", field=f"{field}.reader")
+    return Segment(
+        field=field,
+        node=message.node,
+        device=message.device,
+        header=storage.name if isinstance(storage, SharedStorage) else f"the memory of {storage.device}",
+        cuda_handle=b"",
+        size=message.size,
+        generation=0,
+        tensors=tensors,
+        until=time.monotonic() + seconds(message.lease),
+        torch=storage,
+        rank=message.reader.rank,
+    )
+
+
+def _shared(message: verbs_pb2.TensorSegment) -> SharedStorage:
+    return SharedStorage(shared_name(message.torch_shared_memory.name, "the name"), message.size)
+
+
+def _cuda(message: verbs_pb2.TensorSegment) -> CudaStorage:
+    told = message.torch_cuda_memory
+    storage = CudaStorage(
+        device=message.device,
+        handle=told.handle,
+        offset=told.offset,
+        size=message.size,
+        ref_counter=told.ref_counter,
+        ref_counter_offset=told.ref_counter_offset,
+        event=told.event,
+        event_sync_required=told.event_sync_required,
+    )
+    check_cuda(storage)
+    return storage
+
+
+def _tensors(message: verbs_pb2.TensorSegment, start: int, field: str) -> list[tuple[TensorMeta, int]]:
+    if not 0 < message.size <= _LARGEST:
+        raise Reason.FIELD_INVALID.error(f"no segment is {message.size} bytes large", field=f"{field}.size")
+    tensors = [
+        _tensor(tensor, message.size, start, f"{field}.tensors[{index}]")
+        for index, tensor in enumerate(message.tensors)
+    ]
+    by_name((meta for meta, _ in tensors), field=f"{field}.tensors")
+    return tensors
 
 
 def to_proto(bucket: Bucket, *, start: int, node: str, generation: int, lease_s: float) -> verbs_pb2.TensorSegment:
@@ -104,13 +162,17 @@ def to_proto(bucket: Bucket, *, start: int, node: str, generation: int, lease_s:
     )
 
 
-def at(segments: Sequence[Segment], node: str, device: str) -> list[Segment]:
-    """The segments for a rank at this place, of every source.
+def at(segments: Sequence[Segment], node: str, device: str, rank: int = 0) -> list[Segment]:
+    """The segments for a rank at this place, of every source. ``rank``: its number in the stage.
 
     Raises NOT_COLOCATED when there are none, FIELD_INVALID when they do not have every tensor of the request: what
     one rank wrote and another did not would be a mixture. When they have one twice, too.
     """
-    mine = [segment for segment in segments if (segment.node, segment.device) == (node, device)]
+    mine = [
+        segment
+        for segment in segments
+        if (segment.node, segment.device) == (node, device) and segment.rank in (None, rank)
+    ]
     if not mine:
         places = sorted({f"{segment.device} of {segment.node}" for segment in segments})
         raise Reason.NOT_COLOCATED.error(

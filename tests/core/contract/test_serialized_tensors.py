@@ -26,6 +26,7 @@ from pickle_assembler import (
     shared_tensor,
     size,
 )
+from pickle_mutations import ATTACKS, Witness, mutated
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.serialized_tensors.handles import CudaStorage, SharedStorage
@@ -62,7 +63,6 @@ def test_a_flattened_bucket_of_sglangs_in_shared_memory() -> None:
     assert isinstance(storage, SharedStorage)
     assert storage.size == 36
     assert re.fullmatch(r"torch_\d+_\d+_0", storage.name)
-    assert re.fullmatch(r"/tmp/torch-shm-dir-\w{6}/manager.sock", storage.manager)
     assert described([placed]) == [
         ("a.weight", "torch.float32", (2, 3), 0),
         ("b", "torch.bfloat16", (4,), 24),
@@ -174,12 +174,6 @@ def test_handles_that_contradict_themselves(tensor: Any, words: str) -> None:
     assert words in error.message
 
 
-@pytest.mark.parametrize("manager", ["/tmp/other.sock", "/tmp/../torch-shm-dir-abcdef/manager.sock", "x" * 200])
-def test_only_sockets_of_torchs_manager_are_named(manager: str) -> None:
-    storage = Global("torch.storage", "UntypedStorage"), manager.encode(), b"/torch_1_2_3", 16
-    assert "manager" in refused([("w", Call(Global(REDUCTIONS, "rebuild_storage_filename"), storage))]).message
-
-
 @pytest.mark.parametrize(
     ("start", "end", "kind", "words"),
     [
@@ -215,37 +209,6 @@ def test_no_names_and_tensors(value: Any) -> None:
 
 
 # What a pickle could do.
-
-
-class Witness:
-    """Counts its calls: nothing in a pickle may reach it."""
-
-    calls = 0
-
-    def __call__(self, *arguments: object) -> None:
-        type(self).calls += 1
-
-
-def witness(*_: object) -> None:
-    Witness.calls += 1
-
-
-ATTACKS = [
-    Call(Global("os", "system"), ("true",)),
-    Call(Global("builtins", "eval"), ("1",)),
-    Call(Global("builtins", "getattr"), (TENSOR, "x")),
-    Call(Global(__name__, "witness"), ()),
-    Call(Global("sglang.srt.utils.common", "dynamic_import"), ("os.system",)),
-    Call(Global("functools", "partial"), (TENSOR,)),
-    Call(Global("torch.storage", "_load_from_bytes"), (b"x",)),
-    Call(Global("torch", "load"), ("/etc/passwd",)),
-    New(Global("torch", "Tensor"), {"__class__": 1}),
-    New(Global(__name__, "Witness"), {"calls": 7}),
-    Call(Global("torch", "float32"), ()),
-    Call(TENSOR, ((4,),)),
-    Call(Global("torch.Size", "__class__"), ()),
-    Call(Global("torch", "Size.__class__"), ()),
-]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=range(len(ATTACKS)))
@@ -327,36 +290,6 @@ def test_no_base64_or_no_pickle(text: str) -> None:
 
 
 # Mutations.
-
-INJECTIONS = [assemble(attack)[2:-1] for attack in ATTACKS] + [b"cos\nsystem\n(X\x04\x00\x00\x00truetR"]
-
-
-def mutated(random_: random.Random, data: bytes) -> bytes:
-    """A payload with some bits, opcodes or lengths changed, code added, or an end missing."""
-    changed = bytearray(data)
-    for _ in range(random_.choice((1, 1, 2, 5, 20))):
-        place = random_.randrange(len(changed))
-        match random_.randrange(7):
-            case 0:
-                changed[place] ^= 1 << random_.randrange(8)
-            case 1:
-                changed[place] = random_.randrange(256)
-            case 2:
-                del changed[place : place + random_.randrange(1, 20)]
-            case 3:
-                changed[place:place] = random_.choice(INJECTIONS)
-            case 4:
-                changed[place:place] = random_.choice(
-                    (b"R", b"b", b"\x81", b"(", b"h\x00", b"e", b"u", b"t", b"0", b"2")
-                )
-            case 5:
-                changed[place:place] = b"\x8e" + random_.randbytes(8)
-            case 6:
-                other = random_.randrange(len(changed))
-                changed[place:place] = changed[other : other + random_.randrange(1, 60)]
-        if not changed:
-            return b""
-    return bytes(changed[: random_.randrange(len(changed))] if random_.random() < 0.1 else changed)
 
 
 def test_ten_thousand_mutated_payloads_execute_nothing_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

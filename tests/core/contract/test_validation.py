@@ -39,6 +39,19 @@ def segment(**changes: object) -> verbs_pb2.UpdateWeightsFromTensorRequest:
     )
 
 
+TORCH = {
+    "shared_memory": None,
+    "generation": None,
+    "torch_shared_memory": verbs_pb2.TorchSharedMemory(name="torch_1_2_3"),
+    "reader": verbs_pb2.SegmentReader(slot="a"),
+}
+
+
+def for_readers(*slots: str) -> verbs_pb2.UpdateWeightsFromTensorRequest:
+    each = [segment(reader=verbs_pb2.SegmentReader(slot=slot) if slot else None) for slot in slots]
+    return verbs_pb2.UpdateWeightsFromTensorRequest(segments=[request.segments[0] for request in each])
+
+
 def group(**changes: object) -> verbs_pb2.InitWeightsUpdateGroupRequest:
     parts = {"group_name": "g", "master_address": "h", "master_port": 1, "world_size": 2, "backend": "gloo"}
     return verbs_pb2.InitWeightsUpdateGroupRequest(**(parts | changes))
@@ -104,6 +117,9 @@ BAD: list[tuple[Message, str, str]] = [
     (segment(shared_memory=""), "FIELD_REQUIRED", "segments[0].shared_memory"),
     (segment(shared_memory=None, cuda_ipc=b"h"), "FIELD_REQUIRED", "segments[0].header_memory"),
     (segment(lease=Duration()), "DEADLINE_INVALID", "segments[0].lease"),
+    (segment(**TORCH | {"reader": None}), "FIELD_REQUIRED", "segments[0].reader"),
+    (for_readers("a", "b"), "FIELD_CONFLICT", "segments.reader.slot"),
+    (for_readers("a", ""), "FIELD_CONFLICT", "segments.reader.slot"),
     (bucket(format=99), "UNKNOWN_ENUM_VALUE", "buckets[0].format"),
     (bucket(names=[]), "FIELD_REQUIRED", "buckets[0].names"),
     (bucket(dtypes=[]), "FIELD_REQUIRED", "buckets[0].dtypes"),
@@ -160,6 +176,8 @@ GOOD: list[Message] = [
     bucket(),
     segment(),
     segment(shared_memory=None, cuda_ipc=b"h", header_memory="s"),
+    segment(**TORCH),
+    for_readers("a", "a"),
     verbs_pb2.UpdateWeightsFromTensorRequest(engine_payloads=[b"p"]),
     group(),
     group(master_address="fe80::1%eth0"),
