@@ -661,7 +661,8 @@ async def test_tensors_as_pickles(server: Server) -> None:
         pytest.skip("it ends SGLang")
     body = {"serialized_named_tensors": ["gASVAAAA"], "load_format": None}
     status, told = await server.ask("POST", "/update_weights_from_tensor", body)
-    assert (status, told["success"], told["error"]["reason"]) == (400, False, "UNSUPPORTED")
+    assert (status, told["success"], told["error"]["reason"]) == (400, False, "FIELD_INVALID")
+    assert told["error"]["field"] == "serialized_named_tensors[0]"
 
 
 async def test_a_key_makes_a_repeat_exact(server: Server, tmp_path: Path) -> None:

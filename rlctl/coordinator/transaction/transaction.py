@@ -198,7 +198,9 @@ class Session:
         return [self.writing[turn] for turn in (*(each for each in transports if each not in ALONE), *sorted(alone))]
 
     def _members_of(self, request: Message) -> set[str]:
-        """The stages in the plan's groups that a request is for; none: it is for no group of the plan's."""
+        """The stages in the plan's groups that a request is for, or the reader of its segments; none: it names none."""
+        if isinstance(request, UpdateWeightsFromTensorRequest):
+            return {segment.reader.slot for segment in request.segments} - {""}
         names = _group_names(request)
         return {m.slot for group in self.record.plan.groups if group.group_name in names for m in group.members}
 

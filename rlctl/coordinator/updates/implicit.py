@@ -14,7 +14,7 @@ import asyncio
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 
@@ -34,7 +34,7 @@ from rlctl.coordinator.transaction.transfer import Attempts, OpenUpdate, Write
 from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.group_formation import Gathering
 from rlctl.coordinator.updates.manager import Updates, vet_implicit
-from rlctl.coordinator.updates.written_tensors import WrittenTensors, names_of
+from rlctl.coordinator.updates.written_tensors import WrittenTensors, names_of, reader_of
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
@@ -161,7 +161,8 @@ class Implicit:
                 return await self.joining.run(request, model, engines, unload)
             case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
                 write = functools.partial(self._write, request, model, timeout_s)
-                return await self.joining.run(request, model, engines, write)
+                reader = reader_of(request)
+                return await self.joining.run(request, model, [reader] if reader else engines, write)
         raise AssertionError(f"{type(request).__name__} belongs to the table's way")
 
     async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
@@ -253,8 +254,9 @@ class Implicit:
                 begin = BeginWeightUpdateRequest(
                     model=model, version=request.weight_version, kind=request.kind, options=request.options
                 )
-                _by_path(begin, request)
+                _by_path(begin, request, targets)
                 if not any(map(_paused_by_name, targets)):
+                    _refuse_part(request, targets)
                     return await self._alone(begin, request, targets, timeout_s)
                 opened = await self._open(begin, None)
             else:
@@ -312,7 +314,7 @@ class Implicit:
         came.announce(request)
         came.refuse_other_kind(request, begin.kind)
         other = BeginWeightUpdateRequest()
-        _by_path(other, request)
+        _by_path(other, request, opened.session.targets)
         if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
             return
         if opened.session.written:
@@ -348,7 +350,7 @@ class Implicit:
                 elif failed:
                     came.forget(body, added)
                 elif run.operation.stage_results:
-                    came.done(body)
+                    came.done(body, {slot.name for slot in session.targets})
 
         try:
             return await self._operations.start(
@@ -418,11 +420,13 @@ class Implicit:
         """
         session = opened.session
         came = self._came.get(session.update_id)
-        if came is None or came.reference is None or not session.written or opened.decided.is_set():
+        if came is None or not session.written or opened.decided.is_set():
             return False
-        error = came.incomplete(partial=partial)
+        error = came.uneven({slot.name for slot in session.targets}) or came.incomplete(partial=partial)
         if error is not None:
             opened.decide(verdict=error)
+        elif came.reference is None:
+            return False
         elif came.whole:
             session.record.request.kind = UPDATE_KIND_FULL
         else:
@@ -485,12 +489,27 @@ def _paused_by_name(slot: Slot) -> bool:
     return paused or slot.state == STAGE_STATE_ASLEEP
 
 
-def _by_path(begin: BeginWeightUpdateRequest, request: Write) -> None:
-    """The path that a write takes."""
+def _by_path(begin: BeginWeightUpdateRequest, request: Write, targets: Sequence[Slot]) -> None:
+    """The path that a write takes. Segments of one stage say nothing of the others: each gets its own, on its host."""
     begin.path = DATA_PATH_BROADCAST
-    if isinstance(request, UpdateWeightsFromTensorRequest) and request.segments:
-        begin.path = DATA_PATH_IPC
-        begin.host_ids[:] = sorted({segment.node for segment in request.segments})
+    if not isinstance(request, UpdateWeightsFromTensorRequest) or not request.segments:
+        return
+    begin.path = DATA_PATH_IPC
+    hosts = {segment.node for segment in request.segments}
+    if reader_of(request):
+        hosts |= {worker.host_id for slot in targets for worker in slot.workers} - {""}
+    begin.host_ids[:] = sorted(hosts)
+
+
+def _refuse_part(request: Write, targets: Sequence[Slot]) -> None:
+    """Refuse a write of one stage as a whole update of several: outside of a pause no further write could join it."""
+    reader = reader_of(request)
+    others = sorted(slot.name for slot in targets if slot.name != reader)
+    if reader and others:
+        raise Reason.ILLEGAL_STATE.error(
+            f"the tensors are for {reader} alone, and {', '.join(others)} serve the same model",
+            next_step="Pause generation or begin an update first, write to every engine, then continue.",
+        )
 
 
 def _flushes(options: UpdateOptions) -> bool:

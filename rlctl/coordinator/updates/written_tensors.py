@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -14,6 +14,7 @@ from rlctl.v1.verbs_pb2 import (
     TensorBucket,
     UpdateKind,
     UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
 )
 
 _SHOWN = 5
@@ -38,6 +39,8 @@ class WrittenTensors:
         self._groups: dict[str, str] = {}
         self._written: set[str] = set()
         self._pending: set[str] = set()
+        self._stages: defaultdict[str, set[str]] = defaultdict(set)
+        """By tensor that came in writes of one stage each: those stages."""
 
     def refuse_other_source(self, request: Write) -> None:
         """Raise UPDATE_IN_PROGRESS for a tensor that came over another group: the weights would be two trainers'."""
@@ -73,9 +76,13 @@ class WrittenTensors:
         """A write was requested: its tensors are missing until a write of them is done, also if it is refused."""
         self._pending |= names_of(request)
 
-    def done(self, request: Write) -> None:
-        """A write is done."""
+    def done(self, request: Write, targets: Collection[str]) -> None:
+        """A write is done. A tensor that each target gets on its own is written when the last of them has it."""
         names = names_of(request)
+        if reader := reader_of(request):
+            for name in names:
+                self._stages[name].add(reader)
+            names = {name for name in names if self._stages[name].issuperset(targets)}
         self._written |= names
         self._pending -= names
 
@@ -92,6 +99,18 @@ class WrittenTensors:
             self._buckets.pop(group, None)
         for name in added:
             self._groups.pop(name, None)
+
+    def uneven(self, targets: Collection[str]) -> RlctlError | None:
+        """Why targets that each get their own tensors cannot be committed: some have a tensor and others do not."""
+        for name, stages in sorted(self._stages.items()):
+            lacking = sorted(set(targets) - stages)
+            if lacking:
+                return Reason.WEIGHTS_INCOMPLETE.error(
+                    f"{name} was written to {', '.join(sorted(stages))} and not to {', '.join(lacking)}",
+                    metadata={"missing": name},
+                    next_step="Write the same tensors to every engine of the model.",
+                )
+        return None
 
     @property
     def whole(self) -> bool:
@@ -122,6 +141,12 @@ def names_of(request: Write) -> set[str]:
     if isinstance(request, UpdateWeightsFromDistributedRequest):
         return {name for bucket in request.buckets for name in bucket.names}
     return {tensor.name for segment in request.segments for tensor in segment.tensors}
+
+
+def reader_of(request: Write) -> str:
+    """The only stage that a write is for, or ""."""
+    segments = request.segments if isinstance(request, UpdateWeightsFromTensorRequest) else []
+    return next((segment.reader.slot for segment in segments), "")
 
 
 def _incomplete(why: str, names: list[str]) -> RlctlError:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import read_payloads
+from rlctl.gateway.dialects.sglang import serialized_tensors
 from rlctl.gateway.dialects.sglang.admin import SELECTORS
 from rlctl.gateway.dialects.sglang.reads import fleet_of
 from rlctl.gateway.dialects.sglang.replies import done, saying_success
@@ -148,20 +153,45 @@ async def from_distributed(asked: Asked) -> Reply:
 @saying_success()
 async def from_tensor(asked: Asked) -> Reply:
     """Take tensors in out of memory that the engines share with the client."""
+    if asked["serialized_named_tensors"] is not None:
+        return await _serialized(asked)
     if not asked["segments"]:
-        raise weight_fields.pickled(
-            "serialized_named_tensors",
-            "Send over a group (update_weights_from_distributed), or name shared memory in `segments`.",
-        )
+        raise Reason.FIELD_REQUIRED.error("it is missing", field=serialized_tensors.FIELD)
+    operation = await _from_segments(asked, weight_fields.segments(asked["segments"]))
+    return done(f"Success{_versioned(operation)}")
+
+
+async def _serialized(asked: Asked) -> Reply:
+    """Every engine takes in the payloads of its ranks."""
+    if asked["segments"]:
+        raise Reason.FIELD_CONFLICT.error("segments and serialized_named_tensors exclude each other", field="segments")
+    payloads = await asked.call.beside(
+        lambda: read_payloads(asked["serialized_named_tensors"], asked["load_format"], serialized_tensors.FIELD)
+    )
+    by_slot = serialized_tensors.segments_by_stage(payloads, await _stages(asked))
+    parts = [(dataclasses.replace(asked, slot=slot), segments) for slot, segments in by_slot.items() if segments]
+    operations = await asyncio.gather(*(_from_segments(part, segments, part.slot) for part, segments in parts))
+    return done(f"Success{_versioned(operations[0])}" if operations else "Success. The payloads have no tensors.")
+
+
+async def _stages(asked: Asked) -> list[Stage]:
+    """The engine at this address, or every engine of the model at the root."""
+    stages = await engine_urls.asked(asked.call)
+    if not asked.slot:
+        model = await engine_urls.updatable(asked.call)
+        stages = [stage for stage in stages if stage.registration.model == model]
+    return sorted(stages, key=lambda stage: stage.registration.slot)
+
+
+async def _from_segments(asked: Asked, segments: Sequence[verbs_pb2.TensorSegment], step: str = "") -> Operation:
     request = verbs_pb2.UpdateWeightsFromTensorRequest(
-        header=await asked.header(model=asked.model()),
+        header=await asked.header(step, model=asked.model()),
         weight_version=_label(asked["weight_version"]),
         options=_options(asked),
         kind=_kind(asked),
-        segments=weight_fields.segments(asked["segments"]),
+        segments=segments,
     )
-    operation = await asked.call.operate(request)
-    return done(f"Success{_versioned(operation)}")
+    return await asked.call.operate(request)
 
 
 @saying_success()
@@ -338,7 +368,7 @@ ROWS = (
         from_tensor,
         "UpdateWeightsFromTensor",
         [
-            Field("serialized_named_tensors", [str], None, doc="pickles: refused"),
+            Field("serialized_named_tensors", [str], None, doc="one for each rank; read as data, never unpickled"),
             Field("load_format", str, None),
             _FLUSH,
             _ABORT,
@@ -348,7 +378,7 @@ ROWS = (
             _KIND,
             Field("segments", [dict], None, doc="rlctl.v1.TensorSegment in protobuf's JSON", own=True),
         ],
-        note="pickles are refused; `segments` of shared memory are taken",
+        note="handles in `serialized_named_tensors` are read as data, and nothing is unpickled",
     ),
     Row("POST", "/update_weights_from_ipc", from_ipc, "",
         [Field("zmq_handles", dict), _FLUSH, _VERSION, _EMPTY], answers={400: "not supported"}, note="refused"),
