@@ -42,11 +42,11 @@ def serialiser(name: str) -> tuple[str, dict[str, str]]:
 
 
 async def train(
-    server: Server, output: Path, trainer: str, seeds: str, library: str = "torch", engines: Sequence[int] = (0, 1)
+    server: Server, output: Path, trainer: str, seeds: str, library: str = "torch", places: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], str]:
-    """The lines of a trainer, and what it says when it fails."""
+    """The lines of a trainer, and what it says when it fails. ``places``: addresses with ranks, instead of all."""
     python, environment = serialiser(library)
-    places = [f"{server.engines[number]}={server.ranks[number]}" for number in engines]
+    places = places or [f"{url}={ranks}" for url, ranks in zip(server.engines, server.ranks, strict=True)]
     process = await asyncio.create_subprocess_exec(
         python, str(TRAINER), str(server.tiny[1]), str(output), trainer, seeds, *places,
         env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -81,6 +81,13 @@ async def test_every_engine_has_the_trainers_weights(
         assert [body["weight_version"] for _, body in await server.every("GET", "/get_weight_version")] == ["2", "2"]
 
 
+async def test_at_the_root_the_fleet_is_one_server(server: Server, tmp_path: Path) -> None:
+    lines, errors = await train(server, tmp_path, "slime", "4", places=[f"{server.root}=3"])
+    assert errors == ""
+    assert [line["left"] for line in lines] == [[]]
+    assert await digests(server) == {expected(tmp_path / "4.safetensors")}
+
+
 GONE = shared_tensor(64, 64, nbytes=64 * 64 * 4, name="/torch_1_2_3")
 """A tensor in memory that no trainer has any more."""
 
@@ -94,7 +101,7 @@ async def write(server: Server, engine: int, *payloads: str, **fields: Any) -> t
 
 async def test_an_engine_that_got_nothing_is_named_and_nothing_is_published(server: Server, tmp_path: Path) -> None:
     before = await server.version()
-    lines, errors = await train(server, tmp_path, "slime", "1", engines=[0])
+    lines, errors = await train(server, tmp_path, "slime", "1", places=[f"{server.engines[0]}=2"])
     assert lines == []
     assert "/continue_generation: 400" in errors
     assert "was written to actor-0 and not to actor-1" in errors

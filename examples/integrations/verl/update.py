@@ -3,7 +3,7 @@
 What verl 0.9.1 sends to an SGLang server around an update (``ServerAdapter``, ``AsyncHttpServerAdapter`` in
 ``verl/workers/rollout/sglang_rollout``): it releases the KV cache and the weights beside the training, resumes the
 weights, writes, flushes, and resumes the KV cache. It neither pauses nor continues. verl writes pickled CUDA IPC
-handles, which are refused; here the tensors come over a group.
+handles, which need GPUs; here the tensors come over a group.
 
     python examples/integrations/verl/update.py --model DIR \\
         --engine http://127.0.0.1:30000/engines/actor-0=2 --engine http://127.0.0.1:30000/engines/actor-1=1
