@@ -81,6 +81,11 @@ class Receiver:
         return self._late is not None and self._late.under_way
 
     @property
+    def begun(self) -> Collection[str]:
+        """Names of the tensors whose placing has begun in this update."""
+        return self._begun
+
+    @property
     def received_digest(self) -> str:
         """Digest over the tensors that came in this update, as they came, hex; "" unless :meth:`begin` was told so."""
         return "" if self._received is None else self._received.digest()

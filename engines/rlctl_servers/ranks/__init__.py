@@ -1,9 +1,11 @@
-"""Code inside the ranks of an engine server: which weights a rank stores, and where.
+"""Code inside the ranks of an engine server: groups, segments, loading, what the ranks hold, digests.
 
-``element_layout.py`` (``find_layout``) loads coded tensors through the engine's loaders and reads from the parameters
-which element of which checkpoint tensor lies where.
+``rank.py`` (``Rank``) carries the steps of an update out. ``model.py`` (``RankModel``) is its port to an engine's
+model. ``endpoint.py`` (``Endpoint``) turns messages into calls and errors into answers; the stage server's side of it
+is ``RankCalls`` in ``engines/rlctl_servers/updates/rank_calls.py``. ``element_layout.py`` (``find_layout``) finds where
+each element of a checkpoint lies, by loading; ``element_codes.py`` and ``element_regions.py`` are its arithmetic.
 
-Imports: rlctl.contract, rlctl.weights. No HTTP, no gRPC, no engine.
+Imports: rlctl.contract, rlctl.weights. No HTTP, no gRPC: the engine's own environment has torch and protobuf only.
 
-Start with ``element_layout.py``, then ``element_codes.py`` and ``element_regions.py``.
+Start with ``endpoint.py``, then ``rank.py``.
 """

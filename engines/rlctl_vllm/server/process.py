@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from rlctl_servers.server import temp_dirs
 from rlctl_servers.server.http import Http
+from rlctl_servers.server.packages import link_packages
 from rlctl_servers.server.process import ServerProcess, cores_of, flags
 
-import rlctl
 from rlctl.contract.errors import RlctlError
 from rlctl.engine import EngineConfig
 from rlctl_vllm.options import PRODUCT, Options, interpreter
@@ -58,12 +58,7 @@ class VLLMProcess(ServerProcess):
 
     def environment(self) -> Mapping[str, str]:
         """What vLLM needs around it: the extension's packages, and nothing else of this environment."""
-        packages = self.scratch.path / "packages"
-        packages.mkdir(exist_ok=True)
-        for package in (Path(rlctl.__file__).parent, Path(__file__).parents[1]):
-            link = packages / package.name
-            if not link.exists():
-                link.symlink_to(package, target_is_directory=True)
+        packages = link_packages(self.scratch.path, Path(__file__).parents[1])
         return {**_environment(self._config, self._options, packages), "TMPDIR": str(self.scratch.path)}
 
     def inherited(self) -> Sequence[int]:

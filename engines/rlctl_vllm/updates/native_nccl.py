@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.rank_calls import out_of_step
 from rlctl_servers.updates.version_labels import WRITING
 
 from rlctl.contract.durations import duration
@@ -35,7 +36,6 @@ from rlctl.weights.group.vllm_nccl import unique_id
 from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
-from rlctl_vllm.updates.worker_calls import out_of_step
 
 ENGINE = "nccl"
 """The one of vLLM's transfer engines that is driven."""

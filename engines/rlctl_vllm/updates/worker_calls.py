@@ -1,4 +1,4 @@
-"""Calls to the extension in vLLM's workers; every rank answers for itself.
+"""Calls to the extension in vLLM's workers.
 
 Where one of vLLM's own calls fails at a rank, vLLM leaves what the ranks after it say unread, and takes that for their
 answers to the next call, from then on. So every answer must name the call that it belongs to.
@@ -6,118 +6,26 @@ answers to the next call, from then on. So every answer must name the call that 
 
 from __future__ import annotations
 
-import base64
-import json
-import secrets
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from google.protobuf.message import Message
-from rlctl_servers.server.admin_calls import Control, time_left
+from rlctl_servers.updates.rank_calls import RankCalls
 
-from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.contract.verbs import VERBS
+from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail, Outcome
-from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 EXTENSION = "rlctl_vllm.worker.extension.WorkerExtension"
 
-MOST_GATHERED = 1_000_000_000
-"""Largest model, in elements, that is read back where its tensors are cut over ranks: bringing them together takes some
-seconds for each 4 GB, at every check, and nothing is generated meanwhile."""
 
-LEAVING_S = 2.0
-"""How much earlier than its caller a worker gives up, so that its answer still arrives."""
+class Workers(RankCalls):
+    """The workers of one vLLM server."""
 
-Reply = TypeVar("Reply", bound=Message)
-
-
-class Workers:
-    """The workers of one server."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    async def attach(self, reference: Mapping[str, TensorMeta], host: str, call: Call) -> list[dict[str, Any]]:
-        """Who the ranks are; none where the server was started without the extension.
-
-        ``host``: address under which the ranks' host is reached. Each rank: rank, size, device, host_id, pid, store
-        (rank 0's: where groups meet that it is the source of), digest (of what all hold; "": it is not read back).
-        """
-        metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
-        body = json.dumps({"reference": metas, "host": host}).encode()
-        try:
-            answers = await self._call("Attach", body, call)
-        except RlctlError as error:
-            if error.reason is Reason.UNSUPPORTED:
-                return []
-            raise
-        ranks = [json.loads(base64.b64decode(answer["answer"])) for answer in _good(answers)]
-        if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):
-            raise Reason.ANSWER_INVALID.error(f"vLLM's workers say that they are {ranks}")
-        ranks.sort(key=lambda rank: int(rank["rank"]))
-        if len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED:
-            return [{**rank, "digest": ""} for rank in ranks]
-        meeting = json.dumps({"store": ranks[0]["store"]}).encode()
-        told = {
-            base64.b64decode(answer["answer"]).decode() for answer in _good(await self._call("Meet", meeting, call))
-        }
-        digest = told.pop() if len(told) == 1 else ""
-        return [{**rank, "digest": digest} for rank in ranks]
-
-    async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
-        """The answer of every rank, in their order.
-
-        Raises what the first rank refused; when another one has changed something meanwhile, the outcome is DIRTY.
-        """
-        answers = await self._call(verb, request.SerializeToString(), call)
-        good = _good(answers, mutates=VERBS[verb].mutates(request))
-        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
-
-    async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
-        remaining = time_left(call, verb)
-        arguments = {
-            "number": secrets.token_hex(8),
-            "verb": verb,
-            "request": base64.b64encode(request).decode(),
-            "update_id": call.update_id,
-            "timeout_s": max(remaining - LEAVING_S, remaining / 2),
-        }
-        body = {"method": "rlctl_call", "kwargs": arguments}
-        answer = await self._control.tell("/collective_rpc", body, call=call)
+    async def _send(self, arguments: dict[str, Any], call: Call) -> Sequence[Any]:
+        answer = await self._control.tell("/collective_rpc", {"method": "rlctl_call", "kwargs": arguments}, call=call)
         if not answer.ok:
             if "rlctl_call" in answer.message:
                 raise Reason.UNSUPPORTED.error(f"vLLM was started without --worker-extension-cls {EXTENSION}")
             raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}", outcome=OUTCOME_UNKNOWN)
-        results: list[dict[str, Any]] = answer.body["results"]
-        if any(not isinstance(result, dict) or result.get("number") != arguments["number"] for result in results):
-            raise out_of_step(self._control)
+        results: Sequence[Any] = answer.body["results"]
         return results
-
-
-def out_of_step(control: Control, cause: str = "one has failed") -> RlctlError:
-    """Give a server up whose ranks' answers are not those to what they were asked; the error to raise."""
-    return control.lost(
-        Reason.ENGINE_FAILED.error(
-            f"answers of vLLM's ranks belong to earlier calls, since {cause}",
-            outcome=OUTCOME_UNKNOWN,
-            next_step="Start vLLM again, then its stage.",
-        )
-    )
-
-
-def _good(answers: list[dict[str, Any]], *, mutates: bool = True) -> list[dict[str, Any]]:
-    """The answers, when no rank has failed. ``mutates``: a rank that has not failed has changed something."""
-    failed = [(number, answer) for number, answer in enumerate(answers) if "error" in answer]
-    if not failed:
-        return answers
-    number, answer = failed[0]
-    error = from_detail(ErrorDetail.FromString(base64.b64decode(answer["error"])))
-    outcomes: set[Outcome.ValueType] = {one["outcome"] for _, one in failed}
-    if mutates and len(failed) < len(answers):
-        outcomes.add(OUTCOME_DIRTY)
-    error.outcome = next((o for o in (OUTCOME_DIRTY, OUTCOME_UNKNOWN) if o in outcomes), OUTCOME_REJECTED)
-    if len(answers) > 1:
-        error.message = f"rank {number}: {error.message}"
-    raise error

@@ -1,7 +1,7 @@
-"""Code inside vLLM's workers: groups, segments, loading, reading back, digests.
+"""Code inside vLLM's workers: rlctl's ranks over vLLM's model.
 
-Imports: rlctl.contract, rlctl.weights. No HTTP, no gRPC.
+Imports: rlctl_servers.ranks, rlctl.contract, rlctl.weights. No HTTP, no gRPC.
 
-Start with ``extension.py`` (``WorkerExtension``), ``rank.py`` (``Rank``: the steps of an update) and
-``model.py`` (``VLLMModel``: write through vLLM's loaders, read back).
+Start with ``extension.py`` (``WorkerExtension``), then ``model.py`` (``VLLMModel``: write through vLLM's loaders, read
+back). The steps of an update are in ``rlctl_servers.ranks``.
 """

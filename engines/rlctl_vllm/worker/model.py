@@ -14,23 +14,20 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from rlctl_servers.ranks.model import RankModel
 
 from rlctl.contract.errors import Reason
-from rlctl.weights.shards.load_hooks import Load, LoadHooks
+from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.shards.shard_map import ShardMap
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl_vllm.worker.expert_packing import repack_on_reload
 from rlctl_vllm.worker.parts_held import part_of
 
 
-class VLLMModel(LoadHooks):
-    """The model of one worker.
+class VLLMModel(RankModel):
+    """The model of one worker."""
 
-    Attributes:
-        rank: the worker's rank in its server.
-        size: number of its server's workers.
-        device: where the weights are.
-    """
+    product = "vLLM"
 
     def __init__(self, worker: Any) -> None:
         """``worker``: vLLM's."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rlctl_servers.ranks.protocol import PROTOCOL
 from rlctl_servers.server.http import Answer
-from rlctl_vllm.updates.worker_calls import MOST_GATHERED, Workers
+from rlctl_servers.updates.rank_calls import MOST_GATHERED
+from rlctl_vllm.updates.worker_calls import Workers
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
@@ -32,7 +35,10 @@ class Ranks:
         if self.told[-1] == "Attach":
             size = len(self.digests)
             stores = [["10.0.0.1", 1234], *[None] * (size - 1)]
-            said = [json.dumps({"rank": rank, "size": size, "store": stores[rank]}) for rank in range(size)]
+            said = [
+                json.dumps({"protocol": PROTOCOL, "rank": rank, "size": size, "store": stores[rank]})
+                for rank in range(size)
+            ]
         else:
             assert json.loads(base64.b64decode(body["kwargs"]["request"])) == {"store": ["10.0.0.1", 1234]}
             said = list(self.digests)
@@ -87,6 +93,8 @@ async def test_ranks_that_differ_leave_a_mixture_only_where_something_was_to_cha
 
 class OutOfStep:
     """The second of two ranks answers what it was asked before: of a call of vLLM's own, or of another of these."""
+
+    http = SimpleNamespace(product="vLLM")
 
     def __init__(self, before: Any) -> None:
         self.before = before

@@ -1,7 +1,7 @@
-"""What the ranks of one vLLM do together: each is called by itself, and has parts of tensors only.
+"""What the ranks of one server do together: each is called by itself, and has parts of tensors only.
 
-vLLM's own groups are left alone: a message that one rank missed would be taken for another one later. A group of the
-ranks' own is formed for each call, which ends by the call's time whatever becomes of a rank.
+The engine's own groups are not used: a message that one rank missed would be taken for another one later. A group of
+the ranks' own is formed for each call, and ends by the call's deadline whatever becomes of a rank.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Together:
             yield LocalExchange()
             return
         if self.store is None:
-            raise Reason.ILLEGAL_STATE.error("vLLM's ranks have not been told where they meet")
+            raise Reason.ILLEGAL_STATE.error("the stage server has not sent the address where the ranks meet")
         if self._last:
             self._groups.leave(self._last)
         self._last = ""
-        name = f"vllm-ranks-{number}"
+        name = f"rlctl-ranks-{number}"
         place = Membership(*self.store, self._rank, self._size, "gloo")
         self._groups.join(name, place, timeout_s=timeout_s, broadcast_timeout_s=timeout_s)
         self._last = name

@@ -1,7 +1,7 @@
-"""The steps of a weight update at one of vLLM's ranks.
+"""The steps of a weight update at one rank of an engine server.
 
-Groups, shared segments, checks and digests are those of every rlctl rank; only where a tensor is put differs: it is
-handed to vLLM's loaders. Whatever can be refused is refused before the first tensor.
+Groups, shared segments, checks and digests are those of every rlctl rank; where a tensor is put is the model's to say.
+Whatever can be refused is refused before the first tensor.
 """
 
 # ruff: noqa: ARG002 (every step is given the same)
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import VERBS
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.version import __version__
 from rlctl.weights.group.process_group import LONGEST_S
 from rlctl.weights.group.rank_groups import Groups, Membership
 from rlctl.weights.group.sender import wire_device
@@ -32,67 +33,30 @@ from rlctl.weights.shards.gather import Gathering
 from rlctl.weights.shards.load_hooks import Load, Loading
 from rlctl.weights.shards.mismatch import difference
 from rlctl.weights.shards.rank_exchange import Exchange
-from rlctl.weights.shards.shard_map import Shard, ShardMap, model_digest
+from rlctl.weights.shards.shard_map import ShardMap, model_digest
 from rlctl.weights.shared_memory import segment as segments
 from rlctl.weights.shared_memory.reader import SegmentReader
 from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.placement import device_id, host_id
 from rlctl.weights.tensor.tensors import TensorMeta, from_proto
-from rlctl_vllm.worker.model import VLLMModel
-from rlctl_vllm.worker.rank_exchange import Together, agreed
+from rlctl_servers.ranks.model import Places, RankModel
+from rlctl_servers.ranks.protocol import PROTOCOL
+from rlctl_servers.ranks.rank_exchange import Together, agreed
 
 log = logging.getLogger(__name__)
 
 
-class LoaderMap(ShardMap):
-    """A shard map whose tensors have no memory of their own: what is placed goes to vLLM's loaders.
-
-    Attributes:
-        handed: names of what was handed over in this update.
-    """
-
-    def __init__(self, reference: Mapping[str, TensorMeta], model: VLLMModel) -> None:
-        shards = {}
-        for name, meta in reference.items():
-            # One element, seen in the full shape: the map wants to know device and shape of what it writes to.
-            local = torch.empty(1, dtype=meta.dtype, device=model.device).as_strided(meta.shape, (0,) * len(meta.shape))
-            shards[name] = Shard(meta, local)
-        super().__init__(shards, model.together(reference))
-        self._model = model
-        self.handed: set[str] = set()
-
-    def place(self, name: str, full: torch.Tensor) -> None:
-        """Hand a full tensor to the loaders."""
-        self.handed.add(name)
-        self._model.load(name, full)
-
-    def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
-        """Raise FIELD_INVALID for a tensor that comes twice in an update; ``names``: each with the field that gave it.
-
-        vLLM's loaders count elements: they would take it for one that is missing, and know it no more once its layer is
-        complete.
-        """
-        came = set(self.handed)
-        for name, field in names:
-            if name in came:
-                raise Reason.FIELD_INVALID.error(f"{name} comes twice in this update", field=field)
-            came.add(name)
-
-    def full_in_place(self, name: str) -> torch.Tensor | None:
-        """There is no memory to receive into."""
-        return None
-
-
 class Rank:
-    """One rank; calls come one after the other."""
+    """One rank of a server; calls come one after the other, in the engine's own thread."""
 
-    def __init__(self, model: VLLMModel) -> None:
+    def __init__(self, model: RankModel) -> None:
         self._model = model
         self._segments = SegmentReader(model.device, rank=model.rank)
         self._announced = Announced()
         self._groups: Groups | None = None
         self._calls = 0
-        self._shards = LoaderMap({}, model)
+        self._shards = Places({})
+        self._reference: dict[str, TensorMeta] = {}
         self._receiver = Receiver(self._shards)
         self._loading: Loading | None = None
         self._may_be_nothing = False
@@ -124,17 +88,15 @@ class Rank:
         answer = steps[verb](message, update_id, timeout_s)
         return b"" if answer is None else answer.SerializeToString()
 
-    def _attach(self, told: dict[str, Any]) -> bytes:
-        """Learn the reference, and say who this is. What an earlier stage server has begun is given up."""
+    def _attach(self, request: dict[str, Any]) -> bytes:
+        """Take the reference, and describe this rank. What an earlier stage server has begun is given up."""
         self._give_up()
         if self._groups is not None:
             self._groups.close()
-        self._groups = Groups(told["host"])
-        infos = (
-            v.TensorInfo(name=name, dtype=dtype, shape=v.Shape(dims=shape)) for name, dtype, shape in told["reference"]
-        )
-        self._shards = LoaderMap({info.name: from_proto(info) for info in infos}, self._model)
-        self._receiver = Receiver(self._shards)
+        self._groups = Groups(request["host"])
+        infos = (v.TensorInfo(name=n, dtype=dtype, shape=v.Shape(dims=dims)) for n, dtype, dims in request["reference"])
+        self._reference = {info.name: from_proto(info) for info in infos}
+        self._place()
         self._together = Together(self._groups, self._model.rank, self._model.size)
         me = {
             "rank": self._model.rank,
@@ -142,20 +104,28 @@ class Rank:
             "device": device_id(self._model.device),
             "host_id": host_id(),
             "pid": os.getpid(),
+            "protocol": PROTOCOL,
+            "rlctl": __version__,
             "store": self._groups.store_address if self._model.rank == 0 else None,
         }
         return json.dumps(me).encode()
 
-    def _meet(self, told: dict[str, Any], timeout_s: float) -> bytes:
-        """Learn where the ranks meet, and say what they hold: the model digest; "" where that cannot be read back."""
-        host, port = told["store"]
+    def _meet(self, request: dict[str, Any], timeout_s: float) -> bytes:
+        """Take the address where the ranks meet; returns the model digest of what they hold, "": it cannot be read."""
+        host, port = request["store"]
         self._together.store = (host, port)
         try:
             with self._together.exchanging(self._calls, timeout_s) as exchange:
+                agreed(exchange, partial(self._model.learn, self._reference))
+                self._place()
                 return model_digest(self._held(exchange), exchange).digest.encode()
         except RlctlError as error:
-            log.warning("rlctl: what vLLM holds cannot be read back: %s", error)
+            log.warning("rlctl: what %s holds cannot be read back: %s", self._model.product, error)
             return b""
+
+    def _place(self) -> None:
+        self._shards = self._model.places(self._reference)
+        self._receiver = Receiver(self._shards)
 
     # Groups.
 
@@ -192,7 +162,7 @@ class Rank:
         """Bring full tensors together at rank 0, which broadcasts them."""
         stream = self._announced.parse(request.buckets, request.group_name)
         if any(bucket.parts for _, bucket in stream):
-            raise Reason.UNSUPPORTED.error("vLLM's ranks send full tensors, no parts", field="buckets")
+            raise Reason.UNSUPPORTED.error("an engine server's ranks send full tensors, no parts", field="buckets")
         metas = [meta for _, bucket in stream for meta in bucket.metas]
         for meta in metas:
             if self._shards.reference.get(meta.name) != meta:
@@ -220,13 +190,13 @@ class Rank:
     # Updates.
 
     def _prepare(self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
-        """Open an update; one that was open is given up. Which may be opened is the plug-in's to say."""
+        """Open an update; an open one is given up. The stage server has checked whether it may be opened."""
         self._give_up()
         full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
         self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
         self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
         self._loading = Loading(self._model, Load(update_id, full, request.selector))
-        self._shards.handed = set()
+        self._shards.begin()
         self._report = v.WeightsReport()
         return self._report
 
@@ -238,7 +208,9 @@ class Rank:
         stream = self._announced.parse(request.buckets, request.group_name)
         for index, (_, bucket) in enumerate(stream):
             if bucket.parts:
-                raise Reason.UNSUPPORTED.error("vLLM takes full tensors, no parts", field=f"buckets[{index}].format")
+                raise Reason.UNSUPPORTED.error(
+                    f"{self._model.product} takes full tensors, no parts", field=f"buckets[{index}].format"
+                )
         groups = {name: self._groups.get(name) for name, _ in stream}
         self._shards.refuse_again(
             (meta.name, f"buckets[{index}].names[{number}]")
@@ -258,12 +230,12 @@ class Rank:
             raise self._judged(error) from error
 
     def _from_disk(self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
-        """Load a checkpoint that the plug-in has found to fit, and reports on."""
+        """Load a checkpoint that the stage server has compared with the reference, and reports on."""
         self._open(update_id)
         try:
             self._model.reload(request.model_path)
         except Exception as error:
-            cause = f"vLLM: {type(error).__name__}: {error}"
+            cause = f"{self._model.product}: {type(error).__name__}: {error}"
             raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
         return v.WeightsReport()
 
@@ -298,7 +270,8 @@ class Rank:
         try:
             loading.finalise()
         except Exception as error:
-            raise Reason.ENGINE_FAILED.error(f"vLLM's loaders: {error}", outcome=OUTCOME_DIRTY) from error
+            cause = f"{self._model.product}'s loaders: {error}"
+            raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
         self._report.received_digest = self._receiver.received_digest
         self._receiver.finish()
         self._loading = None
@@ -334,7 +307,7 @@ class Rank:
         """What every rank computes with, or these tensors of it; refused at all of them where one cannot say."""
 
         def held() -> ShardMap:
-            if self._loading is not None and self._shards.handed:
+            if self._loading is not None and self._touched:
                 raise Reason.ILLEGAL_STATE.error("weights are being written")
             return self._model.held(self._shards.reference if only is None else only)
 
@@ -354,9 +327,13 @@ class Rank:
         return report
 
     def _judged(self, error: RlctlError) -> RlctlError:
-        """The error, with what it means for the weights: nothing, as long as no loader was handed anything."""
-        error.outcome = OUTCOME_DIRTY if self._shards.handed else OUTCOME_REJECTED
+        """The error, with what it means for the weights."""
+        error.outcome = OUTCOME_DIRTY if self._touched else OUTCOME_REJECTED
         return error
+
+    @property
+    def _touched(self) -> bool:
+        return self._shards.touched(self._receiver.begun)
 
     def _give_up(self) -> None:
         if self._loading is not None:

@@ -1,0 +1,115 @@
+"""The port of a rank to the model of its engine."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from rlctl.contract.errors import Reason
+from rlctl.weights.shards.load_hooks import LoadHooks
+from rlctl.weights.shards.shard_map import Shard, ShardMap
+from rlctl.weights.tensor.tensors import TensorMeta
+
+
+class RankModel(LoadHooks, abc.ABC):
+    """What one rank's code needs of the engine. All methods run in the engine's own thread, between two steps.
+
+    Attributes:
+        product: the engine's name in errors.
+        rank: this rank's number in its server.
+        size: number of the server's ranks.
+        device: where the weights are.
+    """
+
+    product: str
+    rank: int
+    size: int
+    device: torch.device
+
+    @abc.abstractmethod
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Hand a full tensor to the engine's loaders; the caller uses its memory again.
+
+        Raises CHECKPOINT_MISMATCH for a tensor that has no place in the model.
+        """
+
+    @abc.abstractmethod
+    def reload(self, path: str) -> None:
+        """Have the engine load a checkpoint. Raises whatever the engine raises."""
+
+    def together(self, reference: Mapping[str, TensorMeta]) -> Sequence[tuple[str, ...]]:  # noqa: ARG002
+        """Names of tensors that the engine processes together: an update writes all of a list or none."""
+        return ()
+
+    def learn(self, reference: Mapping[str, TensorMeta]) -> None:
+        """Find out what :meth:`held` needs to know. Called once for each stage server, before anything is served.
+
+        Raises UNSUPPORTED with the reason where it cannot be found out.
+        """
+
+    @abc.abstractmethod
+    def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
+        """What this rank computes with, as parts of the reference's tensors. Raises UNSUPPORTED for unreadable ones."""
+
+    def places(self, reference: Mapping[str, TensorMeta]) -> Places:
+        """Where an update's tensors go. By default to :meth:`load`."""
+        return LoaderMap(reference, self)
+
+
+class Places(ShardMap):
+    """A shard map that an update is written to."""
+
+    def begin(self) -> None:
+        """An update begins."""
+
+    def touched(self, begun: Collection[str]) -> bool:
+        """Whether the weights have changed in this update; ``begun``: names whose placing has begun."""
+        return bool(begun)
+
+    def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
+        """Raise FIELD_INVALID for a tensor that must not come twice; ``names``: each with the field that names it."""
+
+
+class LoaderMap(Places):
+    """Tensors have no memory of their own: what is placed goes to the engine's loaders."""
+
+    def __init__(self, reference: Mapping[str, TensorMeta], model: RankModel) -> None:
+        shards = {}
+        for name, meta in reference.items():
+            # One element, seen in the full shape: the map wants to know device and shape of what it writes to.
+            local = torch.empty(1, dtype=meta.dtype, device=model.device).as_strided(meta.shape, (0,) * len(meta.shape))
+            shards[name] = Shard(meta, local)
+        super().__init__(shards, model.together(reference))
+        self._model = model
+        self._loaded: set[str] = set()
+
+    def begin(self) -> None:
+        """An update begins."""
+        self._loaded = set()
+
+    def touched(self, begun: Collection[str]) -> bool:  # noqa: ARG002
+        """Whether the loaders have taken anything: what was received before that is in a buffer only."""
+        return bool(self._loaded)
+
+    def place(self, name: str, full: torch.Tensor) -> None:
+        """Hand a full tensor to the loaders."""
+        self._loaded.add(name)
+        self._model.load(name, full)
+
+    def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
+        """Raise FIELD_INVALID for a tensor that comes twice in an update.
+
+        Loaders may count elements: they would take it for one that is missing, and not know it any more once its layer
+        is complete.
+        """
+        loaded = set(self._loaded)
+        for name, field in names:
+            if name in loaded:
+                raise Reason.FIELD_INVALID.error(f"{name} comes twice in this update", field=field)
+            loaded.add(name)
+
+    def full_in_place(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
+        """There is no memory to receive into."""
+        return None

@@ -1,0 +1,129 @@
+"""Calls to rlctl's code in a server's ranks (:mod:`rlctl_servers.ranks`); every rank answers for itself."""
+
+from __future__ import annotations
+
+import abc
+import base64
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.contract.verbs import VERBS
+from rlctl.engine import Call
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail, Outcome
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+from rlctl_servers.ranks.protocol import PROTOCOL
+from rlctl_servers.server.admin_calls import Control, time_left
+
+LEAVING_S = 2.0
+"""How much earlier than its caller a rank gives up, so that its answer still arrives."""
+
+MOST_GATHERED = 1_000_000_000
+"""Largest model, in elements, that is read back where its tensors are cut over ranks: bringing them together takes some
+seconds for each 4 GB, at every check, and nothing is generated meanwhile."""
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class RankCalls(abc.ABC):
+    """The ranks of one server."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    @abc.abstractmethod
+    async def _send(self, arguments: dict[str, Any], call: Call) -> Sequence[Any]:
+        """Have every rank carry a call out; returns the answers of :meth:`rlctl_servers.ranks.endpoint.Endpoint.call`.
+
+        Raises UNSUPPORTED where rlctl's code is not in the server, ENGINE_FAILED (UNKNOWN) where the server fails.
+        """
+
+    async def attach(self, reference: Mapping[str, TensorMeta], host: str, call: Call) -> list[dict[str, Any]]:
+        """Descriptions of the ranks, in their order; none where rlctl's code is not in the server.
+
+        ``host``: address under which the ranks' host is reached. Each description: rank, size, device, host_id, pid,
+        rlctl (its version), store (rank 0's: where groups meet that it is the source of), digest (the model digest of
+        what all hold; "": they do not read it). Raises UNSUPPORTED for ranks with another version's code,
+        ANSWER_INVALID.
+        """
+        metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
+        body = json.dumps({"reference": metas, "host": host}).encode()
+        try:
+            answers = await self._call("Attach", body, call)
+        except RlctlError as error:
+            if error.reason is Reason.UNSUPPORTED:
+                return []
+            raise
+        ranks = [json.loads(base64.b64decode(answer["answer"])) for answer in _good(answers)]
+        for rank in ranks:
+            if rank.get("protocol") != PROTOCOL:
+                raise Reason.UNSUPPORTED.error(
+                    f"the server's ranks run rlctl {rank.get('rlctl')}, whose calls have another form",
+                    next_step="Install the stage server's rlctl beside the engine, and start the engine again.",
+                )
+        if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):
+            raise Reason.ANSWER_INVALID.error(f"the server's ranks describe themselves as {ranks}")
+        ranks.sort(key=lambda rank: int(rank["rank"]))
+        if len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED:
+            return [{**rank, "digest": ""} for rank in ranks]
+        meeting = json.dumps({"store": ranks[0]["store"]}).encode()
+        digests = {
+            base64.b64decode(answer["answer"]).decode() for answer in _good(await self._call("Meet", meeting, call))
+        }
+        digest = digests.pop() if len(digests) == 1 else ""
+        return [{**rank, "digest": digest} for rank in ranks]
+
+    async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
+        """The answer of every rank, in their order.
+
+        Raises what the first rank refused; when another one has changed something meanwhile, the outcome is DIRTY.
+        """
+        answers = await self._call(verb, request.SerializeToString(), call)
+        good = _good(answers, mutates=VERBS[verb].mutates(request))
+        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
+
+    async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
+        remaining = time_left(call, verb)
+        arguments = {
+            "number": secrets.token_hex(8),
+            "verb": verb,
+            "request": base64.b64encode(request).decode(),
+            "update_id": call.update_id,
+            "timeout_s": max(remaining - LEAVING_S, remaining / 2),
+        }
+        answers = await self._send(arguments, call)
+        if any(not isinstance(each, dict) or each.get("number") != arguments["number"] for each in answers):
+            raise out_of_step(self._control)
+        return list(answers)
+
+
+def out_of_step(control: Control, cause: str = "one has failed") -> RlctlError:
+    """Give a server up whose ranks' answers belong to earlier calls; the error to raise."""
+    product = control.http.product
+    return control.lost(
+        Reason.ENGINE_FAILED.error(
+            f"answers of {product}'s ranks belong to earlier calls, since {cause}",
+            outcome=OUTCOME_UNKNOWN,
+            next_step=f"Start {product} again, then its stage.",
+        )
+    )
+
+
+def _good(answers: list[dict[str, Any]], *, mutates: bool = True) -> list[dict[str, Any]]:
+    """The answers, when no rank has failed. ``mutates``: a rank that has not failed has changed something."""
+    failed = [(number, answer) for number, answer in enumerate(answers) if "error" in answer]
+    if not failed:
+        return answers
+    number, answer = failed[0]
+    error = from_detail(ErrorDetail.FromString(base64.b64decode(answer["error"])))
+    outcomes: set[Outcome.ValueType] = {one["outcome"] for _, one in failed}
+    if mutates and len(failed) < len(answers):
+        outcomes.add(OUTCOME_DIRTY)
+    error.outcome = next((o for o in (OUTCOME_DIRTY, OUTCOME_UNKNOWN) if o in outcomes), OUTCOME_REJECTED)
+    if len(answers) > 1:
+        error.message = f"rank {number}: {error.message}"
+    raise error
