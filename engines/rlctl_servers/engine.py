@@ -18,13 +18,23 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, Engine, EngineConfig
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_SKIPPED
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    WorkerCoordinates,
+)
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl_servers.adapters.adapters import Adapters
 from rlctl_servers.requests.probe import Turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server import Server
-from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
+from rlctl_servers.updates.updates import Ranks, Updates
 from rlctl_servers.updates.version_labels import Stamps
 
 P = ParamSpec("P")
@@ -32,6 +42,16 @@ T = TypeVar("T")
 
 IDLE_S = 0.05
 """How often an engine that ends requests looks whether they have ended."""
+
+RANKS_CHECK = (
+    verbs_pb2.CHECK_ACTION_UNSPECIFIED,
+    verbs_pb2.CHECK_ACTION_CHECKSUM,
+    verbs_pb2.CHECK_ACTION_READ,
+)
+"""Actions of the checker that the ranks carry out."""
+
+INTERRUPT_S = 10.0
+"""How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
 
 def takes_turn(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -74,29 +94,35 @@ class Ending(Protocol):
         """End requests: how many, and the ids that were not found."""
 
 
-class Updates(Protocol):
-    """Updates of the base weights."""
+class State(Protocol):
+    """What a server has been told."""
+
+    released: set[common_pb2.MemoryTag.ValueType]
 
     @property
-    def open(self) -> bool:
-        """Whether one is open."""
+    def stopped(self) -> bool:
+        """Whether it generates nothing."""
 
 
 class ServerEngine(Engine):
     """One engine server, with all of its ranks.
 
-    A subclass sets ``_server`` and ``_control`` when it is made; ``_facts``, ``_stamps``, ``_requests``,
-    ``_ending``, ``_updates`` and ``_adapters`` when it starts, and ``_ready`` last.
+    A subclass sets ``_server``, ``_control`` and ``_state`` when it is made; ``_facts``, ``_stamps``, ``_requests``,
+    ``_ending``, ``_updates``, ``_adapters``, ``_ranks`` (None: the server takes no tensors in) and ``_layout`` (the
+    ranks' coordinates) when it starts, and ``_ready`` last.
     """
 
     _server: Server
     _control: Control
+    _state: State
     _facts: Facts
     _stamps: Stamps
     _requests: Requests
     _ending: Ending
     _updates: Updates
     _adapters: Adapters
+    _ranks: Ranks | None
+    _layout: Sequence[WorkerCoordinates]
 
     def __init__(
         self,
@@ -256,6 +282,134 @@ class ServerEngine(Engine):
     def _refuse_during_update(self) -> None:
         if self._updates.open or self._adapters.open:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+
+    # Weights.
+
+    @takes_turn
+    async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Open an update. Refused while requests run, unless they are paused or are to be ended."""
+        self._check("PrepareUpdate")
+        call.accept()
+        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+            return await self._prepare_adapter(request, call)
+        self._refuse_beside_adapter()
+        self._updates.refuse(request, call)
+        if not self._state.stopped:
+            await self._settle(call, abort=request.abort_all_requests)
+        return await self._updates.prepare(request, call)
+
+    async def init_weights_update_group(
+        self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
+    ) -> list[RankResult]:
+        """Join the ranks into a group. The server computes nothing while they wait for the other members."""
+        ranks = self._ranks_for("InitWeightsUpdateGroup")
+        reports = await ranks.each("InitWeightsUpdateGroup", request, verbs_pb2.GroupReport, call)
+        return [
+            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, group=report)
+            for rank, report in zip(self._layout, reports, strict=True)
+        ]
+
+    async def destroy_weights_update_group(
+        self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
+    ) -> None:
+        """Leave a group. A broadcast in it ends first."""
+        ranks = self._ranks_for("DestroyWeightsUpdateGroup")
+        if not await self._received(call.deadline - asyncio.get_running_loop().time()):
+            raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
+        await ranks.each("DestroyWeightsUpdateGroup", request, verbs_pb2.DestroyWeightsUpdateGroupRequest, call)
+
+    @takes_turn
+    async def update_weights_from_distributed(
+        self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
+    ) -> list[RankResult]:
+        """Take buckets in over groups."""
+        self._check("UpdateWeightsFromDistributed")
+        call.accept()
+        return await self._updates.from_distributed(request, call)
+
+    @takes_turn
+    async def update_weights_from_tensor(
+        self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
+        """Copy tensors out of shared segments."""
+        self._check("UpdateWeightsFromTensor")
+        if self._adapters.open:
+            call.accept()
+            return await self._adapters.take(request, call)
+        call.accept()
+        return await self._updates.from_tensor(request, call)
+
+    @takes_turn
+    async def update_weights_from_disk(
+        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
+    ) -> verbs_pb2.WeightsReport:
+        """Load a checkpoint."""
+        self._check("UpdateWeightsFromDisk")
+        call.accept()
+        return await self._updates.from_disk(request, call)
+
+    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
+        """Drop the update."""
+        self._check("AbortUpdate")
+        call.accept()
+        if self._adapters.open:
+            await self._adapters.abort(call)
+            return
+        await self._updates.abort(call)
+
+    async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Broadcast what the ranks hold, between two steps of generation: the server generates nothing meanwhile."""
+        ranks = self._ranks_for("SendWeights")
+        self._refuse_during_update()
+        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to send")
+        reports = await ranks.each("SendWeights", request, verbs_pb2.WeightsReport, call)
+        return reports[0]
+
+    async def _check_ranks(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
+        """Digest or read what the ranks hold, as they compute with it. Raises DIGEST_MISMATCH."""
+        ranks = self._ranks_for("CheckWeights")
+        if request.shadow:
+            raise Reason.UNSUPPORTED.error("the server keeps no shadow copy of its weights", field="shadow")
+        call.accept()
+        reports = await ranks.each("CheckWeights", request, verbs_pb2.CheckReport, call)
+        digest = reports[0].model_digest
+        if request.expected_digest and digest != request.expected_digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"the model digest is {digest}, {request.expected_digest} was expected",
+                field="expected_digest",
+                metadata={"expected": request.expected_digest, "found": digest},
+            )
+        return [
+            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, check=report)
+            for rank, report in zip(self._layout, reports, strict=True)
+        ]
+
+    async def _received(self, timeout_s: float) -> bool:
+        """Wait until nothing is being received; returns whether that came about."""
+        return await self._updates.received(timeout_s)
+
+    async def interrupt(self, update_id: str) -> None:
+        """Ranks cannot be reached while they receive: a source that leaves ends that, or nothing does."""
+        if self._ready and update_id and not await self._received(INTERRUPT_S):
+            self._control.wedged("a broadcast whose update was aborted")
+
+    def _proven(self, held: str) -> str:
+        """The digest of what was just loaded, if the digest of what the ranks hold is the same; "" otherwise."""
+        if not held:
+            return ""
+        checkpoint = open_checkpoint(self._config.model_path)
+        try:
+            return held if digest_of(checkpoint) == held else ""
+        finally:
+            checkpoint.close()
+
+    def _ranks_for(self, verb: str) -> Ranks:
+        self._check(verb)
+        assert self._ranks is not None
+        return self._ranks
 
     # Checkpoints and reads.
 

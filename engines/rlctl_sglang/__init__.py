@@ -1,12 +1,13 @@
-"""Real SGLang servers as engines: launched or attached to, driven over HTTP.
+"""Real SGLang servers as engines: launched or attached to, driven over HTTP and by a plug-in inside their ranks.
 
 ``engine.py`` (``SGLangEngine``) implements the Engine interface; ``state.py`` (``State``, pure) decides what
-SGLang may be sent next. Packages: server, requests, updates, readback, diffusion. ``cpu`` lets SGLang run
-without a GPU; rlctl imports none of it.
+SGLang may be sent next. Packages: server, requests, updates, diffusion; ranks runs inside SGLang. ``cpu`` lets
+SGLang run without a GPU; rlctl imports none of it.
 
 Imports: rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
 
-Start with ``state.py``, then ``updates/updates.py``. ``docs/sglang.md`` lists what is refused and why.
+Start with ``state.py``, then ``updates/rank_calls.py`` and ``ranks/plugin.py``. ``docs/sglang.md`` lists what is refused
+and why.
 """
 
 from typing import TYPE_CHECKING, Any

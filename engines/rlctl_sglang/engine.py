@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import ClassVar
 
 from rlctl_servers.adapters.lora_table import LoraTable
-from rlctl_servers.engine import ServerEngine, takes_turn
+from rlctl_servers.engine import RANKS_CHECK, ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates import reload_trial
+from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 
 from rlctl.contract.durations import seconds
@@ -21,14 +22,19 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import check_pair_version
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.common_pb2 import (
+    OUTCOME_DIRTY,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_UNSPECIFIED,
+)
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
+from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_sglang.options import parse_options, refuse_workers
-from rlctl_sglang.readback.check_weights import Checker
-from rlctl_sglang.readback.readback import Readback, readback_of
-from rlctl_sglang.readback.send_weights import Source
+from rlctl_sglang.ranks.channel import ABSENT
 from rlctl_sglang.requests.bodies import Limits, has_grammar
 from rlctl_sglang.requests.probe import Prober, compute
 from rlctl_sglang.requests.requests import Native
@@ -39,17 +45,13 @@ from rlctl_sglang.server.process import PRODUCT
 from rlctl_sglang.server.server import Server
 from rlctl_sglang.state import MODES, State
 from rlctl_sglang.updates.adapters import Adapters
-from rlctl_sglang.updates.groups import Groups
-from rlctl_sglang.updates.updates import Updates
+from rlctl_sglang.updates.rank_calls import Ranks
 
 log = logging.getLogger(__name__)
 
 START_CALL_S = 60.0
 PAUSE_S = 1.0
 """How long a pause may take once nothing is in its way."""
-
-INTERRUPT_S = 10.0
-"""How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
 
 class SGLangEngine(ServerEngine):
@@ -58,7 +60,8 @@ class SGLangEngine(ServerEngine):
     name: ClassVar[str] = "sglang"
     _server: Server
     _facts: facts_.Facts
-    _updates: Updates
+    _state: State
+    _ranks: Ranks | None
     _limits: Limits
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
@@ -68,7 +71,6 @@ class SGLangEngine(ServerEngine):
         self._first: FirstNode | None = FirstNode(self._config) if self._several_nodes() else None
         self._make_server()
         self._pausing = False
-        self._source: Source | None = None
 
     # The life of the engine.
 
@@ -78,21 +80,17 @@ class SGLangEngine(ServerEngine):
         Raises ENGINE_FAILED for a server that was attached to and does not pass the trial of its loads: its weights are
         of no version then.
         """
-        readback, digest, checkpoint, updated = await self._launch()
-        refuted = None if digest or updated else await self._tried(checkpoint)
+        await self._launch()
+        refuted = await self._tried()
         if refuted is not None and refuted.loaded:
             if not self._server.launched:
                 raise reload_trial.spoilt(refuted, PRODUCT, self._server.http.url)
             log.warning("SGLang is started again and takes no updates: %s", refuted.why)
             await self._server.stop()
             self._make_server()
-            readback, digest, checkpoint, updated = await self._launch()
+            await self._launch()
             self._facts = self._facts.unwritable(refuted.why)
         facts, limits = self._facts, self._limits
-        self._readback = readback
-        if readback is not None:
-            self._source = Source(self._config.node, readback, self._checkpoints.reference)
-        self._groups = Groups(self._control, self._state, ranks=facts.ranks)
         table = LoraTable()
         native = Native(
             self._server.http,
@@ -107,79 +105,118 @@ class SGLangEngine(ServerEngine):
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
         # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
         probes = self._server.launched and facts.mode == "null"
-        prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
-        layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
-        self._workers = layout.workers
-        reference = self._checkpoints.reference
-        self._checker = Checker(self._control, readback, prober, layout.workers, self._updates.marking, reference)
+        self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
+        proven = await asyncio.to_thread(self._proven, self._digest)
+        # Other weights than the checkpoint's can be read as well, if they were not rounded.
+        readable = bool(proven or (self._digest and self._updated and self._rounds_nothing))
+        self._layout = facts.layout(self._config, readable=readable).workers
         self._ready = True
         return EngineInfo(
-            layout=layout,
-            capabilities=facts.capabilities(readable=bool(digest), actions=self._checker.actions),
-            checkpoint="" if updated and not digest else checkpoint,  # it may hold what a trainer has sent
-            model_digest=digest,
+            layout=facts.layout(self._config, readable=readable),
+            capabilities=facts.capabilities(
+                readable=readable, probes=self._prober is not None, unproven=refuted.why if refuted else ""
+            ),
+            checkpoint="" if self._updated and not proven else self._checkpoint,  # it may hold what a trainer has sent
+            model_digest=proven,
             fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
         )
 
-    async def _launch(self) -> tuple[Readback | None, str, str, bool]:
-        """Have the server run, and find out how weights get into it and are read back.
-
-        Returns how it is read, the digest of what it holds, its checkpoint, and whether it may hold something else.
-        """
+    async def _launch(self) -> None:
+        """Have the server run, and find out how weights get into it."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
-        self._facts = facts = await facts_.ask(
-            self._control, self.verbs(), call, launched=self._server.launched, nodes=self._config.nodes
-        )
+        ranks, reference = Ranks(self._control), self._checkpoints.reference
+        attach = partial(ranks.attach, reference, address_of(self._config.node), call)
+        self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
         refuse_workers(facts.info)  # also of a server that somebody else has started
+        if self._server.launched and not facts.ranks and ABSENT in facts.unsupported.values():
+            raise Reason.ENGINE_FAILED.error(ABSENT, next_step="SGLang's log says why it has not loaded the plug-in.")
+        self._ranks = ranks if facts.ranks else None
+        self._digest = ""
         self._state.paired = facts.mode != "null"
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
-        checkpoint, updated = self._config.model_path, facts.invents
+        self._checkpoint, self._updated = self._config.model_path, facts.invents
         if not self._server.launched:
             reload_trial.refuse_tried(self._stamps.label, PRODUCT, self._server.http.url)
-            updated |= Stamps.ours(self._stamps.label)
-            checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
-        readback, digest, other = await readback_of(
+            self._updated |= Stamps.ours(self._stamps.label)
+            self._checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=self._updated)
+        self._updates = Updates(
+            PRODUCT,
             self._control,
-            checkpoint,
-            self._checkpoints.reference,
-            ranks=facts.ranks,
-            exports=facts.exports,
-            call=self._start_call(),
+            self._checkpoints,
+            self._ranks,
+            facts.layout(self._config, readable=False).workers,
+            memory.OwnPause(self._control, self._state),
+            server_load=None if self._ranks is not None else self._load_by_server,
+            label=None if self._server.launched else lambda: self._stamps.label,
+            draft=facts.draft,
+            loaders=facts.loaders,
         )
-        if other and not self._server.launched:
-            updated |= self._checkpoints.dtype == facts.info.get("dtype")  # otherwise it may have been rounded
-        label = None if self._server.launched else lambda: self._stamps.label
-        self._updates = Updates(self._control, self._state, self._checkpoints, facts, label)
-        self._updates.checkpoint = checkpoint
+        self._updates.checkpoint = self._checkpoint
         self._limits = facts.limits(self._checkpoints.config)
-        return readback, digest, checkpoint, updated
 
-    async def _tried(self, checkpoint: str) -> reload_trial.Refuted | None:
-        """Why loads are not proven to repeat, where nothing reads back what they have come to.
+    async def _tried(self) -> reload_trial.Refuted | None:
+        """Have the ranks learn what they hold, or load the checkpoint once more, and compare what is computed before
+        and after; why loads are not proven to repeat.
 
-        A server that may hold something else than its checkpoint has nothing to compare with: made-up weights, or those
-        of an earlier stage server, which has passed the trial.
+        One of a pair computes nothing alone. A server that may hold something else than its checkpoint is not loaded
+        once more: there is nothing to compare with.
         """
-        if self._facts.ranks > 1 or self._state.paired:
-            return None  # of several ranks every update needs a probe; one of a pair computes nothing alone
+        call = self._start_call()
+        refuted = None
+        if self._ranks is not None and self._facts.ranks[0]["learned"]:
+            await self._learn(call)
+        elif self._ranks is not None:
+            refuted = await self._trial(self._learn, call)
+        if self._digest or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
+            return refuted
+        if self._facts.world_size > 1 and self._ranks is None:
+            return None  # of several ranks every update needs a probe
         if "UpdateWeightsFromDisk" in self._facts.unsupported:
             return None
-        call = self._start_call()
+        return await self._trial(partial(self._updates.load_again, self._checkpoint), call)
 
-        async def load() -> None:
-            await memory.hold(self._control, self._state, call)  # SGLang would wait for others' requests to end
+    async def _trial(self, load: Callable[[Call], Awaitable[None]], call: Call) -> reload_trial.Refuted | None:
+        async def held() -> None:
+            await memory.hold(self._control, self._state, call)
             try:
-                await self._updates.load_again(checkpoint, call)
+                await load(call)
             finally:
                 await memory.let_go(self._control, self._state, call)
 
-        refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), load)
+        if self._state.paired:
+            await held()
+            refuted = None
+        else:
+            refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), held)
         if refuted is None:
             await self._updates.name(self._stamps.label, call)
         return refuted
+
+    async def _learn(self, call: Call) -> None:
+        assert self._ranks is not None
+        await self._updates.marking.begin_trial(call)
+        self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call)
+        await self._updates.marking.aborted(call, dirty=False)
+
+    async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
+        """Have SGLang itself load a checkpoint."""
+        body = {
+            "model_path": path,
+            "load_format": "auto",  # by itself it takes the one that it was started with
+            "flush_cache": False,
+            "recapture_cuda_graph": request.options.recapture_cuda_graph,
+            "torch_empty_cache": request.options.torch_empty_cache,
+            "token_step": request.token_step,
+        }
+        await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
+
+    @property
+    def _rounds_nothing(self) -> bool:
+        """Whether SGLang computes in the dtype of the checkpoint."""
+        return self._checkpoints.dtype == self._facts.info.get("dtype")
 
     def _start_call(self) -> Call:
         """A call that may take as long as a start."""
@@ -207,18 +244,9 @@ class SGLangEngine(ServerEngine):
         """End the server if it was launched, and whatever waits for it."""
         if self._first is not None:
             self._first.close()
-        if self._source is not None:
-            self._source.close()
         if self._ready:
-            self._groups.close()
-            self._updates.close()
             self._adapters.close()
         await super().stop()
-
-    async def interrupt(self, update_id: str) -> None:
-        """A broadcast cannot be broken from outside: when its source's leaving does not end it, the server is stuck."""
-        if self._ready and update_id and not await self._updates.interrupted(update_id, INTERRUPT_S):
-            self._control.wedged("a broadcast whose update was aborted")
 
     # Generation and what stops it.
 
@@ -258,7 +286,7 @@ class SGLangEngine(ServerEngine):
             call.accept()
             self._adapters.go_on(request.adapter)
             return
-        self._state.refuse_continue()
+        self._state.refuse_continue(updating=self._updates.open)
         call.accept()
         empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
@@ -317,93 +345,19 @@ class SGLangEngine(ServerEngine):
 
     # Weights.
 
-    @takes_turn
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update. Refused while requests run, unless they are paused or are to be ended."""
-        self._check("PrepareUpdate")
-        call.accept()
-        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
-        if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
-            return await self._prepare_adapter(request, call)
-        self._refuse_beside_adapter()
-        self._updates.refuse(request, call)
-        if not self._state.stopped:
-            await self._settle(call, abort=request.abort_all_requests)
-        return self._updates.prepare(request, call)
-
-    async def init_weights_update_group(
-        self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
-    ) -> list[RankResult] | verbs_pb2.GroupReport:
-        """Join the ranks into a group."""
-        self._check("InitWeightsUpdateGroup")
-        if request.rank_offset == 0 and self._source is not None:
-            return await self._source.join(request, call)
-        return await self._groups.join(request, call)
-
-    async def destroy_weights_update_group(
-        self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
-    ) -> None:
-        """Leave a group. A broadcast in it ends first: its source has left by then, or is about to."""
-        self._check("DestroyWeightsUpdateGroup")
-        if self._source is not None and self._source.is_in(request.group_name):
-            self._source.leave(request.group_name)
-            return
-        remaining = call.deadline - asyncio.get_running_loop().time()
-        if not await self._updates.received(remaining):
-            raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
-        await self._updates.leave(request.group_name, call)
+        """Open an update; see :meth:`ServerEngine.prepare_update`."""
+        try:
+            return await super().prepare_update(request, call)
+        finally:
+            await self._leave_unbegun()
 
     @takes_turn
-    async def update_weights_from_distributed(
-        self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
-    ) -> verbs_pb2.WeightsReport:
-        """Take buckets in over groups."""
-        self._check("UpdateWeightsFromDistributed")
-        self._state.refuse_writing(self._requests.active)
-        call.accept()
-        return await self._updates.from_distributed(request, call)
-
-    @takes_turn
-    async def update_weights_from_tensor(
-        self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
-    ) -> verbs_pb2.WeightsReport:
-        """Take segments in that lie in memory here."""
-        self._check("UpdateWeightsFromTensor")
-        if self._adapters.open:
-            call.accept()
-            return await self._adapters.take(request, call)
-        self._state.refuse_writing(self._requests.active)
-        call.accept()
-        return await self._updates.from_tensor(request, call)
-
-    async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Send what the server holds to another stage."""
-        self._check("SendWeights")
-        self._refuse_during_update()
-        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to send")
-        if self._source is None:
-            raise Reason.UNSUPPORTED.error("what this server holds cannot be read", outcome=OUTCOME_SKIPPED)
-        call.accept()
-        return await self._source.send(request, call)
-
-    @takes_turn
-    async def update_weights_from_disk(
-        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
-    ) -> verbs_pb2.WeightsReport:
-        """Load a checkpoint."""
-        self._check("UpdateWeightsFromDisk")
-        self._state.refuse_writing(self._requests.active)
-        call.accept()
-        return await self._updates.from_disk(request, call)
-
-    @takes_turn
-    async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+    async def commit_update(
+        self, request: verbs_pb2.CommitUpdateRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
         """Close the update; SGLang's weight version comes last."""
         self._check("CommitUpdate")
-        if self._state.session:
-            self._state.refuse_writing(self._requests.active)
         call.accept()
         if self._adapters.open:
             return await self._adapters.commit(call)
@@ -411,7 +365,7 @@ class SGLangEngine(ServerEngine):
         self._stamps.bind(request.version, label)
         before, self._stamps.label = self._stamps.label, label  # while the update is open, see _admit
         try:
-            report = await self._updates.commit(label, call)
+            report = await self._updates.commit(request, label, call)
         except BaseException:
             self._stamps.label = before
             raise
@@ -419,42 +373,49 @@ class SGLangEngine(ServerEngine):
             await self._adapters.drop_all()
         return report
 
-    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
-        """Drop the update."""
-        self._check("AbortUpdate")
-        call.accept()
-        if self._adapters.open:
-            await self._adapters.abort(call)
-            return
-        # SGLang ends a session between requests only, and waits for those that run.
-        held = self._state.session and not self._state.stopped
-        if held:
-            await memory.hold(self._control, self._state, call)
-        try:
-            await self._updates.abort(call)
-        finally:
-            if held:
-                await memory.let_go(self._control, self._state, call)
-
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest what every rank holds, read rows of a tensor, or compute a probe."""
-        self._check("CheckWeights")
-        call.accept()
+        """Digest or read what every rank holds, scramble it, digest an adapter, or compute a probe."""
         if request.adapter:
-            return self._adapters.check(request, self._workers)
+            self._check("ListAdapters")
+            return self._adapters.check(request, self._layout)
+        if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
+            self._check("")
+            if self._updates.open:
+                raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+            call.accept()
+            return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
+        self._check("CheckWeights")
         if request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
             return await self._scramble(request, call)
-        return await self._checker.check(request, call)
+        if request.action not in RANKS_CHECK:
+            actions = verbs_pb2.CheckAction
+            name = actions.Name(request.action) if request.action in actions.values() else request.action
+            raise Reason.UNSUPPORTED.error(
+                f"SGLang's checker is not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
+            )
+        return await self._check_ranks(request, call)
 
     @takes_turn
-    async def _scramble(
-        self, request: verbs_pb2.CheckWeightsRequest, call: Call
-    ) -> list[RankResult] | verbs_pb2.CheckReport:
+    async def _scramble(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
+        """Have SGLang scramble its weights, for tests of verification."""
         self._refuse_during_update()
-        self._state.refuse_writing(self._requests.active)
-        return await self._checker.check(request, call)
+        active = self._requests.active
+        if active and not self._state.stopped:
+            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
+        call.accept()
+        await self._updates.marking.spoil(call)
+        # Whatever comes of it, something may have been scrambled.
+        body = {"action": "reset_tensors", "skip_tensor_list": list(request.skip_tensors) or None}
+        await self._control.must("/weights_checker", body, call=call, outcome=OUTCOME_UNKNOWN)
+        looking = verbs_pb2.CheckWeightsRequest(
+            action=verbs_pb2.CHECK_ACTION_CHECKSUM, model_digest=False, skip_tensors=request.skip_tensors
+        )
+        results = await self._check_ranks(looking, call)
+        for result in results:
+            result.check.action = request.action
+        return results
 
     # Reads.
 
@@ -473,9 +434,9 @@ class SGLangEngine(ServerEngine):
             dtype=f"torch.{self._facts.info.get('dtype')}",
             vocab_size=limits.vocab_size,
             context_length=limits.context_length,
-            local_parameters=sum(meta.numel for meta in reference.values()) if self._facts.ranks == 1 else 0,
+            local_parameters=sum(meta.numel for meta in reference.values()) if self._facts.world_size == 1 else 0,
             tokenizer_path=told.get("tokenizer_path") or "",
-            reference=[to_proto(reference[name]) for name in self._order()] if request.reference else (),
+            reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
         )
 
     async def _leave_unbegun(self) -> None:
@@ -507,10 +468,6 @@ class SGLangEngine(ServerEngine):
         if self._config.nodes > 1 and self._options.url:
             raise Reason.FIELD_CONFLICT.error("a server that is attached to has its own nodes", field="followers")
         return self._config.nodes > 1
-
-    def _order(self) -> Sequence[str]:
-        """Names of the tensors, in the order in which they can be sent with the least memory."""
-        return list(self._checkpoints.reference) if self._readback is None else self._readback.order
 
     async def _loads(self, call: Call) -> verbs_pb2.Loads:
         return facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))

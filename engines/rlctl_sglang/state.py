@@ -35,17 +35,6 @@ TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights", MEMORY_T
 """SGLang's memory regions."""
 
 
-@dataclass(frozen=True)
-class Membership:
-    """What makes two requests to join the same: where the group meets, its shape, and the ranks' place in it."""
-
-    host: str
-    port: int
-    rank_offset: int
-    world_size: int
-    backend: str
-
-
 @dataclass
 class State:
     """The server's state as the calls so far have left it.
@@ -53,28 +42,19 @@ class State:
     Attributes:
         paired: it is a prefill or a decode server.
         paused: mode in which generation is paused, or UNSPECIFIED.
-        holding: paused by the plug-in itself, because memory is released.
+        holding: paused by the plug-in itself, for an update or because memory is released.
         released: regions that are released.
-        session: a weight update session is open.
-        groups: the groups that its ranks are in, by name.
     """
 
     paired: bool = False
     paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
     holding: bool = False
     released: set[MemoryTag.ValueType] = field(default_factory=set)
-    session: bool = False
-    groups: dict[str, Membership] = field(default_factory=dict)
 
     @property
     def stopped(self) -> bool:
         """Whether nothing is generated: requests that are active are frozen or held back."""
         return self.holding or self.paused != PAUSE_MODE_UNSPECIFIED
-
-    def refuse_writing(self, active: int) -> None:
-        """Raise ACTIVE_REQUESTS where SGLang would wait for so many requests to end before it writes, however long."""
-        if active and not self.stopped:
-            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
 
     def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
         """The mode to send for a pause, with so many requests active.
@@ -105,11 +85,11 @@ class State:
             return MODES[PAUSE_MODE_RETRACT]  # nothing is active: the same, without the danger
         return MODES[mode]
 
-    def refuse_continue(self) -> None:
+    def refuse_continue(self, *, updating: bool) -> None:
         """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on."""
         if self.released:
             raise Reason.MEMORY_RELEASED.error(f"released: {_names(self.released)}; generation needs every region")
-        if self.session:
+        if updating:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
 
     def release(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
@@ -127,22 +107,6 @@ class State:
         """
         check_tags("SGLang", tags, known)
         return [TAGS[tag] for tag in sorted(set(tags or known) & self.released)]
-
-    def joining(self, name: str, membership: Membership) -> bool:
-        """Whether a group is still to be joined. Raises FIELD_REQUIRED; GROUP_EXISTS for one that stands otherwise."""
-        if not name:
-            raise Reason.FIELD_REQUIRED.error("a group needs a name", field="group_name")
-        standing = self.groups.get(name)
-        if standing is not None and standing != membership:
-            raise Reason.GROUP_EXISTS.error(
-                f"group {name!r} stands as {standing}, not {membership}", field="group_name"
-            )
-        return standing is None
-
-    def refuse_without(self, groups: Collection[str]) -> None:
-        """Raise GROUP_NOT_FOUND unless the ranks are in all of these groups."""
-        for name in sorted(set(groups) - self.groups.keys()):
-            raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
 
 
 def _names(tags: Collection[MemoryTag.ValueType]) -> str:

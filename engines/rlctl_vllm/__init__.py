@@ -7,5 +7,5 @@ front of one vLLM.
 Imports: rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights. Nothing is imported here: a worker needs no
 HTTP client.
 
-Start with ``state.py``, then ``updates/updates.py`` and ``worker/rank.py``.
+Start with ``state.py``, then ``updates/worker_calls.py`` and ``worker/extension.py``.
 """

@@ -8,15 +8,15 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlctl_servers.adapters.lora_table import LoraTable
-from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
+from rlctl_servers.engine import IDLE_S, RANKS_CHECK, Ending, ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import LEAVING_S, Control
 from rlctl_servers.server.http import Http
 from rlctl_servers.updates import reload_trial
-from rlctl_servers.updates.checkpoints import digest_of
+from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import WRITING, Stamps
 
 from rlctl.contract.durations import seconds
@@ -24,8 +24,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
-    EVIDENCE_RANK,
-    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
     OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_DRAIN,
@@ -35,7 +34,6 @@ from rlctl.v1.common_pb2 import (
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_vllm.options import PRODUCT, parse_options
@@ -48,21 +46,11 @@ from rlctl_vllm.server.server import Server
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.updates.adapters import Adapters
 from rlctl_vllm.updates.native_nccl import Native
-from rlctl_vllm.updates.updates import Updates
 from rlctl_vllm.updates.worker_calls import Workers
 
 log = logging.getLogger(__name__)
 
 START_CALL_S = 120.0
-INTERRUPT_S = 10.0
-
-_RANKS_CHECK = (
-    verbs_pb2.CHECK_ACTION_UNSPECIFIED,
-    verbs_pb2.CHECK_ACTION_CHECKSUM,
-    verbs_pb2.CHECK_ACTION_READ,
-)
-"""What the ranks' own code does of the checker."""
-"""How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
 
 class VLLMEngine(ServerEngine):
@@ -72,8 +60,8 @@ class VLLMEngine(ServerEngine):
     _server: Server
     _facts: facts_.Facts
     _adapters: Adapters
-    _updates: Updates
-    _workers: Workers | Native | None
+    _state: State
+    _ranks: Workers | Native | None
     _limits: Limits
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
@@ -133,23 +121,42 @@ class VLLMEngine(ServerEngine):
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
         workers, reference, host = Workers(self._control), self._checkpoints.reference, address_of(self._config.node)
-        attach = partial(workers.attach, reference, host, call)
+
+        async def attach() -> list[dict[str, Any]]:
+            ranks = await workers.attach(reference, host, call)
+            digest = await workers.meet(ranks, reference, call) if ranks else ""
+            return [{**rank, "digest": digest} for rank in ranks]
+
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
         if not self._server.launched:
             reload_trial.refuse_tried(facts.label, PRODUCT, self._server.http.url)
             models = await self._control.ask("/v1/models", call=call, admin=False)
             self._checkpoints.attached(str(models["data"][0].get("root", "")))
         self._layout: Sequence[WorkerCoordinates] = facts.layout(self._config).workers
-        self._workers = workers if facts.ranks else None
+        self._ranks = workers if facts.ranks else None
         if facts.native:
             interrupted = facts.label == WRITING
             native = Native(self._control, reference, facts.world_size, host, interrupted=interrupted)
             await native.settle(call)
-            self._workers = native
+            self._ranks = native
         self._stamps = Stamps(facts.label)
         label = None if self._server.launched else lambda: self._stamps.label
-        self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout, label)
+        self._updates = Updates(
+            PRODUCT,
+            self._control,
+            self._checkpoints,
+            self._ranks,
+            self._layout,
+            memory.OwnPause(self._control, self._state),
+            server_load=None if isinstance(self._ranks, Workers) else self._load_by_server,
+            label=label,
+        )
         self._limits = facts.limits(self._checkpoints.config)
+
+    async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
+        """Have vLLM's own workers load a checkpoint."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
 
     async def _launch_again(self) -> None:
         """Put a new server in the place of one that was launched."""
@@ -189,26 +196,11 @@ class VLLMEngine(ServerEngine):
         """From now on requests reach the server past this object, through ``ending``."""
         self._ending = ending
 
-    async def interrupt(self, update_id: str) -> None:
-        """vLLM's workers cannot be reached while they receive: the leaving of the source ends that, or nothing does."""
-        if self._ready and update_id and not await self._ended(INTERRUPT_S):
-            self._control.wedged("a broadcast whose update was aborted")
-
-    async def _ended(self, timeout_s: float) -> bool:
-        """Have nothing more received; whether that came about. Its source has left by then, or is about to."""
-        if isinstance(self._workers, Native):
-            self._workers.stop()
-        return await self._updates.received(timeout_s)
-
-    def _proven(self, held: str) -> str:
-        """The digest of what was just loaded, if what was read back has the same: then others can be had as well."""
-        if not held:
-            return ""
-        checkpoint = open_checkpoint(self._config.model_path)
-        try:
-            return held if digest_of(checkpoint) == held else ""
-        finally:
-            checkpoint.close()
+    async def _received(self, timeout_s: float) -> bool:
+        """Have nothing more received; returns whether that came about. The source has left by then, or is about to."""
+        if isinstance(self._ranks, Native):
+            self._ranks.stop()
+        return await super()._received(timeout_s)
 
     # Generation and what stops it.
 
@@ -307,71 +299,6 @@ class VLLMEngine(ServerEngine):
     # Weights.
 
     @takes_turn
-    async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update. Refused while requests run, unless they are paused or are to be ended."""
-        self._check("PrepareUpdate")
-        call.accept()
-        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
-        if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
-            return await self._prepare_adapter(request, call)
-        self._refuse_beside_adapter()
-        self._updates.refuse(request, call)
-        if not self._state.stopped:
-            await self._settle(call, abort=request.abort_all_requests)
-        return await self._updates.prepare(request, call)
-
-    async def init_weights_update_group(
-        self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
-    ) -> list[RankResult]:
-        """Join the ranks into a group. vLLM serves nothing while they wait for the other members."""
-        workers = self._ranks("InitWeightsUpdateGroup")
-        reports = await workers.each("InitWeightsUpdateGroup", request, verbs_pb2.GroupReport, call)
-        return [
-            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, group=report)
-            for rank, report in zip(self._layout, reports, strict=True)
-        ]
-
-    async def destroy_weights_update_group(
-        self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
-    ) -> None:
-        """Leave a group. A broadcast in it ends first."""
-        workers = self._ranks("DestroyWeightsUpdateGroup")
-        if not await self._ended(call.deadline - asyncio.get_running_loop().time()):
-            raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
-        await workers.each("DestroyWeightsUpdateGroup", request, verbs_pb2.DestroyWeightsUpdateGroupRequest, call)
-
-    @takes_turn
-    async def update_weights_from_distributed(
-        self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
-    ) -> list[RankResult]:
-        """Take buckets in over groups."""
-        self._check("UpdateWeightsFromDistributed")
-        call.accept()
-        return await self._updates.from_distributed(request, call)
-
-    @takes_turn
-    async def update_weights_from_tensor(
-        self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
-    ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Copy tensors out of shared segments."""
-        self._check("UpdateWeightsFromTensor")
-        if self._adapters.open:
-            call.accept()
-            return await self._adapters.take(request, call)
-        call.accept()
-        return await self._updates.from_tensor(request, call)
-
-    @takes_turn
-    async def update_weights_from_disk(
-        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
-    ) -> verbs_pb2.WeightsReport:
-        """Load a checkpoint."""
-        self._check("UpdateWeightsFromDisk")
-        call.accept()
-        return await self._updates.from_disk(request, call)
-
-    @takes_turn
     async def commit_update(
         self, request: verbs_pb2.CommitUpdateRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
@@ -390,22 +317,6 @@ class VLLMEngine(ServerEngine):
             await self._adapters.drop_all()
         return report
 
-    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
-        """Drop the update."""
-        self._check("AbortUpdate")
-        call.accept()
-        if self._adapters.open:
-            await self._adapters.abort(call)
-            return
-        await self._updates.abort(call)
-
-    async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Broadcast what is held, between two steps of generation: vLLM generates nothing meanwhile."""
-        workers = self._ranks("SendWeights")
-        self._refuse_during_update()
-        reports = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
-        return reports[0]
-
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
@@ -419,28 +330,12 @@ class VLLMEngine(ServerEngine):
                 raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
             call.accept()
             return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
-        workers = self._ranks("CheckWeights")
-        if request.action not in _RANKS_CHECK:
+        if request.action not in RANKS_CHECK:
             name = verbs_pb2.CheckAction.Name(request.action)
             raise Reason.UNSUPPORTED.error(
                 f"vLLM's weights are not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
             )
-        for field in ("per_tensor", "skip_tensors", "shadow"):
-            if getattr(request, field):
-                raise Reason.UNSUPPORTED.error("vLLM's weights are digested whole", field=field)
-        call.accept()
-        reports = await workers.each("CheckWeights", request, verbs_pb2.CheckReport, call)
-        digest = reports[0].model_digest
-        if request.expected_digest and digest != request.expected_digest:
-            raise Reason.DIGEST_MISMATCH.error(
-                f"the model digest is {digest}, {request.expected_digest} was expected",
-                field="expected_digest",
-                metadata={"expected": request.expected_digest, "found": digest},
-            )
-        return [
-            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, check=report)
-            for rank, report in zip(self._layout, reports, strict=True)
-        ]
+        return await self._check_ranks(request, call)
 
     # Reads.
 
@@ -463,12 +358,6 @@ class VLLMEngine(ServerEngine):
             local_parameters=sum(meta.numel for meta in reference.values()) if len(self._layout) == 1 else 0,
             reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
         )
-
-    def _ranks(self, verb: str) -> Workers | Native:
-        """Who carries a verb out at every rank: the extension, or vLLM's own engine."""
-        self._check(verb)
-        assert self._workers is not None
-        return self._workers
 
     async def _loads(self, call: Call) -> verbs_pb2.Loads:
         told = facts_.loads(str(await self._control.ask("/metrics", call=call, admin=False)))

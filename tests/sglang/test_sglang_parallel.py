@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,51 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 PROMPTS = [encode("1+2=3"), encode("45+6=51")]
 
 
+SABOTAGE = """
+import os, pathlib, torch
+
+def register():
+    from rlctl_servers.ranks.model import MemoryMap
+    from rlctl_sglang.ranks.model import SGLangModel
+
+    place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, pathlib.Path(os.environ["SABOTAGE"])
+
+    def orders(rank):
+        kind, _, rest = (now.read_text() if now.exists() else "").partition(":")
+        names, _, at = rest.rpartition("@")
+        return (kind, names.split(",")) if at == str(rank) else ("", [])
+
+    def placing(self, name, full):
+        kind, names = orders(self._model.rank)
+        if kind == "stale" or (kind == "drop" and name in names):
+            return
+        if kind == "swap" and name in names:
+            name = names[1 - names.index(name)]
+        place(self, name, full)
+
+    def finishing(self, load):
+        finalize(self, load)
+        kind, names = orders(self.rank)
+        if kind == "flip":
+            held = self._layout.bind(self._parameters())[names[0]].local
+            held.view(torch.int32)[-1, -1] ^= 1
+
+    MemoryMap.place, SGLangModel.finalize_load = placing, finishing
+    MemoryMap.full_in_place = lambda self, name: None
+"""
+"""A plug-in of SGLang's: a rank acknowledges an update and does something else."""
+
+
 @pytest.fixture(scope="module")
 def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says which tensor a rank is to lose."""
-    return tmp_path_factory.mktemp("sabotage") / "now"
+    """The file that says what a rank is to do instead."""
+    place = tmp_path_factory.mktemp("sabotage")
+    information = place / "sabotage-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sabotage\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[sglang.srt.plugins]\nsabotage = sabotage_plugin:register\n")
+    (place / "sabotage_plugin.py").write_text(SABOTAGE)
+    return place / "now"
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +76,8 @@ def pair(
     sglang: str, tiny: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     """A fleet of one server of two ranks."""
-    spec = EngineSpec(
-        *("pair", str(tiny[1])), engine="sglang", tp_size=2, environment={"RLCTL_SGLANG_SABOTAGE": str(sabotage)}
-    )
+    environment = {"SABOTAGE": str(sabotage), "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{sabotage.parent}"}
+    spec = EngineSpec(*("pair", str(tiny[1])), engine="sglang", tp_size=2, environment=environment)
     with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
@@ -54,7 +95,7 @@ def test_what_two_ranks_hold_can_be_digested(pair: Fleet, tiny: tuple[Any, Path]
     assert stage.report.model_digest == rlctl.model_digest(tiny[0])
     levels = stage.registration.capabilities.verification
     assert common.VERIFICATION_LEVEL_EXPECTED in levels
-    assert common.VERIFICATION_LEVEL_NONE not in levels, "one answer for two ranks is no evidence for each"
+    assert common.VERIFICATION_LEVEL_RECEIVED in levels
     (result,) = pair.call(v.CheckWeightsRequest()).stage_results
     assert [rank.evidence for rank in result.rank_results] == [common.EVIDENCE_RANK] * 2
     ranks = {rank.check.rank_digest for rank in result.rank_results}
@@ -76,36 +117,45 @@ def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: st
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "verify"),
+    ("path", "orders", "verify"),
     [
-        ("ipc", "model.layers.1.mlp.down_proj.weight", ""),
-        ("broadcast", "model.layers.0.self_attn.k_proj.weight", ""),
-        ("ipc", "model.layers.0.self_attn.v_proj.weight", "probe"),
-        ("ipc", "model.norm.weight", ""),
+        ("ipc", "drop:model.layers.1.mlp.down_proj.weight", ""),
+        ("broadcast", "drop:model.layers.0.self_attn.k_proj.weight", ""),
+        ("ipc", "drop:model.layers.0.self_attn.v_proj.weight", "probe"),
+        ("ipc", "drop:model.norm.weight", ""),
+        ("ipc", "flip:model.layers.1.self_attn.o_proj.weight", ""),
+        ("ipc", "swap:model.layers.0.mlp.gate_proj.weight,model.layers.0.mlp.up_proj.weight", ""),
+        ("broadcast", "stale:", ""),
     ],
-    ids=["ipc", "broadcast", "probe", "replicated"],
+    ids=["ipc", "broadcast", "probe", "replicated", "flipped bit", "swapped pair", "stale rank"],
 )
-def test_a_tensor_that_one_rank_loses_is_noticed(
-    pair: Fleet, tiny: tuple[Any, Path], sabotage: Path, path: str, name: str, verify: str
+def test_a_rank_that_acknowledges_what_it_has_not_done_is_noticed(
+    pair: Fleet, tiny: tuple[Any, Path], sabotage: Path, path: str, orders: str, verify: str
 ) -> None:
-    """The rank acknowledges it, and so does SGLang."""
+    kind, names = orders.split(":")
+    name = sorted(names.split(","))[0]
     publisher = pair.publisher("actor", trainer="test", path=path)
     try:
-        model = changed(tiny[0], seed=sum(name.encode()))
+        model = changed(tiny[0], seed=sum(orders.encode()))
         how: dict[str, Any] = {"probe": Probe.of(model, PROMPTS, tolerance=1e-3), "verify": verify} if verify else {}
-        sabotage.write_text(f"drop-tensor:{name}@1")
+        sabotage.write_text(f"{orders}@1")
         try:
             with pytest.raises(OperationFailed) as failed:
-                publisher.update(model, version=f"lost {name}", **how)
+                publisher.update(model, version=f"sabotaged {orders}", **how)
         finally:
             sabotage.unlink()
         (stage,) = failed.value.operation.stage_results
         assert stage.outcome == common.OUTCOME_DIRTY
         assert stage.error.reason == (Reason.PROBE_MISMATCH if verify else Reason.DIGEST_MISMATCH).name
         if not verify and "norm" not in name:
-            assert f"of {len(dict(tiny[0].named_parameters()))} tensors only {name} differs" in stage.error.message
+            tensors = len(dict(tiny[0].named_parameters()))
+            said = {"stale": f"{tensors} of {tensors}", "swap": f"2 of {tensors}"}.get(
+                kind, f"of {tensors} tensors only"
+            )
+            assert said in stage.error.message, stage.error.message
             reports = [rank.check.difference for rank in stage.rank_results]
-            assert [report.first for report in reports] == [name, name], reports
+            assert all(report.first == (name or report.first) for report in reports), reports
+            assert [report.part.differs for report in reports] == [False, True], reports
         (now,) = pair.status().stages
         assert now.report.state == common.STAGE_STATE_DIRTY
         assert not now.routable

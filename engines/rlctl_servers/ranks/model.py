@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from rlctl.contract.errors import Reason
+from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
 from rlctl.weights.shards.load_hooks import LoadHooks
 from rlctl.weights.shards.shard_map import Shard, ShardMap
 from rlctl.weights.tensor.tensors import TensorMeta
@@ -35,8 +36,13 @@ class RankModel(LoadHooks, abc.ABC):
         Raises CHECKPOINT_MISMATCH for a tensor that has no place in the model.
         """
 
+    def use_loader(self, load_format: str) -> None:
+        """Have :meth:`load` use another of the engine's loaders; "": the model's own. Raises UNSUPPORTED."""
+        if load_format:
+            raise Reason.UNSUPPORTED.error(f"there is no loader {load_format!r} at this rank", field="load_format")
+
     @abc.abstractmethod
-    def reload(self, path: str) -> None:
+    def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
         """Have the engine load a checkpoint. Raises whatever the engine raises."""
 
     def together(self, reference: Mapping[str, TensorMeta]) -> Sequence[tuple[str, ...]]:  # noqa: ARG002
@@ -48,6 +54,10 @@ class RankModel(LoadHooks, abc.ABC):
 
         Raises UNSUPPORTED with the reason where it cannot be found out.
         """
+
+    def learned(self, reference: Mapping[str, TensorMeta]) -> bool:  # noqa: ARG002
+        """Whether :meth:`learn` has nothing to do."""
+        return False
 
     @abc.abstractmethod
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
@@ -113,3 +123,32 @@ class LoaderMap(Places):
     def full_in_place(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
         """There is no memory to receive into."""
         return None
+
+
+class MemoryMap(Places):
+    """Tensors are written where the engine computes with them.
+
+    Loaders come in where a tensor must reach more than that memory: a draft model's, or a loader of the user's.
+    """
+
+    def __init__(self, bind: Callable[[], Mapping[str, Shard]], loading: Callable[[], bool], model: RankModel) -> None:
+        """``bind``: the parts in the memory as it is now. ``loading``: whether the loaders are to take tensors."""
+        super().__init__(bind())
+        self._bind = bind
+        self._loading = loading
+        self._model = model
+
+    def begin(self) -> None:
+        """An update begins: the memory may be elsewhere than at the last one."""
+        self.shards = dict(self._bind())
+
+    def place(self, name: str, full: torch.Tensor) -> None:
+        """Write the rank's part, or hand the tensor to the loaders."""
+        if self._loading():
+            self._model.load(name, full)
+        else:
+            super().place(name, full)
+
+    def full_in_place(self, name: str) -> torch.Tensor | None:
+        """The memory itself, unless the loaders are to take tensors."""
+        return None if self._loading() else super().full_in_place(name)

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,11 @@ from rlctl.weights.shards.shard_map import ShardMap, model_digest
 from rlctl.weights.shared_memory import segment as segments
 from rlctl.weights.shared_memory.reader import SegmentReader
 from rlctl.weights.tensor.bucket_cache import Announced
+from rlctl.weights.tensor.digest import combine, tensor_digests
 from rlctl.weights.tensor.placement import device_id, host_id
-from rlctl.weights.tensor.tensors import TensorMeta, from_proto
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, from_proto
 from rlctl_servers.ranks.model import Places, RankModel
-from rlctl_servers.ranks.protocol import PROTOCOL
+from rlctl_servers.ranks.protocol import FLATTENED, PROTOCOL
 from rlctl_servers.ranks.rank_exchange import Together, agreed
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Rank:
             "pid": os.getpid(),
             "protocol": PROTOCOL,
             "rlctl": __version__,
+            "learned": self._model.learned(self._reference),
             "store": self._groups.store_address if self._model.rank == 0 else None,
         }
         return json.dumps(me).encode()
@@ -118,6 +120,8 @@ class Rank:
             with self._together.exchanging(self._calls, timeout_s) as exchange:
                 agreed(exchange, partial(self._model.learn, self._reference))
                 self._place()
+                if not request["digest"]:
+                    return b""
                 return model_digest(self._held(exchange), exchange).digest.encode()
         except RlctlError as error:
             log.warning("rlctl: what %s holds cannot be read back: %s", self._model.product, error)
@@ -233,7 +237,7 @@ class Rank:
         """Load a checkpoint that the stage server has compared with the reference, and reports on."""
         self._open(update_id)
         try:
-            self._model.reload(request.model_path)
+            self._model.reload(request)
         except Exception as error:
             cause = f"{self._model.product}: {type(error).__name__}: {error}"
             raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
@@ -243,6 +247,7 @@ class Rank:
         self, request: v.UpdateWeightsFromTensorRequest, update_id: str, timeout_s: float
     ) -> v.WeightsReport:
         loading = self._open(update_id)
+        self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)
         offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
         checked = self._segments.check(offered, self._receiver)
         self._shards.refuse_again(
@@ -283,14 +288,24 @@ class Rank:
     def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport:
         if request.action == v.CHECK_ACTION_READ:
             return self._read(request, timeout_s)
-        report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM, tensor_count=len(self._shards.shards))
+        if request.skip_tensors and (request.per_tensor or request.fingerprints or request.expected_digest):
+            raise Reason.UNSUPPORTED.error("the digests of the model are over all tensors", field="skip_tensors")
+        wants = not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))
+        report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
+        every: dict[str, str] = {}
         with self._together.exchanging(self._calls, timeout_s) as exchange:
             held = self._held(exchange)
-            found = model_digest(held, exchange)
-        report.model_digest = found.digest
-        report.inconsistent.extend(found.inconsistent)
-        if request.fingerprints:
-            report.difference.CopyFrom(difference(held, found, request.fingerprints))
+            if wants:
+                result = model_digest(held, exchange)
+                report.model_digest = result.digest
+                report.inconsistent.extend(result.inconsistent)
+                every = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
+                if request.fingerprints:
+                    report.difference.CopyFrom(difference(held, result, request.fingerprints))
+                if request.per_tensor and self._model.rank == 0:
+                    report.model_tensors.extend(_listed(held, result.every))
+        parts = _digests_of_parts(held, every, request.skip_tensors)
+        report.tensor_count, report.rank_digest = len(parts), combine(parts)
         return report
 
     def _read(self, request: v.CheckWeightsRequest, timeout_s: float) -> v.CheckReport:
@@ -339,3 +354,29 @@ class Rank:
         if self._loading is not None:
             self._loading.abandon()
             self._loading = None
+
+
+def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[str]) -> dict[str, str]:
+    """Hex digests of the rank's own parts, by checkpoint name; ``every``: digests of full tensors that are computed."""
+    parts = {
+        name: shard
+        for name, shard in held.shards.items()
+        if shard.local.numel() and not any(fragment in name for fragment in skip)
+    }
+    whole = {
+        name: every[name] for name, shard in parts.items() if name in every and shard.slice.whole(shard.meta.shape)
+    }
+    cut = {name: (shard.local, shard.meta.dtype) for name, shard in parts.items() if name not in whole}
+    return {**whole, **tensor_digests(cut)}
+
+
+def _listed(held: ShardMap, digests: Mapping[str, str]) -> list[v.TensorDigest]:
+    return [
+        v.TensorDigest(
+            name=name,
+            dtype=dtype_name(held.shards[name].meta.dtype),
+            shape=v.Shape(dims=held.shards[name].meta.shape),
+            sha256=digest,
+        )
+        for name, digest in sorted(digests.items())
+    ]

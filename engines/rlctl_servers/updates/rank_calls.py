@@ -46,9 +46,8 @@ class RankCalls(abc.ABC):
         """Descriptions of the ranks, in their order; none where rlctl's code is not in the server.
 
         ``host``: address under which the ranks' host is reached. Each description: rank, size, device, host_id, pid,
-        rlctl (its version), store (rank 0's: where groups meet that it is the source of), digest (the model digest of
-        what all hold; "": they do not read it). Raises UNSUPPORTED for ranks with another version's code,
-        ANSWER_INVALID.
+        rlctl (its version), store (rank 0's: where groups meet that it is the source of), learned (it knows what it
+        holds). Raises UNSUPPORTED for ranks with another version's code, ANSWER_INVALID.
         """
         metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
         body = json.dumps({"reference": metas, "host": host}).encode()
@@ -67,15 +66,18 @@ class RankCalls(abc.ABC):
                 )
         if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):
             raise Reason.ANSWER_INVALID.error(f"the server's ranks describe themselves as {ranks}")
-        ranks.sort(key=lambda rank: int(rank["rank"]))
-        if len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED:
-            return [{**rank, "digest": ""} for rank in ranks]
-        meeting = json.dumps({"store": ranks[0]["store"]}).encode()
-        digests = {
-            base64.b64decode(answer["answer"]).decode() for answer in _good(await self._call("Meet", meeting, call))
-        }
-        digest = digests.pop() if len(digests) == 1 else ""
-        return [{**rank, "digest": digest} for rank in ranks]
+        return sorted(ranks, key=lambda rank: int(rank["rank"]))
+
+    async def meet(self, ranks: Sequence[Mapping[str, Any]], reference: Mapping[str, TensorMeta], call: Call) -> str:
+        """Bring the ranks together, which :meth:`attach` has described, and have them learn what they hold.
+
+        Returns the model digest of it, "" where they cannot read it, or it is too large to be gathered.
+        """
+        large = len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED
+        meeting = json.dumps({"store": ranks[0]["store"], "digest": not large}).encode()
+        answers = _good(await self._call("Meet", meeting, call))
+        digests = {base64.b64decode(answer["answer"]).decode() for answer in answers}
+        return digests.pop() if len(digests) == 1 else ""
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """The answer of every rank, in their order.

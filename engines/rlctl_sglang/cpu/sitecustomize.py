@@ -10,9 +10,8 @@ sgl_kernel   the package of that name beside this file.
 A fourth one, torch_memory_saver, is imported for ``--enable-memory-saver`` only: the module of that name beside this
 file.
 
-And some modules are amended: SGLang's groups for handing weights on are bound to a GPU, which there is not, its
-adapters are prepared in pinned memory, which there is only beside a GPU, and it tells NIXL, which carries KV entries
-from prefill to decode servers, that they lie in a GPU's memory.
+And some modules are amended: SGLang prepares adapters in pinned memory, which there is only beside a GPU, and it tells
+NIXL, which carries KV entries from prefill to decode servers, that they lie in a GPU's memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
-
-import rlctl_sglang_sabotage as sabotage
 
 _TORCHVISION_OPERATORS = ("nms", "qnms")
 _LIBRARIES: list[Any] = []
@@ -90,12 +87,6 @@ class _Amended(Loader):
         self._amend(module)
 
 
-def _without_device(module: types.ModuleType) -> None:
-    """Groups of the module's are bound to no device."""
-    make = module.init_custom_process_group
-    module.init_custom_process_group = lambda *given, device_id=None, **named: make(*given, **named)  # noqa: ARG005
-
-
 class _Unpinned:
     """torch, for a module that asks it for pinned memory: it gets other memory."""
 
@@ -130,10 +121,8 @@ _AMENDMENTS = {
     # One for each CUDA that torch may be built for; NIXL takes the one that fits.
     "nixl_cu12._api": _in_host_memory,
     "nixl_cu13._api": _in_host_memory,
-    "sglang.srt.model_executor.model_runner_components.weight_exporter": _without_device,
     "sglang.srt.lora.layers": _without_pinning,
     "sglang.srt.lora.backend.torch_backend": _without_pinning,
-    sabotage.MODULE: sabotage.amend,
 }
 
 

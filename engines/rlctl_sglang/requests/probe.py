@@ -29,8 +29,8 @@ class Prober(probe.Prober):
         return bool(self._state.paused)
 
     def refuse(self) -> None:
-        """Raise MEMORY_RELEASED or ILLEGAL_STATE where it cannot go on."""
-        self._state.refuse_continue()
+        """Raise MEMORY_RELEASED where it cannot go on."""
+        self._state.refuse_continue(updating=False)
 
     async def go_on(self, call: Call) -> None:
         """Lift the pause."""

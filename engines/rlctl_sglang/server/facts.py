@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
+from rlctl_servers.ranks.protocol import FLATTENED
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
 from rlctl_servers.server.update_blockers import keepers_in
@@ -16,15 +17,21 @@ from rlctl.contract.errors import Reason
 from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
-from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckAction, Loads, ServerInfo
-from rlctl.weights.tensor.placement import CPU, host_id
+from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_PROBE,
+    CHECK_ACTION_READ,
+    CHECK_ACTION_RESET_TENSORS,
+    CheckAction,
+    Loads,
+    ServerInfo,
+)
+from rlctl.weights.tensor.placement import CPU
+from rlctl_sglang.ranks.channel import ABSENT
 from rlctl_sglang.requests.bodies import Limits
 from rlctl_sglang.server.update_blockers import KEEPERS
 from rlctl_sglang.state import MODES, PAIR_MODES, TAGS
 
-_SESSION_ROUTES = ("/begin_weight_update", "/end_weight_update", "/update_weight_version")
-_GROUP_ROUTES = ("/init_weights_update_group", *_SESSION_ROUTES)
-_EXPORT_ROUTES = ("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance")
 _ROUTES: Mapping[str, Sequence[str]] = {
     "PauseGeneration": ("/pause_generation",),
     "ContinueGeneration": ("/continue_generation",),
@@ -33,22 +40,16 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "ReleaseMemory": ("/release_memory_occupation",),
     "ResumeMemory": ("/resume_memory_occupation",),
     "UpdateWeightsFromDisk": ("/update_weights_from_disk", "/update_weight_version"),
-    "InitWeightsUpdateGroup": _GROUP_ROUTES,
-    "UpdateWeightsFromDistributed": (*_GROUP_ROUTES, "/update_weights_from_distributed"),
-    "UpdateWeightsFromTensor": (*_SESSION_ROUTES, "/update_weights_from_tensor"),
-    "DestroyWeightsUpdateGroup": ("/destroy_weights_update_group",),
-    "CheckWeights": ("/weights_checker",),
     "LoadAdapter": ("/load_lora_adapter", "/unload_lora_adapter"),
 }
 """Routes that a verb needs: versions of SGLang differ."""
 
-FLATTENED = "flattened_bucket"
-"""Load format of tensors that lie in one buffer."""
-
-_BY_GROUP = (
+_IN_RANKS = (
     *("InitWeightsUpdateGroup", "UpdateWeightsFromDistributed", "DestroyWeightsUpdateGroup"),
-    "UpdateWeightsFromTensor",
+    *("UpdateWeightsFromTensor", "SendWeights", "CheckWeights"),
 )
+"""Verbs that the plug-in carries out."""
+
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
 
 _READING = (
@@ -67,17 +68,12 @@ class Facts:
     Attributes:
         info: /server_info.
         unsupported: why a verb cannot be done, by verb.
-        exports: its ranks can send what they hold, and their checksums prove what that is.
+        ranks: the ranks' descriptions of themselves; none without the plug-in.
     """
 
     info: Mapping[str, Any]
     unsupported: Mapping[str, str]
-    exports: bool = False
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether tensors can be handed to it in memory."""
-        return "UpdateWeightsFromTensor" not in self.unsupported
+    ranks: Sequence[Mapping[str, Any]] = ()
 
     @property
     def version(self) -> str:
@@ -85,8 +81,8 @@ class Facts:
         return str(self.info.get("version", ""))
 
     @property
-    def ranks(self) -> int:
-        """Processes that hold weights."""
+    def world_size(self) -> int:
+        """Number of processes that hold weights."""
         return self._number("tp_size") * self._number("pp_size")
 
     @property
@@ -157,11 +153,15 @@ class Facts:
         """Names of the loaders that it was started with, of whoever runs it."""
         return list(self.info.get("custom_weight_loader") or ())
 
-    def layout(self, config: EngineConfig, store: tuple[str, int] = ("", 0)) -> fleet_pb2.StageLayout:
-        """Every rank's coordinates; ``store``: where groups meet that the stage server is the source of."""
+    def layout(self, config: EngineConfig, *, readable: bool) -> fleet_pb2.StageLayout:
+        """Every rank's coordinates; without the plug-in the ranks share no memory with anybody.
+
+        ``readable``: they can send what they hold, so groups meet at rank 0's store.
+        """
         tp_size = self._number("tp_size")
-        device = CPU if self.cpu else ""
-        host = host_id() if self.shares_memory else ""
+        unknown = {"device": CPU if self.cpu else "", "host_id": ""}
+        places = self.ranks or [{"rank": rank, **unknown} for rank in range(self.world_size)]
+        store = self.ranks[0]["store"] if self.ranks and readable else ("", 0)
         return fleet_pb2.StageLayout(
             tp_size=tp_size,
             pp_size=self._number("pp_size"),
@@ -171,9 +171,14 @@ class Facts:
             store_port=store[1],
             workers=[
                 common_pb2.WorkerCoordinates(
-                    rank=rank, tp=rank % tp_size, pp=rank // tp_size, node=config.node, device=device, host_id=host
+                    rank=place["rank"],
+                    tp=place["rank"] % tp_size,
+                    pp=place["rank"] // tp_size,
+                    node=config.node,
+                    device=place["device"],
+                    host_id=place["host_id"],
                 )
-                for rank in range(self.ranks)
+                for place in places
             ],
         )
 
@@ -181,30 +186,45 @@ class Facts:
         """The same server, which takes no weights in."""
         return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
 
-    def capabilities(self, *, readable: bool, actions: Sequence[CheckAction.ValueType]) -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had; ``actions``: the checker's."""
+    def capabilities(self, *, readable: bool, probes: bool, unproven: str = "") -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed.
+
+        ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
+        """
         transports = [common_pb2.TRANSPORT_DISK]
+        # One answer for several ranks is no evidence for each of them.
+        verification = [common_pb2.VERIFICATION_LEVEL_NONE] if self.ranks or self.world_size == 1 else []
+        actions: list[CheckAction.ValueType] = [CHECK_ACTION_RESET_TENSORS]
         if "UpdateWeightsFromDistributed" not in self.unsupported:
             transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
             if not self.cpu:
                 transports.insert(0, common_pb2.TRANSPORT_TORCH_NCCL)
-        if self.shares_memory:
-            transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
-        # One answer for several ranks is no evidence for each of them.
-        verification = [common_pb2.VERIFICATION_LEVEL_NONE] if self.ranks == 1 else []
+        if self.ranks:
+            actions.append(CHECK_ACTION_CHECKSUM)
+            if self.ranks[0]["host_id"]:
+                transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
+            if not unproven:
+                verification.append(common_pb2.VERIFICATION_LEVEL_RECEIVED)
         if readable:
+            actions.append(CHECK_ACTION_READ)
             verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
-        if CHECK_ACTION_PROBE in actions:
-            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
         unsupported = dict(self.unsupported)
+        if probes:
+            actions.append(CHECK_ACTION_PROBE)
+            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
+            unsupported.pop("CheckWeights", None)
         if not readable:
             unsupported["SendWeights"] = "what this server holds cannot be read, so it cannot be sent"
-        unsupported |= without_levels(verification, answers_for_ranks=self.ranks > 1)
+        answers_for_ranks = self.world_size > 1 and not self.ranks
+        unsupported |= without_levels(verification, answers_for_ranks=answers_for_ranks, unproven=unproven)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES if self.mode == "null" else PAIR_MODES),
             adapter_pause_modes=[] if "LoadAdapter" in unsupported else PAUSES,
             transports=transports,
-            adapter_transports=[each for each in transports if each in ADAPTERS_BY],
+            # The stage server reads segments in the host's memory, not in a GPU's.
+            adapter_transports=[
+                each for each in transports if each in ADAPTERS_BY and (each == common_pb2.TRANSPORT_DISK or self.cpu)
+            ],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
             load_formats=[FLATTENED, *self.loaders],
@@ -217,7 +237,7 @@ class Facts:
             ],
             unsupported=unsupported,
             keeps_weights=self.keeps_weights,
-            answers_for_ranks=self.ranks > 1,
+            answers_for_ranks=answers_for_ranks,
             draft_model=self.draft,
         )
 
@@ -229,32 +249,30 @@ class Facts:
         return int(self.info.get(name) or 1)
 
 
-async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: bool, nodes: int = 1) -> Facts:
-    """What the server says; ``verbs``: those that the plug-in has code for; ``launched``: it is a child of ours.
+async def ask(
+    control: Control, verbs: Iterable[str], attach: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], call: Call
+) -> Facts:
+    """What the server says; ``verbs``: those that the engine has code for; ``attach``: the ranks' descriptions.
 
-    ``nodes``: on how many hosts its ranks are. Raises as :meth:`Control.ask`.
+    Raises as :meth:`Control.ask`, and what ``attach`` raises.
     """
     info = await control.ask("/server_info", call=call, admin=False)
     described = await control.ask("/openapi.json", call=call, admin=False)
-    routes = set(described.get("paths", ()))
     facts = Facts(info, {})
-    unsupported = {name: "the SGLang plug-in has no code for it" for name in VERBS if name not in set(verbs)}
-    unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, routes)
+    unsupported = {name: "rlctl has no code for it with SGLang" for name in VERBS if name not in set(verbs)}
+    unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, described.get("paths", ()))
     tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
     if dp_size > 1 and not info.get("enable_dp_attention"):  # whose data ranks are tensor-parallel ranks at once
         unsupported["UpdateWeightsFromDisk"] = (
             "SGLang answers for one of its data-parallel ranks and not for the others"
         )
-    if facts.ranks != tp_size or dp_size > 1:
-        for verb in _BY_GROUP:
-            unsupported[verb] = (
-                "SGLang takes weights in at tensor-parallel ranks only; this one has pipeline or data ranks"
-            )
-    here = launched and facts.cpu and nodes == 1
-    if not (here and host_id()):
-        unsupported["UpdateWeightsFromTensor"] = (
-            "tensors are handed over in memory to servers that the stage server launched, on CPUs of its own node, only"
-        )
+    if facts.world_size != tp_size or dp_size > 1:
+        why = "of SGLang's ranks only tensor-parallel ones answer; this server has pipeline or data ranks"
+        unsupported |= dict.fromkeys(_IN_RANKS, why)
+    else:
+        facts = replace(facts, ranks=await attach())
+        if not facts.ranks:
+            unsupported |= dict.fromkeys(_IN_RANKS, ABSENT)
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
@@ -265,10 +283,8 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
     elif dp_size > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
     for keeper in keepers_in(KEEPERS, info):
-        refused = (*_BY_GROUP, "UpdateWeightsFromDisk", *(_ADAPTERS if keeper.stores else ()))
-        unsupported |= dict.fromkeys(refused, keeper.reason)
-    exports = here and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
-    return Facts(info, unsupported, exports)
+        unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)
+    return replace(facts, unsupported=unsupported)
 
 
 def loads(told: Mapping[str, Any]) -> Loads:

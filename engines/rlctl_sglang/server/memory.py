@@ -112,8 +112,24 @@ def _report(state: State, keeps_weights: bool) -> MemoryReport:
     )
 
 
+class OwnPause:
+    """The pause of an update."""
+
+    def __init__(self, control: Control, state: State) -> None:
+        self._control = control
+        self._state = state
+
+    async def begin(self, call: Call) -> None:
+        """See :func:`hold`."""
+        await hold(self._control, self._state, call)
+
+    async def end(self, call: Call) -> None:
+        """See :func:`let_go`."""
+        await let_go(self._control, self._state, call)
+
+
 async def hold(control: Control, state: State, call: Call) -> None:
-    """Pause, unless it is paused already: new requests wait, whoever sends them."""
+    """Pause, unless the server is paused: requests of any sender wait."""
     if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
         state.holding = True
         try:
@@ -125,8 +141,8 @@ async def hold(control: Control, state: State, call: Call) -> None:
 
 
 async def let_go(control: Control, state: State, call: Call) -> None:
-    """Undo the own pause, unless somebody has asked for one meanwhile."""
-    if state.holding:
+    """End the own pause, unless the fleet has paused the server meanwhile, or memory is released."""
+    if state.holding and not state.released:
         if state.paused == PAUSE_MODE_UNSPECIFIED:
             await control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
         state.holding = False

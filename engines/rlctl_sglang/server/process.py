@@ -13,12 +13,14 @@ from pathlib import Path
 
 from rlctl_servers.server import argparse_source
 from rlctl_servers.server.http import Http
+from rlctl_servers.server.packages import link_packages
 from rlctl_servers.server.process import ServerProcess, cores_of, flags
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
 from rlctl.weights.group.network_interfaces import interface_of
 from rlctl_sglang.options import Options, interpreter
+from rlctl_sglang.ranks.channel import ENTRY_POINT
 from rlctl_sglang.server.leftovers import Scratch
 
 PRODUCT = "SGLang"
@@ -97,7 +99,8 @@ class SGLangProcess(ServerProcess):
 
     def environment(self) -> Mapping[str, str]:
         """What SGLang needs around it."""
-        return {**_environment(self._config, self._meeting), "TMPDIR": str(self.scratch.path)}
+        packages = link_packages(self.scratch.path, Path(__file__).parents[1], dict([ENTRY_POINT]))
+        return {**_environment(self._config, self._meeting, packages), "TMPDIR": str(self.scratch.path)}
 
     def inherited(self) -> Sequence[int]:
         """The lock that says that it lives."""
@@ -192,8 +195,8 @@ def _ranks_here(config: EngineConfig, meeting: Meeting | None) -> int:
     return max(config.tp_size // meeting.nodes, 1) if meeting is not None else config.tp_size
 
 
-def _environment(config: EngineConfig, meeting: Meeting | None) -> Mapping[str, str]:
-    """What SGLang needs around it."""
+def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) -> Mapping[str, str]:
+    """Environment variables; ``packages``: the folder of the plug-in."""
     # A health probe must neither generate nor mark a paused server as ill.
     variables = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -203,9 +206,10 @@ def _environment(config: EngineConfig, meeting: Meeting | None) -> Mapping[str, 
     if meeting is not None:
         # By itself each side takes the address of its host's name, which need not be on the network between them.
         variables |= {"SGLANG_HOST_IP": meeting.host, "GLOO_SOCKET_IFNAME": interface_of(meeting.host)}
+    path = [str(packages), os.environ.get("PYTHONPATH", "")]
     if config.device.partition(":")[0] != "cpu":
-        return variables
-    path = [str(_STAND_INS), os.environ.get("PYTHONPATH", "")]
+        return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    path.insert(0, str(_STAND_INS))
     variables |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",

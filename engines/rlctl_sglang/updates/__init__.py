@@ -1,6 +1,7 @@
-"""Weight updates of SGLang: prepare, write and commit as SGLang's sessions; groups, tensors, adapters.
+"""Weight updates at one SGLang: calls to the plug-in in its ranks, adapters.
 
-Imports: rlctl_sglang.server, rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
+Imports: rlctl_sglang.server, rlctl_sglang.ranks (its channel), rlctl_servers, rlctl.engine, rlctl.contract.
 
-Start with ``updates.py`` (``Updates``) and ``groups.py`` (``Groups``).
+Start with ``rank_calls.py`` (``Ranks``); the steps of an update are ``Updates`` in
+``engines/rlctl_servers/updates/updates.py``.
 """

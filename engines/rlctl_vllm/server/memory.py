@@ -1,4 +1,6 @@
-"""Memory regions: vLLM's sleep. Level 1 for everything, so that weights come back as they were."""
+"""Memory regions: vLLM's sleep, at level 1 for everything, so that weights come back as they were. And the pause that
+an update or a release needs, where the fleet has not paused the server.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,9 @@ from rlctl_servers.server.admin_calls import Control
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, OUTCOME_UNKNOWN, MemoryTag
+from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, OUTCOME_UNKNOWN, PAUSE_MODE_IN_PLACE, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_vllm.state import MODES, TAGS, State
-from rlctl_vllm.updates.updates import hold, let_go
 
 
 async def release(
@@ -74,3 +75,38 @@ def _report(state: State) -> MemoryReport:
     """Level 1 keeps the weights, whether that was asked for or not."""
     released = sorted(state.released)
     return MemoryReport(released=released, kept=[tag for tag in released if tag == MEMORY_TAG_WEIGHTS])
+
+
+class OwnPause:
+    """The pause of an update."""
+
+    def __init__(self, control: Control, state: State) -> None:
+        self._control = control
+        self._state = state
+
+    async def begin(self, call: Call) -> None:
+        """See :func:`hold`."""
+        await hold(self._control, self._state, call)
+
+    async def end(self, call: Call) -> None:
+        """See :func:`let_go`."""
+        await let_go(self._control, self._state, call)
+
+
+async def hold(control: Control, state: State, call: Call) -> None:
+    """Pause, unless the server is paused: requests of any sender wait."""
+    if not state.stopped:
+        state.held = True
+        try:
+            await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call)
+        except RlctlError as error:
+            state.held = error.outcome == OUTCOME_UNKNOWN
+            raise
+
+
+async def let_go(control: Control, state: State, call: Call) -> None:
+    """End the own pause, unless the fleet has paused the server meanwhile."""
+    if state.held and not state.released:
+        if not state.paused:
+            await control.must("/resume", {}, call=call)
+        state.held = False

@@ -1,7 +1,7 @@
-"""Weight updates of vLLM: prepare, write and commit through the extension, from disk, or over vLLM's own NCCL engine.
+"""Weight updates at one vLLM: calls to the extension at every rank, vLLM's own NCCL engine, adapters.
 
-Imports: rlctl_vllm.state, rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
+Imports: rlctl_vllm.server, rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
 
-Start with ``updates.py`` (``Updates``) and ``worker_calls.py`` (``Workers``: calls to the extension at every
-rank).
+Start with ``worker_calls.py`` (``Workers``); the steps of an update are ``Updates`` in
+``engines/rlctl_servers/updates/updates.py``.
 """

@@ -17,6 +17,7 @@ import torch
 from rlctl_servers.ranks.model import RankModel
 
 from rlctl.contract.errors import Reason
+from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
 from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.shards.shard_map import ShardMap
 from rlctl.weights.tensor.tensors import TensorMeta
@@ -76,9 +77,9 @@ class VLLMModel(RankModel):
         if taken is not None and not taken:
             raise Reason.CHECKPOINT_MISMATCH.error(f"vLLM's loaders have no place for {name!r}")
 
-    def reload(self, path: str) -> None:
+    def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
         """Have vLLM load a checkpoint."""
-        self._worker.reload_weights(weights_path=path)
+        self._worker.reload_weights(weights_path=request.model_path)
 
     def together(self, reference: Mapping[str, TensorMeta]) -> list[tuple[str, ...]]:
         """Names that fill one layer of vLLM's: it is processed once all have come, and not before."""

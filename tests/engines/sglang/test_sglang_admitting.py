@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.server.facts import Facts
-from rlctl_sglang.updates.updates import Updates
+from rlctl_sglang.server.memory import OwnPause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import check_pair_adapter
@@ -22,6 +23,13 @@ from rlctl.engine import Call, EngineConfig
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED, WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest, PrepareUpdateRequest
+
+
+class Obliging:
+    """SGLang, which does what it is told."""
+
+    async def must(self, path: str, body: dict[str, Any], **_: Any) -> None:
+        assert path in ("/pause_generation", "/continue_generation")
 
 
 @pytest.fixture
@@ -32,8 +40,9 @@ def engine(tiny: tuple[Any, Path]) -> Iterator[SGLangEngine]:
     engine._state.paired = True
     engine._stamps = Stamps("default")
     engine._stamps.bind(WeightVersion(label="c", sequence=3))
-    control: Any = None  # which nothing here calls
-    engine._updates = Updates(control, engine._state, Checkpoints("SGLang", config.model_path, ()), Facts({}, {}))
+    control: Any = Obliging()
+    checkpoints = Checkpoints("SGLang", config.model_path, ())
+    engine._updates = Updates("SGLang", control, checkpoints, None, (), OwnPause(control, engine._state))
     yield engine
     asyncio.run(engine.stop())
 
@@ -63,7 +72,8 @@ async def test_it_goes_to_none_that_may_be_at_another_version_before_it_is_compu
     assert "paused" in refused(engine)
     engine._state.holding = False
     call = Call("u-1", 0.0, update_id="u-1")
-    engine._updates.prepare(PrepareUpdateRequest(), call)
+    await engine._updates.prepare(PrepareUpdateRequest(), call)
+    engine._state.holding = False
     assert "takes in weights" in refused(engine)
     await engine._updates.abort(call)
     assert not refused(engine)

@@ -28,14 +28,15 @@ async def unsupported(**info: Any) -> set[str]:
         async def ask(self, path: str, **_: Any) -> dict[str, Any]:
             if path == "/server_info":
                 return {"version": "0.5.23", "device": "cpu", "enable_memory_saver": True, **info}
-            names = "begin_weight_update end_weight_update update_weight_version update_weights_from_distributed"
-            names += " update_weights_from_tensor update_weights_from_disk init_weights_update_group"
-            names += " destroy_weights_update_group release_memory_occupation resume_memory_occupation"
-            names += " load_lora_adapter unload_lora_adapter"
+            names = "update_weight_version update_weights_from_disk weights_checker"
+            names += " release_memory_occupation resume_memory_occupation load_lora_adapter unload_lora_adapter"
             return {"paths": {f"/{name}": {} for name in names.split()}}
 
+    async def attach() -> list[dict[str, Any]]:
+        return [{"rank": rank} for rank in range(int(info.get("tp_size", 1)))]
+
     control: Any = Control()
-    return set((await ask(control, VERBS, Call("c", 0.0), launched=True)).unsupported)
+    return set((await ask(control, VERBS, attach, Call("c", 0.0))).unsupported)
 
 
 async def test_a_plain_server_takes_weights_in_by_every_path() -> None:

@@ -32,7 +32,8 @@ def test_every_refusal_on_the_page_is_one_of_the_plugins() -> None:
     raised = set()
     for path in (ROOT / "engines").glob("rlctl_s*/**/*.py"):  # the plug-in, and what it shares with others
         raised |= set(re.findall(r"Reason\.([A-Z_]+)", path.read_text()))
-    raised |= {"CHECKPOINT_NOT_FOUND", "PATH_NOT_ALLOWED", "SEGMENT_EXPIRED", "SEGMENT_NOT_FOUND"}  # of rlctl.weights
+    raised |= {"CHECKPOINT_NOT_FOUND", "PATH_NOT_ALLOWED", "SEGMENT_EXPIRED", "SEGMENT_NOT_FOUND", "GROUP_NOT_FOUND"}
+    # The last ones are of rlctl.weights.
     named = set().union(*(reasons(row[2]) for row in table()))
     assert len(table()) > 20
     assert all(len(row) == 3 for row in table())
@@ -46,8 +47,8 @@ def test_every_refusal_on_the_page_is_one_of_the_plugins() -> None:
 
 def test_what_becomes_of_sglangs_fields_and_flags() -> None:
     """As the page says, row by row."""
-    bodies = (ROOT / "engines" / "rlctl_sglang" / "updates" / "updates.py").read_text()
-    loads = bodies[bodies.index("async def _load") :]
+    bodies = (ROOT / "engines" / "rlctl_sglang" / "engine.py").read_text()
+    loads = bodies[bodies.index("async def _load_by_server") :]
     kinds = set()
     for name, kind, how in table("| name | what becomes of it |"):
         name = name.strip("`")

@@ -19,6 +19,7 @@ from rlctl_sglang.server.facts import Facts
 from rlctl_sglang.server.server import Server
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest, SamplingParams, TokenIds
@@ -101,7 +102,7 @@ def test_where_decode_servers_find_a_prefill_server() -> None:
     ],
 )
 def test_what_has_never_run_on_a_gpu_is_called_experimental(told: dict[str, str], experimental: list[str]) -> None:
-    assert list(Facts(told, {}).capabilities(readable=False, actions=()).experimental) == experimental
+    assert list(Facts(told, {}).capabilities(readable=False, probes=False).experimental) == experimental
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,15 @@ class Answers:
         return self.told[path]
 
 
+async def attach() -> list[dict[str, Any]]:
+    return [{"rank": 0}]
+
+
 async def test_what_keeps_entries_past_a_flush_takes_no_weights() -> None:
     writes = {"UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor"}
     for storage, refused in ((None, set()), ("file", writes)):
         control: Any = Answers(hicache_storage_backend=storage)
-        found = await facts.ask(control, facts._ROUTES, Call("c", 0.0), launched=True)
+        found = await facts.ask(control, sorted(verb for verb in VERBS), attach, Call("c", 0.0))
         assert writes & found.unsupported.keys() == refused
         assert all("a flush does not empty" in found.unsupported[verb] for verb in refused)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import pytest
 from rlctl_servers.server.http import Answer
 from rlctl_sglang.server import memory
-from rlctl_sglang.state import Membership, State
+from rlctl_sglang.state import State
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
@@ -86,30 +85,12 @@ def test_nothing_is_resumed_that_was_not_released() -> None:
 
 def test_generation_does_not_go_on_without_memory_or_inside_an_update() -> None:
     with pytest.raises(RlctlError) as refused:
-        State(released={MEMORY_TAG_WEIGHTS}).refuse_continue()
+        State(released={MEMORY_TAG_WEIGHTS}).refuse_continue(updating=False)
     assert refused.value.reason is Reason.MEMORY_RELEASED
     with pytest.raises(RlctlError) as refused:
-        State(session=True).refuse_continue()
+        State().refuse_continue(updating=True)
     assert refused.value.reason is Reason.ILLEGAL_STATE
-    State().refuse_continue()
-
-
-STANDING = Membership(host="h", port=1, rank_offset=1, world_size=3, backend="gloo")
-
-
-@pytest.mark.parametrize(
-    "change", [{"host": "i"}, {"port": 2}, {"rank_offset": 2}, {"world_size": 4}, {"backend": "nccl"}]
-)
-def test_a_group_is_joined_once_under_its_name(change: dict[str, Any]) -> None:
-    state = State(groups={"a": STANDING})
-    assert not state.joining("a", STANDING)
-    assert state.joining("b", STANDING)
-    with pytest.raises(RlctlError) as refused:
-        state.joining("a", dataclasses.replace(STANDING, **change))
-    assert refused.value.reason is Reason.GROUP_EXISTS
-    with pytest.raises(RlctlError) as refused:
-        state.refuse_without({"a", "b"})
-    assert refused.value.reason is Reason.GROUP_NOT_FOUND
+    State().refuse_continue(updating=False)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +125,20 @@ async def test_a_release_that_failed_holds_nothing_back_unless_it_may_have_been_
     if released:
         await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
         assert told[-2:] == ["/resume_memory_occupation", "/continue_generation"]
+
+
+async def test_a_release_that_failed_does_not_end_the_pause_that_an_earlier_release_needs() -> None:
+    sent: list[str] = []
+
+    class Server:
+        async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
+            sent.append(path)
+            return Answer(400, "requests are running")
+
+    server: Any = Server()
+    state = State(holding=True, released={MEMORY_TAG_KV_CACHE})
+    call = Call("c", 0.0)
+    with pytest.raises(RlctlError):
+        await memory.release(server, state, [MEMORY_TAG_WEIGHTS], KNOWN, call, active=0, keeps_weights=False)
+    assert sent == ["/flush_cache"]
+    assert state.holding

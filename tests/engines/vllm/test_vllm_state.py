@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import pytest
+from rlctl_servers.updates.updates import Updates
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import parse_options
 from rlctl_vllm.server import memory
 from rlctl_vllm.server.facts import loads
 from rlctl_vllm.state import EVERYTHING, MODES, State
-from rlctl_vllm.updates.updates import Updates
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, brings_ranks, engine_class
@@ -142,7 +142,7 @@ async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_ba
     server: Any = Server()
     nothing: Any = None
     state, call = State(), Call("c", math.inf, update_id="u")
-    updates = Updates(server, state, nothing, None, ())
+    updates = Updates("vLLM", server, nothing, None, (), memory.OwnPause(server, state))
     begin, undo = {
         "abort": (lambda: updates.prepare(PrepareUpdateRequest(), call), lambda: updates.abort(call)),
         "resume": (

@@ -1,24 +1,20 @@
-"""Weight updates: rlctl's prepare, write and commit in terms of vLLM.
+"""Weight updates of one server: prepare, write and commit, at every rank.
 
-Over groups and out of shared segments the extension takes tensors in, at every rank. From disk vLLM loads by itself,
-and ends when what it is told to load does not fit; so everything is checked here first, against the checkpoint that it
-was started with. Nothing may be generated while an update is open: vLLM's weights are on the meta device then. So the
-server is paused, by whoever asked for it or by the update itself, until the end.
+Over groups and out of shared segments rlctl's code in the ranks takes tensors in. From disk the engine loads by itself,
+and may end when a checkpoint does not fit; so a checkpoint is compared here first with the one that the engine was
+started with. The server is paused while an update is open, by a pause of the fleet or by the update itself: nothing may
+be computed with weights that are half-written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
-from rlctl_servers.server.admin_calls import Control, time_left, touched
-from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
-from rlctl_servers.updates.dirty_label import Marking
-from rlctl_servers.updates.open_update import opened
-from rlctl_servers.updates.version_labels import TRYING
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
@@ -29,14 +25,15 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
-    PAUSE_MODE_IN_PLACE,
     Outcome,
+    WeightSelector,
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
+    BUCKET_FORMAT_FLATTENED,
     AbortUpdateRequest,
     CommitUpdateRequest,
     PrepareUpdateRequest,
@@ -47,9 +44,34 @@ from rlctl.v1.verbs_pb2 import (
 )
 from rlctl.weights.checkpoint.checkpoint import Checkpoint
 from rlctl.weights.shards.load_hooks import refuse_draft
-from rlctl_vllm.state import MODES, State
-from rlctl_vllm.updates.native_nccl import Native
-from rlctl_vllm.updates.worker_calls import Workers
+from rlctl_servers.ranks.protocol import FLATTENED
+from rlctl_servers.server.admin_calls import Control, time_left, touched
+from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
+from rlctl_servers.updates.dirty_label import Marking
+from rlctl_servers.updates.open_update import opened
+from rlctl_servers.updates.version_labels import TRYING
+
+Reply = TypeVar("Reply", bound=Message)
+
+ServerLoad = Callable[[str, UpdateWeightsFromDiskRequest, Call], Awaitable[None]]
+"""Has the server itself load the checkpoint in a directory. Raises ENGINE_FAILED with outcome DIRTY."""
+
+
+class Ranks(Protocol):
+    """What carries a verb out at every rank."""
+
+    async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
+        """The answer of every rank, in their order."""
+
+
+class Hold(Protocol):
+    """The update's own pause."""
+
+    async def begin(self, call: Call) -> None:
+        """Pause the server, unless it is paused."""
+
+    async def end(self, call: Call) -> None:
+        """End the pause that :meth:`begin` has begun, unless the fleet has paused the server meanwhile."""
 
 
 @dataclass
@@ -57,7 +79,7 @@ class OpenUpdate:
     """The update that is open.
 
     Attributes:
-        taken: tensors have come, or were to come, through the extension or vLLM's own engine.
+        taken: tensors have come, or were to come.
         loaded: a checkpoint was loaded.
         dirty: something may have been written.
     """
@@ -75,26 +97,39 @@ class Updates:
 
     Attributes:
         checkpoint: path of the checkpoint that was loaded last.
+        marking: the label of the server while its weights are of no version.
     """
 
     def __init__(
         self,
+        product: str,
         control: Control,
-        state: State,
         checkpoints: Checkpoints,
-        workers: Workers | Native | None,
-        ranks: Sequence[WorkerCoordinates],
+        ranks: Ranks | None,
+        layout: Sequence[WorkerCoordinates],
+        hold: Hold,
+        *,
+        server_load: ServerLoad | None = None,
         label: Callable[[], str] | None = None,
+        draft: bool = False,
+        loaders: Sequence[str] = (),
     ) -> None:
-        """``workers``: None where the server takes no tensors in. ``label``: as :class:`Marking` takes it."""
-        self._marking = Marking(self.name, label)
-        self._control = control
-        self._state = state
-        self._checkpoints = checkpoints
-        self._workers = workers
-        self._ranks = ranks
-        self._update: OpenUpdate | None = None
+        """``ranks``: None where the server takes no tensors in. ``server_load``: the load of a server whose ranks do
+        not load checkpoints for rlctl. ``label``: as :class:`Marking` takes it. ``draft``: there is a draft model.
+        ``loaders``: load formats of tensors in memory that the server was started with.
+        """
+        self.marking = Marking(self.name, label)
         self.checkpoint = ""
+        self._product = product
+        self._control = control
+        self._checkpoints = checkpoints
+        self._ranks = ranks
+        self._layout = layout
+        self._hold = hold
+        self._server_load = server_load
+        self._draft = draft
+        self._loaders = loaders
+        self._update: OpenUpdate | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -106,15 +141,15 @@ class Updates:
     @property
     def whole(self) -> bool:
         """Whether the weights are those of a version: no update is open, and none has left a mixture."""
-        return self._update is None and not self._marking.spoilt
+        return self._update is None and not self.marking.spoilt
 
     def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
         """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
-            raise Reason.UNSUPPORTED.error("vLLM keeps no shadow copy of its weights", field="apply")
-        refuse_draft(request.selector, "selector")
+            raise Reason.UNSUPPORTED.error(f"{self._product} keeps no shadow copy of its weights", field="apply")
+        self._refuse_selector(request.selector, "selector")
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
 
@@ -122,34 +157,52 @@ class Updates:
         """Open an update; the same one again starts anew."""
         self.refuse(request, call)
         before = self._update
-        await hold(self._control, self._state, call)
+        await self._hold.begin(call)
         try:
-            if self._workers is not None:
-                await self._workers.each("PrepareUpdate", request, WeightsReport, call)
+            if self._ranks is not None:
+                await self._ranks.each("PrepareUpdate", request, WeightsReport, call)
         except RlctlError:
             if before is None:
-                await let_go(self._control, self._state, call)
+                await self._hold.end(call)
             raise
         self._update = OpenUpdate(call.update_id, dirty=before is not None and before.dirty)
         return self._update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> list[RankResult]:
         """Take buckets in over groups, at every rank."""
-        if request.load_format:
+        if request.load_format == FLATTENED:
+            flattened = UpdateWeightsFromDistributedRequest()
+            flattened.CopyFrom(request)
+            for bucket in flattened.buckets:
+                bucket.format = BUCKET_FORMAT_FLATTENED
+            request = flattened
+        elif request.load_format:
             raise Reason.UNSUPPORTED.error(
-                f"the extension goes by the buckets' own formats, not by {request.load_format!r}", field="load_format"
+                f"over a group tensors come plain or as {FLATTENED}, not as {request.load_format!r}",
+                field="load_format",
             )
-        refuse_draft(request.options.selector, "options.selector")
+        self._refuse_selector(request.options.selector, "options.selector")
         return await self._take("UpdateWeightsFromDistributed", request, call)
 
     async def from_tensor(self, request: UpdateWeightsFromTensorRequest, call: Call) -> list[RankResult]:
         """Copy tensors out of shared segments, at every rank."""
-        for name in ("load_format", "engine_payloads"):
-            if getattr(request, name):
-                raise Reason.UNSUPPORTED.error(
-                    "the extension takes tensors by name, dtype and shape out of segments", field=name
-                )
-        refuse_draft(request.options.selector, "options.selector")
+        if request.engine_payloads:
+            raise Reason.UNSUPPORTED.error(
+                "a payload of an engine's own form cannot be checked without running it; put the tensors into segments",
+                field="engine_payloads",
+            )
+        if request.load_format == "direct":
+            raise Reason.UNSUPPORTED.error(
+                "direct loading writes fused parameters as they lie at one rank, not tensors of a checkpoint",
+                field="load_format",
+            )
+        if request.load_format not in ("", FLATTENED, *self._loaders):
+            raise Reason.UNSUPPORTED.error(
+                f"there is no load format {request.load_format!r}; there are: {', '.join([FLATTENED, *self._loaders])}",
+                field="load_format",
+                next_step="Name a loader of your own to the server when it starts, where it takes such loaders.",
+            )
+        self._refuse_selector(request.options.selector, "options.selector")
         return await self._take("UpdateWeightsFromTensor", request, call)
 
     async def received(self, timeout_s: float) -> bool:
@@ -161,11 +214,13 @@ class Updates:
         return True
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> WeightsReport:
-        """Load a checkpoint that was found to fit."""
+        """Load a checkpoint that was compared with the reference."""
         update = opened(self._update, call)
-        refuse_draft(request.options.selector, "options.selector")
+        self._refuse_selector(request.options.selector, "options.selector")
         if update.taken:
-            raise Reason.ILLEGAL_STATE.error("this update has taken tensors in; vLLM loads checkpoints on their own")
+            raise Reason.ILLEGAL_STATE.error(
+                f"this update has taken tensors in; {self._product} loads checkpoints on their own"
+            )
         stored = await asyncio.to_thread(
             self._checkpoints.open, request.model_path, request.load_format, request.target_modules
         )
@@ -176,12 +231,12 @@ class Updates:
         return update.report
 
     async def commit(self, request: CommitUpdateRequest, label: str, call: Call) -> list[RankResult] | WeightsReport:
-        """Close the update; vLLM's own label for the version comes last. Refuses when a tensor was not written."""
+        """Close the update; the server's label for the version comes last. Refuses when a tensor was not written."""
         update = opened(self._update, call)
         reports: list[WeightsReport] | None = None
-        if self._workers is not None and not update.loaded:
+        if self._ranks is not None and not update.loaded:
             try:
-                reports = await self._workers.each("CommitUpdate", request, WeightsReport, call)
+                reports = await self._ranks.each("CommitUpdate", request, WeightsReport, call)
             except RlctlError as error:
                 if error.outcome == OUTCOME_REJECTED and update.dirty:
                     error.outcome = OUTCOME_DIRTY
@@ -191,14 +246,14 @@ class Updates:
                 raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
             await self._close(call)
         await self.name(label, call, outcome=OUTCOME_DIRTY)
-        self._marking.committed()
+        self.marking.committed()
         self._update = None
-        await let_go(self._control, self._state, call)
+        await self._hold.end(call)
         return update.report if reports is None else self._each(reports)
 
     async def load_again(self, checkpoint: str, call: Call) -> None:
         """The load of the trial at the start: an update from disk that leaves the server's label to its outcome."""
-        await self._marking.begin_trial(call)
+        await self.marking.begin_trial(call)
         await self.prepare(PrepareUpdateRequest(), call)
         try:
             await self.from_disk(UpdateWeightsFromDiskRequest(model_path=checkpoint), call)
@@ -212,20 +267,30 @@ class Updates:
         if self._update is not None:
             opened(self._update, call)
             await self._close(call)
-            await self._marking.aborted(call, dirty=self._update.dirty)
+            await self.marking.aborted(call, dirty=self._update.dirty)
             self._update = None
-        await let_go(self._control, self._state, call)
+        await self._hold.end(call)
 
-    async def _take(self, verb: str, request: Message, call: Call) -> list[RankResult]:
+    async def name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+        """Give the server a label."""
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._control.must("/update_weight_version", body, call=call, outcome=outcome)
+
+    async def _take(
+        self,
+        verb: str,
+        request: UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest,
+        call: Call,
+    ) -> list[RankResult]:
         update = opened(self._update, call)
-        assert self._workers is not None
+        assert self._ranks is not None
         if update.loaded:
             raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
-        await self._marking.mark(call)
+        await self.marking.mark(call)
         update.taken = True
         self._idle.clear()
         try:
-            reports = await self._workers.each(verb, request, WeightsReport, call)
+            reports = await self._ranks.each(verb, request, WeightsReport, call)
         except RlctlError as error:
             update.dirty |= error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN)
             raise
@@ -234,34 +299,30 @@ class Updates:
         update.dirty = True
         return self._each(reports)
 
-    async def name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
-        """Give the server a label."""
-        await self._control.must("/update_weight_version", {"new_version": label}, call=call, outcome=outcome)
-
     async def _close(self, call: Call) -> None:
-        if self._workers is not None:
-            await self._workers.each("AbortUpdate", AbortUpdateRequest(), AbortUpdateRequest, call)
+        if self._ranks is not None:
+            await self._ranks.each("AbortUpdate", AbortUpdateRequest(), AbortUpdateRequest, call)
 
     async def _load(
         self, update: OpenUpdate, stored: Checkpoint, request: UpdateWeightsFromDiskRequest, call: Call
     ) -> None:
         if request.expected_digest:
-            found = await asyncio.to_thread(digest_of, stored)
-            if found != request.expected_digest:
+            digest = await asyncio.to_thread(digest_of, stored)
+            if digest != request.expected_digest:
                 raise Reason.DIGEST_MISMATCH.error(
-                    f"{request.model_path} has digest {found}, {request.expected_digest} was expected",
+                    f"{request.model_path} has digest {digest}, {request.expected_digest} was expected",
                     field="expected_digest",
                 )
         time_left(call, "a load")  # reading may take as long as there was
-        await self._marking.mark(call)
+        await self.marking.mark(call)
         started = time.perf_counter()
         try:
-            if isinstance(self._workers, Workers):  # which do not fail vLLM's call where the load fails
-                loading = UpdateWeightsFromDiskRequest(model_path=stored.path)
-                await self._workers.each("UpdateWeightsFromDisk", loading, WeightsReport, call)
+            if self._server_load is not None:
+                await self._server_load(stored.path, request, call)
             else:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": stored.path}}
-                await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
+                loading = UpdateWeightsFromDiskRequest(model_path=stored.path, options=request.options)
+                assert self._ranks is not None
+                await self._ranks.each("UpdateWeightsFromDisk", loading, WeightsReport, call)
             update.dirty = True
             stored.check_unchanged()
         except RlctlError as error:
@@ -277,24 +338,11 @@ class Updates:
     def _each(self, reports: Sequence[WeightsReport]) -> list[RankResult]:
         return [
             RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, weights=report)
-            for rank, report in zip(self._ranks, reports, strict=True)
+            for rank, report in zip(self._layout, reports, strict=True)
         ]
 
-
-async def hold(control: Control, state: State, call: Call) -> None:
-    """Pause, unless it is paused already: new requests wait, whoever sends them."""
-    if not state.stopped:
-        state.held = True
-        try:
-            await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call)
-        except RlctlError as error:
-            state.held = error.outcome == OUTCOME_UNKNOWN
-            raise
-
-
-async def let_go(control: Control, state: State, call: Call) -> None:
-    """Undo the plug-in's own pause, unless somebody has asked for one meanwhile."""
-    if state.held and not state.released:
-        if not state.paused:
-            await control.must("/resume", {}, call=call)
-        state.held = False
+    def _refuse_selector(self, selector: WeightSelector.ValueType, field_path: str) -> None:
+        if not self._draft:
+            refuse_draft(selector, field_path)
+        elif selector not in WeightSelector.values():
+            raise Reason.UNKNOWN_ENUM_VALUE.error(f"unknown selector {selector}", field=field_path)

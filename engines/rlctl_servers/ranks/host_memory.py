@@ -1,0 +1,16 @@
+"""How much of the host's memory is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_bytes() -> int:
+    """Bytes that can be allocated without swapping, as the kernel estimates; see proc_meminfo(5), MemAvailable."""
+    for line in _MEMINFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 0

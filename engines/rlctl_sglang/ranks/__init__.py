@@ -1,0 +1,7 @@
+"""Code inside SGLang's scheduler processes: rlctl's ranks over SGLang's model.
+
+Imports: rlctl_servers.ranks, rlctl.contract, rlctl.weights, SGLang. No HTTP, no gRPC.
+
+Start with ``plugin.py`` (``register``: the entry point that SGLang calls), then ``model.py`` (``SGLangModel``). The
+steps of an update are in ``rlctl_servers.ranks``.
+"""

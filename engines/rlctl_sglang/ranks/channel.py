@@ -1,0 +1,22 @@
+"""How calls to the ranks travel through SGLang; both ends import it.
+
+SGLang hands ``POST /weights_checker`` to the scheduler of every tensor-parallel rank, between two steps, and its
+``action`` is a free string.
+"""
+
+from __future__ import annotations
+
+ACTION = "rlctl"
+"""The action of rlctl's calls. ``skip_tensor_list`` has one string: the call's arguments in JSON."""
+
+ENTRY_POINT = ("sglang.srt.plugins", "rlctl = rlctl_sglang.ranks.plugin:register")
+"""Group and entry by which SGLang finds the plug-in."""
+
+TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+"""The method of SGLang's that the plug-in hooks."""
+
+ABSENT = (
+    "rlctl's plug-in does not run in SGLang's ranks: rlctl is not installed beside SGLang, or SGLANG_PLUGINS excludes "
+    f"it, or this SGLang has no {TARGET}"
+)
+"""Why ranks do not answer. SGLang says of an action that it does not know which it is."""

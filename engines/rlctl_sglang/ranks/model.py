@@ -1,0 +1,234 @@
+"""The weights of one of SGLang's ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from rlctl_servers.ranks.element_layout import Layout, Omitted, find_layout
+from rlctl_servers.ranks.host_memory import available_bytes
+from rlctl_servers.ranks.model import LoaderMap, MemoryMap, Places, RankModel
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.common_pb2 import WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_TARGET
+from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
+from rlctl.weights.shards.load_hooks import Load
+from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
+from rlctl.weights.tensor.tensors import TensorMeta
+
+log = logging.getLogger(__name__)
+
+_SELECTORS = {WEIGHT_SELECTOR_TARGET: "target", WEIGHT_SELECTOR_DRAFT: "draft"}
+
+
+class SGLangModel(RankModel):
+    """The model of one tensor-parallel rank.
+
+    Where every element of the checkpoint lies in the target model's parameters, an update is written there. Elsewhere,
+    and into draft models, SGLang's own loaders write.
+    """
+
+    product = "SGLang"
+
+    def __init__(self, manager: Any) -> None:
+        """``manager``: the scheduler's ``SchedulerWeightUpdaterManager``."""
+        from sglang.srt.runtime_context import get_parallel
+
+        self._manager = manager
+        self._runner = manager.tp_worker.model_runner
+        parallel = get_parallel()
+        self.rank = int(parallel.tp_rank)
+        self.size = int(parallel.tp_size)
+        device = str(self._runner.device)
+        self.device = torch.device(device, self._runner.gpu_id) if device == "cuda" else torch.device(device)
+        self._layout: Layout | None = None
+        self._why = "its layout was not looked for"
+        self._loading: list[Any] = []
+        self._loader = ""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The target model."""
+        module: torch.nn.Module = self._runner.model
+        return module
+
+    # Loading.
+
+    def prepare_load(self, load: Load) -> None:
+        """Unpack what SGLang packs after a load. Raises UNSUPPORTED where derived copies would stay as they are."""
+        if self._manager._session is not None:
+            raise Reason.ILLEGAL_STATE.error(
+                "a weight update that another client has begun is open at SGLang",
+                next_step="Close it with POST /end_weight_update, or start SGLang again.",
+            )
+        selector = _SELECTORS.get(load.selector, "all")
+        runners = [runner for _, runner in self._manager._select_runners(selector)]
+        for runner in runners:
+            _refuse_derived(runner.model)
+        for runner in runners:
+            runner.weight_updater.begin_weight_update()
+        self._loading = runners
+
+    def finalize_load(self, load: Load) -> None:  # noqa: ARG002 - a hook's signature
+        """Derive and pack anew."""
+        runners, self._loading, self._loader = self._loading, [], ""
+        for runner in runners:
+            runner.weight_updater.end_weight_update(run_post_load=True)
+
+    def abandon_load(self, load: Load) -> None:
+        """As :meth:`finalize_load`; the weights are a mixture, so a failure is logged only."""
+        try:
+            self.finalize_load(load)
+        except Exception:
+            log.exception("rlctl: SGLang does not close a load")
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Hand a full tensor to the loaders of the models that the update is for."""
+        for runner in self._loading:
+            self._load_into(runner, [(name, tensor)])
+
+    def _load_into(self, runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._loader:
+            from sglang.srt.utils import dynamic_import
+
+            dynamic_import(self._loader)(runner.model, list(tensors))
+        else:
+            runner.model.load_weights(tensors)
+
+    def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
+        """Have SGLang load a checkpoint. Raises ENGINE_FAILED."""
+        for _, runner in self._manager._select_runners():
+            done, message = runner.weight_updater.update_weights_from_disk(
+                request.model_path, "auto", recapture_cuda_graph=request.options.recapture_cuda_graph
+            )
+            if not done:
+                raise Reason.ENGINE_FAILED.error(f"SGLang: {message}")
+        if request.options.torch_empty_cache and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # What is held.
+
+    def learned(self, reference: Mapping[str, TensorMeta]) -> bool:
+        """Whether the layout of these tensors is known."""
+        return self._layout is not None and self._layout.metas == dict(reference)
+
+    def learn(self, reference: Mapping[str, TensorMeta]) -> None:
+        """Find out where each element of the checkpoint lies. What the memory holds is put back afterwards.
+
+        Raises UNSUPPORTED where that is not to be found out, or there is no memory for a copy of the weights.
+        """
+        if self.learned(reference):
+            return
+        self._layout = None
+        try:
+            self._layout = self._find_out(reference)
+        except Exception as error:
+            self._why = str(error)
+            raise
+
+    def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
+        """Views into the parameters. Raises UNSUPPORTED where their layout is not known."""
+        if self._layout is None:
+            raise Reason.UNSUPPORTED.error(f"what SGLang holds cannot be read: {self._why}")
+        shards = self._layout.bind(self._parameters())
+        return ShardMap({name: shards.get(name) or _nothing(meta) for name, meta in reference.items()})
+
+    def places(self, reference: Mapping[str, TensorMeta]) -> Places:
+        """The parameters' memory, where its layout is known."""
+        if self._layout is None:
+            return LoaderMap(reference, self)
+        return MemoryMap(lambda: self.held(reference).shards, self._others, self)
+
+    def use_loader(self, load_format: str) -> None:
+        """Have a loader of the user's take the tensors. Raises UNSUPPORTED for one that SGLang was not started with."""
+        known = self._runner.weight_updater.custom_weight_loaders
+        if load_format and load_format not in known:
+            raise Reason.UNSUPPORTED.error(f"SGLang was not started with a loader {load_format!r}", field="load_format")
+        self._loader = load_format
+
+    def _others(self) -> bool:
+        """Whether an update reaches more than the target model's memory, or is a loader's of the user's."""
+        return bool(self._loader) or any(runner is not self._runner for runner in self._loading)
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Everything of the target model that a checkpoint may be loaded into."""
+        held = {name: parameter.detach() for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        held.update((name, buffer.detach()) for name, buffer in self.module.named_buffers(remove_duplicate=False))
+        return held
+
+    def _find_out(self, reference: Mapping[str, TensorMeta]) -> Layout:
+        before = self._addresses()
+        copies = self._copies()
+        load = Load("layout", full=True, selector=WEIGHT_SELECTOR_TARGET)
+
+        def load_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.prepare_load(load)
+            self._runner.model.load_weights(tensors)
+            self.finalize_load(load)
+
+        try:
+            layout = find_layout(
+                reference, load_all, self._parameters, aliases=self._tied(reference), device=self.device
+            )
+        finally:
+            # As an update writes: what SGLang derives from the weights is derived anew.
+            self.prepare_load(load)
+            unpacked = self._addresses()
+            for name, parameter in self._parameters().items():
+                parameter.copy_(copies[name])
+            self.finalize_load(load)
+        if not unpacked == before == self._addresses():
+            raise Reason.UNSUPPORTED.error("SGLang has other parameters during a load than afterwards: it packs them")
+        for name, omission in layout.omissions.items():
+            if omission.kind is not Omitted.ABSENT:
+                raise Reason.UNSUPPORTED.error(f"the place of {name} is not known: {omission.text}")
+        copied = [name for name in reference if len(layout.pieces.get(name, ())) > 1]
+        if copied:
+            raise Reason.UNSUPPORTED.error(f"SGLang stores {copied[0]} in several places")
+        return layout
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in self._parameters().items()}
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        """Copies in the host's memory. Raises UNSUPPORTED where there is no room for them."""
+        held = self._parameters()
+        needed = sum({tensor.data_ptr(): tensor.nbytes for tensor in held.values()}.values())
+        room = available_bytes() // self.size
+        if needed > room // 2:
+            raise Reason.UNSUPPORTED.error(
+                f"a copy of the weights needs {needed} bytes of the host's memory, of which {room} are available for "
+                "each rank"
+            )
+        seen: dict[int, torch.Tensor] = {}
+        for tensor in held.values():
+            if tensor.data_ptr() not in seen:
+                seen[tensor.data_ptr()] = tensor.to("cpu", copy=True)
+        return {name: seen[tensor.data_ptr()] for name, tensor in held.items()}
+
+    def _tied(self, reference: Mapping[str, TensorMeta]) -> dict[str, str]:
+        """Heads of models that compute with their embedding in place of them."""
+        if not getattr(self._runner.model_config.hf_text_config, "tie_word_embeddings", False):
+            return {}
+        embeddings = [name for name in reference if name.endswith("embed_tokens.weight")]
+        heads = [name for name in reference if name.endswith("lm_head.weight")]
+        return dict(zip(heads, embeddings, strict=False))
+
+
+def _nothing(meta: TensorMeta) -> Shard:
+    """The part of a rank that has none of a tensor."""
+    return Shard(meta, torch.empty((0, *meta.shape[1:]), dtype=meta.dtype), Slice(0, 0, 0))
+
+
+def _refuse_derived(model: torch.nn.Module) -> None:
+    """Raise UNSUPPORTED where SGLang keeps copies that are derived from weights and not derived anew after a load."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+    from sglang.srt.runtime_context import get_model
+
+    cause = weight_updater._unsupported_derived_weight_cache_error(model)
+    if cause:
+        raise Reason.UNSUPPORTED.error(f"SGLang: {cause}")
+    if get_model().weight_cache_mode != "off":
+        raise Reason.UNSUPPORTED.error("with --weight-cache-mode the weights are shared with other servers")

@@ -1,0 +1,71 @@
+"""rlctl as a plug-in of SGLang's: entry point group ``sglang.srt.plugins``, loaded by every scheduler process.
+
+The hook runs on the scheduler's thread, between two steps. What it raised would end the server, so it raises nothing.
+The route that leads to it asks for SGLang's admin key.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rlctl_sglang.ranks.channel import ACTION, TARGET
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Hook SGLang's weights checker. SGLang logs a target that it does not have, and the ranks then do not answer."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, Hook(), HookType.AROUND)
+
+
+class Hook:
+    """The hook of one scheduler process."""
+
+    __name__ = "rlctl"
+
+    def __init__(self) -> None:
+        self._endpoint: Any = None
+
+    def __call__(self, check_weights: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+        """Answer rlctl's calls; leave others to SGLang."""
+        if recv_req.action != ACTION:
+            return check_weights(manager, recv_req)
+        from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+        try:
+            return CheckWeightsReqOutput(success=True, message=self._answers(manager, recv_req))
+        except Exception as error:
+            log.exception("rlctl: a call to the ranks")
+            return CheckWeightsReqOutput(success=False, message=f"rlctl: {type(error).__name__}: {error}")
+
+    def _answers(self, manager: Any, recv_req: Any) -> str:
+        """The answers of all tensor-parallel ranks, in JSON: only rank 0's message leaves the server."""
+        import torch.distributed as dist
+
+        answer = self._answer(manager, recv_req)
+        size = dist.get_world_size(group=manager.tp_cpu_group)
+        answers: list[Any] = [answer] * size
+        if size > 1:
+            dist.all_gather_object(answers, answer, group=manager.tp_cpu_group)
+        return json.dumps(answers)
+
+    def _answer(self, manager: Any, recv_req: Any) -> dict[str, Any]:
+        """This rank's answer. The others wait for it, so nothing is raised."""
+        try:
+            if self._endpoint is None:
+                from rlctl_servers.ranks.endpoint import Endpoint
+
+                from rlctl_sglang.ranks.model import SGLangModel
+
+                self._endpoint = Endpoint(partial(SGLangModel, manager))
+            answer: dict[str, Any] = self._endpoint.call(**json.loads(recv_req.skip_tensor_list[0]))
+        except Exception as error:  # an import, or a call of another form
+            log.exception("rlctl: a call to this rank")
+            return {"failed": f"{type(error).__name__}: {error}"}
+        return answer

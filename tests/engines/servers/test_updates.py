@@ -1,0 +1,195 @@
+"""The steps of an update at a server, and its label while its weights are of no version, without a server."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.updates import Updates
+from rlctl_servers.updates.version_labels import WRITING
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import Call
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
+    OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    Outcome,
+    WorkerCoordinates,
+)
+
+CALL = Call("c", math.inf, update_id="u")
+
+
+class Server:
+    """A server, its label, and the verbs that its rank carries out.
+
+    Attributes:
+        outcome: of the next write that fails; None: writes succeed.
+    """
+
+    def __init__(self) -> None:
+        self.label = "at its start"
+        self.outcome: Outcome.ValueType | None = None
+        self.verbs: list[str] = []
+        self.requests: list[Any] = []
+        self.pauses: list[str] = []
+
+    async def must(self, path: str, body: dict[str, Any], **_: Any) -> None:
+        assert path == "/update_weight_version"
+        self.label = body["new_version"]
+
+    async def each(self, verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+        assert call.update_id
+        self.verbs.append(verb)
+        self.requests.append(request)
+        if self.outcome is not None and verb.startswith("UpdateWeights"):
+            raise Reason.GROUP_FAILED.error("it broke", outcome=self.outcome)
+        return [reply()]
+
+    async def begin(self, call: Call) -> None:
+        assert call.update_id
+        self.pauses.append("begin")
+
+    async def end(self, call: Call) -> None:
+        assert call.update_id
+        self.pauses.append("end")
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def updates(server: Server, tiny: tuple[Any, Path]) -> Updates:
+    both: Any = server
+    checkpoints = Checkpoints("SGLang", str(tiny[1]), ())
+    ranks = [WorkerCoordinates(rank=0)]
+    own = ["their.loader"]
+    return Updates("SGLang", both, checkpoints, both, ranks, both, label=lambda: "at its start", loaders=own)
+
+
+async def write(updates: Updates, load_format: str = "") -> None:
+    (result,) = await updates.from_distributed(
+        v.UpdateWeightsFromDistributedRequest(buckets=[v.TensorBucket()], load_format=load_format), CALL
+    )
+    assert result.evidence == EVIDENCE_RANK
+
+
+async def fail_to_write(updates: Updates, server: Server, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+    server.outcome = outcome
+    with pytest.raises(RlctlError) as failed:
+        await write(updates)
+    server.outcome = None
+    assert failed.value.outcome == outcome
+
+
+async def test_an_update_that_wrote_nothing_leaves_the_label_also_after_a_further_attempt(
+    updates: Updates, server: Server
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await fail_to_write(updates, server)
+    assert server.label == WRITING
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)  # the next attempt, which does not come to write
+    await updates.abort(CALL)
+    assert server.label == "at its start"
+    assert server.pauses == ["begin", "begin", "end"]
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+async def test_a_write_that_may_have_changed_something_leaves_weights_of_no_version(
+    updates: Updates, server: Server, outcome: Outcome.ValueType
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await fail_to_write(updates, server, outcome)
+    await updates.abort(CALL)
+    assert server.label == WRITING
+    assert not updates.whole
+
+
+async def test_half_written_weights_are_not_called_whole_by_an_update_that_wrote_nothing(
+    updates: Updates, server: Server
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await write(updates)
+    await updates.abort(CALL)
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await fail_to_write(updates, server)
+    await updates.abort(CALL)
+    assert server.label == WRITING
+
+
+async def test_scrambled_weights_are_not_called_whole_before_the_next_commit(updates: Updates, server: Server) -> None:
+    await updates.marking.spoil(CALL)
+    assert server.label == WRITING
+    for _ in range(2):
+        await updates.prepare(v.PrepareUpdateRequest(kind=v.UPDATE_KIND_PARTIAL), CALL)
+        await fail_to_write(updates, server)
+        await updates.abort(CALL)
+        assert server.label == WRITING
+    await updates.prepare(v.PrepareUpdateRequest(kind=v.UPDATE_KIND_PARTIAL), CALL)
+    await write(updates)
+    await updates.commit(v.CommitUpdateRequest(), "new@2", CALL)
+    assert server.label == "new@2"
+    assert updates.whole
+
+
+async def test_a_checkpoint_that_took_all_of_the_time_to_read_is_not_loaded(
+    updates: Updates, server: Server, tiny: tuple[Any, Path]
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    late = Call("c", 0.0, update_id="u")
+    with pytest.raises(RlctlError) as failed:
+        await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), late)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_REJECTED)
+    assert server.verbs == ["PrepareUpdate"]
+
+
+async def test_the_ranks_load_a_checkpoint_with_the_options_of_the_request(
+    updates: Updates, server: Server, tiny: tuple[Any, Path]
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    options = v.UpdateOptions(recapture_cuda_graph=True)
+    report = await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1]), options=options), CALL)
+    assert report.tensors == len(list(tiny[0].parameters()))
+    assert server.requests[-1].options.recapture_cuda_graph
+    with pytest.raises(RlctlError) as refused:
+        await write(updates)
+    assert refused.value.reason is Reason.ILLEGAL_STATE
+    await updates.commit(v.CommitUpdateRequest(), "disk@3", CALL)
+    assert (server.label, updates.checkpoint) == ("disk@3", str(tiny[1]))
+    assert server.verbs[-1] == "AbortUpdate", "the ranks' own update took nothing in"
+
+
+async def test_buckets_of_sglang_s_flattened_format_are_packed_ones(updates: Updates, server: Server) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await write(updates, "flattened_bucket")
+    assert [bucket.format for bucket in server.requests[-1].buckets] == [v.BUCKET_FORMAT_FLATTENED]
+    with pytest.raises(RlctlError) as refused:
+        await write(updates, "their.loader")
+    assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "load_format")
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (v.UpdateWeightsFromTensorRequest(load_format="direct"), "load_format"),
+        (v.UpdateWeightsFromTensorRequest(load_format="another.loader"), "load_format"),
+        (v.UpdateWeightsFromTensorRequest(engine_payloads=[b"pickle"]), "engine_payloads"),
+    ],
+)
+async def test_tensors_in_memory_of_unknown_forms_are_refused_before_a_rank_hears_of_them(
+    updates: Updates, server: Server, request_: v.UpdateWeightsFromTensorRequest, field: str
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    with pytest.raises(RlctlError) as refused:
+        await updates.from_tensor(request_, CALL)
+    assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, field)
+    await updates.from_tensor(v.UpdateWeightsFromTensorRequest(load_format="their.loader"), CALL)
+    assert server.verbs == ["PrepareUpdate", "UpdateWeightsFromTensor"]
