@@ -6,8 +6,8 @@ SGLang run without a GPU; rlctl imports none of it.
 
 Imports: rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
 
-Start with ``state.py``, then ``updates/rank_calls.py`` and ``ranks/plugin.py``. ``docs/sglang.md`` lists what is refused
-and why.
+Start with ``state.py``, then ``updates/rank_calls.py`` and ``ranks/plugin.py``. ``docs/sglang.md`` lists what is
+refused and why.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sabotage_plugin
 from models import changed, greedy
 
 import rlctl
@@ -24,51 +24,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 PROMPTS = [encode("1+2=3"), encode("45+6=51")]
 
 
-SABOTAGE = """
-import os, pathlib, torch
-
-def register():
-    from rlctl_servers.ranks.model import MemoryMap
-    from rlctl_sglang.ranks.model import SGLangModel
-
-    place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, pathlib.Path(os.environ["SABOTAGE"])
-
-    def orders(rank):
-        kind, _, rest = (now.read_text() if now.exists() else "").partition(":")
-        names, _, at = rest.rpartition("@")
-        return (kind, names.split(",")) if at == str(rank) else ("", [])
-
-    def placing(self, name, full):
-        kind, names = orders(self._model.rank)
-        if kind == "stale" or (kind == "drop" and name in names):
-            return
-        if kind == "swap" and name in names:
-            name = names[1 - names.index(name)]
-        place(self, name, full)
-
-    def finishing(self, load):
-        finalize(self, load)
-        kind, names = orders(self.rank)
-        if kind == "flip":
-            held = self._layout.bind(self._parameters())[names[0]].local
-            held.view(torch.int32)[-1, -1] ^= 1
-
-    MemoryMap.place, SGLangModel.finalize_load = placing, finishing
-    MemoryMap.full_in_place = lambda self, name: None
-"""
-"""A plug-in of SGLang's: a rank acknowledges an update and does something else."""
-
-
 @pytest.fixture(scope="module")
 def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that says what a rank is to do instead."""
-    place = tmp_path_factory.mktemp("sabotage")
-    information = place / "sabotage-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sabotage\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[sglang.srt.plugins]\nsabotage = sabotage_plugin:register\n")
-    (place / "sabotage_plugin.py").write_text(SABOTAGE)
-    return place / "now"
+    return tmp_path_factory.mktemp("sabotage") / "now"
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +35,8 @@ def pair(
     sglang: str, tiny: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     """A fleet of one server of two ranks."""
-    environment = {"SABOTAGE": str(sabotage), "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{sabotage.parent}"}
-    spec = EngineSpec(*("pair", str(tiny[1])), engine="sglang", tp_size=2, environment=environment)
+    environment = sabotage_plugin.environment(sabotage.parent)
+    spec = EngineSpec("pair", str(tiny[1]), engine="sglang", tp_size=2, environment=environment)
     with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlctl.demo import tiny
 from rlctl.weights.tensor.source import as_source
 
 
@@ -28,6 +29,35 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         for _ in range(count):
             tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def mixture_of_experts() -> Any:
+    """A Qwen3-MoE of two layers and four experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=16,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=tiny.PAD,
+        bos_token_id=tiny.BOS,
+        eos_token_id=tiny.EOS,
+        initializer_range=0.25,
+        dtype="float32",
+    )
+    made: Any = Qwen3MoeForCausalLM(config)
+    return made.float().eval()
 
 
 class Halfway:

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import changed
+from models import changed, mixture_of_experts
 from plain_server import plain_server
 from rlctl_servers.server.server_info import WRITES
 from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, Segments, Source, refusal
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.demo import tiny as tiny_
+from rlctl.demo import tiny
 from rlctl.demo.tiny import encode
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -38,32 +37,10 @@ def register():
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A Qwen3-MoE of two layers and the checkpoint that it was saved to."""
-    torch.manual_seed(3)
-    config = Qwen3MoeConfig(
-        vocab_size=16,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=tiny_.PAD,
-        bos_token_id=tiny_.BOS,
-        eos_token_id=tiny_.EOS,
-        initializer_range=0.25,
-        dtype="float32",
-    )
-    made: Any = Qwen3MoeForCausalLM(config)
-    model = made.float().eval()
+    """A mixture of experts and the checkpoint that it was saved to."""
+    model = mixture_of_experts()
     directory = tmp_path_factory.mktemp("experts") / "checkpoint"
-    tiny_.save(model, directory)
+    tiny.save(model, directory)
     return model, directory
 
 

@@ -147,6 +147,10 @@ class Rank:
             backend=request.backend or "gloo",
             pair=self._model.rank if request.paired else None,
         )
+        if place.rank >= request.world_size:
+            raise Reason.FIELD_INVALID.error(
+                f"rank {place.rank} is not in a group of {request.world_size}", field="rank_offset"
+            )
         if request.probe_only:
             return self._groups.probe(request.group_name, place, timeout_s=timeout_s, update_id=update_id)
         limit = seconds(request.group_timeout) or LONGEST_S

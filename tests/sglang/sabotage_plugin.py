@@ -1,0 +1,53 @@
+"""A plug-in of SGLang's for tests: a rank acknowledges an update and does something else.
+
+The environment variable SABOTAGE names a file with orders, ``KIND:NAME,...@RANK``: ``drop`` (a tensor is not placed),
+``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """Put the sabotage around rlctl's code in this rank."""
+    import torch
+    from rlctl_servers.ranks.model import MemoryMap
+    from rlctl_sglang.ranks.model import SGLangModel
+
+    place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, Path(os.environ["SABOTAGE"])
+
+    def orders(rank: int) -> tuple[str, list[str]]:
+        kind, _, rest = (now.read_text() if now.exists() else "").partition(":")
+        names, _, at = rest.rpartition("@")
+        return (kind, names.split(",")) if at == str(rank) else ("", [])
+
+    def placing(self: Any, name: str, full: torch.Tensor) -> None:
+        kind, names = orders(self._model.rank)
+        if kind == "stale" or (kind == "drop" and name in names):
+            return
+        if kind == "swap" and name in names:
+            name = names[1 - names.index(name)]
+        place(self, name, full)
+
+    def finishing(self: Any, load: Any) -> None:
+        finalize(self, load)
+        kind, names = orders(self.rank)
+        if kind == "flip":
+            self._layout.bind(self._parameters())[names[0]].local.view(torch.int32)[-1, -1] ^= 1
+
+    MemoryMap.place, SGLangModel.finalize_load = placing, finishing  # type: ignore[method-assign]
+    MemoryMap.full_in_place = lambda self, name: None  # type: ignore[method-assign]
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Make the plug-in known to a server; ``place``: a directory for it, whose file "now" has the orders."""
+    information = place / "sabotage-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sabotage\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[sglang.srt.plugins]\nsabotage = sabotage_plugin:register\n")
+    (place / "sabotage_plugin.py").write_text(Path(__file__).read_text())
+    paths = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
+    return {"PYTHONPATH": paths, "SABOTAGE": str(place / "now")}
