@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import sabotage_plugin
 from models import changed, greedy, mixture_of_experts
-from rlctl.client.errors import OperationFailed
 
 import rlctl
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.demo import tiny
 from rlctl.demo.tiny import encode
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
