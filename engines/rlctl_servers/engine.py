@@ -396,11 +396,11 @@ class ServerEngine(Engine):
         if self._ready and update_id and not await self._received(INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
 
-    def _proven(self, held: str) -> str:
-        """The digest of what was just loaded, if the digest of what the ranks hold is the same; "" otherwise."""
+    def _proven(self, held: str, path: str) -> str:
+        """The digest of the checkpoint that was just loaded, if the ranks hold the same; "" otherwise."""
         if not held:
             return ""
-        checkpoint = open_checkpoint(self._config.model_path)
+        checkpoint = open_checkpoint(path)
         try:
             return held if digest_of(checkpoint) == held else ""
         finally:

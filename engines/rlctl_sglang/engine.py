@@ -106,9 +106,8 @@ class SGLangEngine(ServerEngine):
         # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
         probes = self._server.launched and facts.mode == "null"
         self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
-        proven = await asyncio.to_thread(self._proven, self._digest)
         # Other weights than the checkpoint's can be read as well, if they were not rounded.
-        readable = bool(proven or (self._digest and self._updated and self._rounds_nothing))
+        readable = bool(self._proof or (self._digest and self._updated and self._rounds_nothing))
         self._layout = facts.layout(self._config, readable=readable).workers
         self._ready = True
         return EngineInfo(
@@ -116,8 +115,10 @@ class SGLangEngine(ServerEngine):
             capabilities=facts.capabilities(
                 readable=readable, probes=self._prober is not None, unproven=refuted.why if refuted else ""
             ),
-            checkpoint="" if self._updated and not proven else self._checkpoint,  # it may hold what a trainer has sent
-            model_digest=proven,
+            checkpoint=""
+            if self._updated and not self._proof
+            else self._checkpoint,  # it may hold what a trainer has sent
+            model_digest=self._proof,
             fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
         )
@@ -133,7 +134,7 @@ class SGLangEngine(ServerEngine):
         if self._server.launched and not facts.ranks and ABSENT in facts.unsupported.values():
             raise Reason.ENGINE_FAILED.error(ABSENT, next_step="SGLang's log says why it has not loaded the plug-in.")
         self._ranks = ranks if facts.ranks else None
-        self._digest = ""
+        self._digest = self._proof = ""
         self._state.paired = facts.mode != "null"
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
@@ -167,11 +168,12 @@ class SGLangEngine(ServerEngine):
         call = self._start_call()
         refuted = None
         if self._ranks is not None and self._facts.ranks[0]["learned"]:
-            await self._learn(call)
+            self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call)
         elif self._ranks is not None:
             refuted = await self._trial(self._learn, call)
-        if self._digest or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
-            return refuted
+        self._proof = await asyncio.to_thread(self._proven, self._digest, self._checkpoint)
+        if self._proof or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
+            return refuted  # what is read back proves each update, or there is nothing to compare with
         if self._facts.world_size > 1 and self._ranks is None:
             return None  # of several ranks every update needs a probe
         if "UpdateWeightsFromDisk" in self._facts.unsupported:
@@ -193,13 +195,13 @@ class SGLangEngine(ServerEngine):
             refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), held)
         if refuted is None:
             await self._updates.name(self._stamps.label, call)
+            self._updates.marking.committed()
         return refuted
 
     async def _learn(self, call: Call) -> None:
         assert self._ranks is not None
         await self._updates.marking.begin_trial(call)
         self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call)
-        await self._updates.marking.aborted(call, dirty=False)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
         """Have SGLang itself load a checkpoint."""

@@ -82,7 +82,7 @@ class VLLMEngine(ServerEngine):
         """
         await self._launch()
         facts = self._facts
-        digest = await asyncio.to_thread(self._proven, facts.digest)
+        digest = await asyncio.to_thread(self._proven, facts.digest, self._config.model_path)
         refuted = None if digest else await self._tried()
         if refuted is not None and refuted.loaded:
             if not self._server.launched:
