@@ -344,7 +344,7 @@ class ServerEngine(Engine):
     @takes_turn
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
-    ) -> verbs_pb2.WeightsReport:
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
         """Load a checkpoint."""
         self._check("UpdateWeightsFromDisk")
         call.accept()

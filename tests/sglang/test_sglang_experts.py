@@ -60,7 +60,7 @@ def test_experts_reach_both_ranks(fleet: Fleet, experts: tuple[Any, Path], path:
         result = publisher.update(model, version=path)
     (stage,) = result.operation.stage_results
     assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
-    assert [rank.evidence for rank in stage.rank_results] == [common.EVIDENCE_RANK] * 2
+    assert [rank.evidence for rank in stage.rank_results] == [common.EVIDENCE_VERIFIED] * 2
     generates_like(fleet, model)
 
 

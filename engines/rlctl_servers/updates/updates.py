@@ -213,8 +213,8 @@ class Updates:
             return False
         return True
 
-    async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> WeightsReport:
-        """Load a checkpoint that was compared with the reference."""
+    async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> list[RankResult] | WeightsReport:
+        """Load a checkpoint that was compared with the reference; one report where the server loads for its ranks."""
         update = opened(self._update, call)
         self._refuse_selector(request.options.selector, "options.selector")
         if update.taken:
@@ -228,7 +228,7 @@ class Updates:
             await self._load(update, stored, request, call)
         finally:
             stored.close()
-        return update.report
+        return self._loaded(update)
 
     async def commit(self, request: CommitUpdateRequest, label: str, call: Call) -> list[RankResult] | WeightsReport:
         """Close the update; the server's label for the version comes last. Refuses when a tensor was not written."""
@@ -249,7 +249,7 @@ class Updates:
         self.marking.committed()
         self._update = None
         await self._hold.end(call)
-        return update.report if reports is None else self._each(reports)
+        return self._loaded(update) if reports is None else self._each(reports)
 
     async def load_again(self, checkpoint: str, call: Call) -> None:
         """The load of the trial at the start: an update from disk that leaves the server's label to its outcome."""
@@ -334,6 +334,9 @@ class Updates:
         update.report.bytes_received += sum(meta.nbytes for meta in stored.metas.values())
         update.report.load.CopyFrom(duration(update.loading_s))
         self.checkpoint = request.model_path
+
+    def _loaded(self, update: OpenUpdate) -> list[RankResult] | WeightsReport:
+        return update.report if self._server_load is not None else self._each([update.report] * len(self._layout))
 
     def _each(self, reports: Sequence[WeightsReport]) -> list[RankResult]:
         return [

@@ -156,8 +156,10 @@ async def test_the_ranks_load_a_checkpoint_with_the_options_of_the_request(
 ) -> None:
     await updates.prepare(v.PrepareUpdateRequest(), CALL)
     options = v.UpdateOptions(recapture_cuda_graph=True)
-    report = await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1]), options=options), CALL)
-    assert report.tensors == len(list(tiny[0].parameters()))
+    request = v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1]), options=options)
+    (result,) = await updates.from_disk(request, CALL)  # type: ignore[misc]
+    assert result.evidence == EVIDENCE_RANK
+    assert result.weights.tensors == len(list(tiny[0].parameters()))
     assert server.requests[-1].options.recapture_cuda_graph
     with pytest.raises(RlctlError) as refused:
         await write(updates)
