@@ -269,6 +269,23 @@ async def test_memory_that_is_resumed_without_a_release(server: Server) -> None:
     assert (await server.ask("POST", "/release_memory_occupation", {"tags": ["bogus"]}))[0] == 400
 
 
+async def test_memory_that_is_released_twice(server: Server) -> None:
+    """As SGLang's tests of such calls, which newer versions refuse, and the cycle that must serve afterwards."""
+    if server.real or not server.releases:
+        pytest.skip("a resume without a release ends SGLang")
+    await server.every("POST", "/flush_cache")
+    for path, tags in (
+        ("/release_memory_occupation", ["kv_cache"]),
+        ("/release_memory_occupation", ["kv_cache"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache"]),
+    ):
+        told = await server.every("POST", path, {"tags": tags})
+        assert told == [(200, None)] * len(server.engines), (path, told)
+    await server.every("POST", "/continue_generation", {})
+    assert await server.greedy(0) == greedy(server.tiny[0], PROMPT, 6)
+
+
 async def test_memory(server: Server) -> None:
     await server.every("POST", "/pause_generation", {"mode": "abort"})
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
@@ -305,6 +322,31 @@ async def test_a_co_located_step(server: Server) -> None:
     assert [status for status, _ in await server.every("GET", "/ready")] == [200] * len(server.engines)
     for engine in range(len(server.engines)):
         assert await server.greedy(engine) == greedy(model, PROMPT, 6)
+    await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
+
+
+@pytest.mark.parametrize("same", [False, True])
+async def test_the_checker_compares_after_an_update_of_one_tensor(server: Server, same: bool) -> None:
+    """As SGLang's tests of the checker over HTTP; comparing needs CUDA there."""
+    if server.real or not server.compares:
+        pytest.skip("it compares with no snapshot")
+    group = await server.form()
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = server.tiny[0].get_parameter(name).data
+    sent = tensor.clone() if same else torch.full_like(tensor, 0.75)
+    assert (await server.ask("POST", "/weights_checker", {"action": "snapshot"}))[0] == 200
+    before = (await server.ask("POST", "/weights_checker", {"action": "checksum"}))[1]["ranks"][0]["checksums"]
+    await server.every("POST", "/begin_weight_update", {})
+    body = described([(name, sent)]) | {"group_name": server.group, "flush_cache": True}
+    told = asyncio.create_task(server.every("POST", "/update_weights_from_distributed", body))
+    await asyncio.to_thread(broadcast, group, [sent])
+    assert [status for status, _ in await told] == [200] * len(server.engines)
+    assert [status for status, _ in await server.every("POST", "/end_weight_update", {})] == [200] * len(server.engines)
+    status, compared = await server.ask("POST", "/weights_checker", {"action": "compare"})
+    assert (status, compared["success"]) == ((200, True) if same else (400, False)), compared
+    assert same or name in compared["message"]
+    after = (await server.ask("POST", "/weights_checker", {"action": "checksum"}))[1]["ranks"][0]["checksums"]
+    assert {each for each in before if before[each] != after[each]} == (set() if same else {name})
     await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
 
 
