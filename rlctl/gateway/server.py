@@ -250,8 +250,11 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def _of_the_request(route: Route, error: RlctlError) -> RlctlError:
-    """An unsupported field of a generation request is 400, as in engines: OpenAI's client retries a 501."""
-    if route.scope is Scope.ROLLOUT and error.reason is Reason.UNSUPPORTED and error.field:
+    """An unsupported field of a generation request and a rid in use are 400, as in engines: OpenAI's client retries a
+    501 and a 409.
+    """
+    unsupported = error.reason is Reason.UNSUPPORTED and error.field
+    if route.scope is Scope.ROLLOUT and (unsupported or error.reason is Reason.RID_IN_USE):
         error.http_status = 400
     return error
 

@@ -274,7 +274,7 @@ class AsyncRollout:
         job = _Job(sample, bearer(token), told, place)
         rid = sample.request.rid
         if rid in self._named:
-            raise Reason.RID_IN_USE.error(f"a request with rid {rid!r} is running", field="rid")
+            raise Reason.RID_IN_USE.error(f"Duplicate request ID: {rid!r} is running", field="rid")
         if rid:
             self._named[rid] = job
         try:

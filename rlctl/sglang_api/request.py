@@ -123,7 +123,7 @@ def read(
         check_bytes(size, together)
     rids = [asked.rid for asked in made]
     if len(set(rids)) < len(rids):
-        raise Reason.FIELD_INVALID.error("two prompts have the same rid", field="rid")
+        raise Reason.FIELD_INVALID.error("Duplicate request ID: two prompts have the same rid", field="rid")
     return Asking(made, batch or made[0].samples > 1, stream, list(dict.fromkeys(unknown)))
 
 

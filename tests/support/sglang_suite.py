@@ -261,6 +261,40 @@ async def test_a_flush_is_refused_beside_requests_and_abort_ends_them(server: Se
     assert await server.ask("POST", "/abort_request", {}) == (200, "")
 
 
+@pytest.mark.parametrize(
+    "everything", [{"abort_all": True}, {"rid": "", "abort_all": True}, {"rid": None, "abort_all": True}]
+)
+async def test_all_requests_are_aborted(server: Server, everything: dict[str, Any]) -> None:
+    """The bodies that SGLang's tests, slime and Miles send."""
+    requests = [running(server) for _ in range(4)]
+    await begun(server)
+    assert (await server.ask("POST", "/abort_request", everything))[0] == 200
+    for status, told in await asyncio.gather(*requests):
+        meta = told["meta_info"]
+        assert (status, meta["finish_reason"]["type"]) == (200, "abort")
+        assert meta["completion_tokens"] == len(told["output_ids"])
+
+
+async def test_an_id_that_is_in_use_is_refused(server: Server) -> None:
+    """As SGLang's tests of ids: one after the other is right, at the same time and within a batch it is not."""
+    sampling = {"max_new_tokens": 4, "temperature": 0}
+    body: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": sampling, "rid": new_uuid7()}
+    for _ in range(2):
+        assert (await server.ask("POST", "/generate", body))[0] == 200
+    long = {**body, "sampling_params": {**sampling, "max_new_tokens": 400, "ignore_eos": True}}
+    first = asyncio.create_task(server.ask("POST", "/generate", long))
+    await begun(server)
+    status, told = await server.ask("POST", "/generate", body)
+    assert status == 400, told
+    assert "Duplicate request ID" in told["error"]["message"]
+    assert (await first)[0] == 200
+    batch = {"input_ids": [PROMPT, PROMPT], "sampling_params": sampling, "rid": [body["rid"]] * 2}
+    status, told = await server.ask("POST", "/generate", batch)
+    assert status == 400, told
+    assert "Duplicate request ID" in told["error"]["message"]
+    assert (await server.ask("POST", "/generate", body))[0] == 200
+
+
 async def test_memory_that_is_resumed_without_a_release(server: Server) -> None:
     if server.real:
         pytest.skip("it ends SGLang")
