@@ -1,0 +1,40 @@
+"""A co-located trainer in front of a fleet of one server, and what its ranks must have afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from rlctl.gateway.server import GatewayConfig, GatewayServer
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk import aio
+from rlctl.weights.tensor.digest import combine, tensor_digest
+
+TRAINER = Path(__file__).parent / "colocated_trainer.py"
+
+
+async def assert_updates(fleet: LaunchedFleet, checkpoint: Path, output: Path, trainer: str) -> None:
+    """Two updates by handle reach the only engine, actor-0 of one rank, and no reference stays."""
+    gateway = GatewayServer(GatewayConfig(fleet.address, dialect="sglang"))
+    try:
+        await gateway.start()
+        place = f"http://{gateway.address}/engines/actor-0=1"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(TRAINER), str(checkpoint), str(output), trainer, "1,2", place,
+            env={**os.environ, "STAND_IN": "1"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        told, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        assert [json.loads(line)["left"] for line in told.decode().splitlines()] == [[], []]
+        async with await aio.connect(fleet.address) as client:
+            [model] = await client.models()
+    finally:
+        await gateway.stop()
+    tensors = load_file(output / "2.safetensors")
+    expected = combine({name: tensor_digest(name, tensor) for name, tensor in tensors.items()})
+    assert model.model_digest == expected
