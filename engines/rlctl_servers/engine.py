@@ -373,6 +373,8 @@ class ServerEngine(Engine):
         ranks = self._ranks_for("CheckWeights")
         if request.shadow:
             raise Reason.UNSUPPORTED.error("the server keeps no shadow copy of its weights", field="shadow")
+        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
         call.accept()
         reports = await ranks.each("CheckWeights", request, verbs_pb2.CheckReport, call)
         digest = reports[0].model_digest

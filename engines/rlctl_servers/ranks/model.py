@@ -52,7 +52,7 @@ class RankModel(LoadHooks, abc.ABC):
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
         """Find out what :meth:`held` needs to know. Called once for each stage server, before anything is served.
 
-        Raises UNSUPPORTED with the reason where it cannot be found out.
+        Raises UNSUPPORTED with the reason where it cannot be found out; ENGINE_FAILED (DIRTY) for spoilt weights.
         """
 
     def learned(self, reference: Mapping[str, TensorMeta]) -> bool:  # noqa: ARG002

@@ -124,6 +124,8 @@ class Rank:
                     return b""
                 return model_digest(self._held(exchange), exchange).digest.encode()
         except RlctlError as error:
+            if error.outcome == OUTCOME_DIRTY:
+                raise
             log.warning("rlctl: what %s holds cannot be read back: %s", self._model.product, error)
             return b""
 

@@ -11,8 +11,8 @@ from rlctl_servers.ranks.element_layout import Layout, Omitted, find_layout
 from rlctl_servers.ranks.host_memory import available_bytes
 from rlctl_servers.ranks.model import LoaderMap, MemoryMap, Places, RankModel
 
-from rlctl.contract.errors import Reason
-from rlctl.v1.common_pb2 import WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_TARGET
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_TARGET
 from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
 from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
@@ -117,15 +117,16 @@ class SGLangModel(RankModel):
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
         """Find out where each element of the checkpoint lies. What the memory holds is put back afterwards.
 
-        Raises UNSUPPORTED where that is not to be found out, or there is no memory for a copy of the weights.
+        Raises UNSUPPORTED where that is not to be found out, or there is no memory for a copy of the weights;
+        ENGINE_FAILED (DIRTY) when the weights could not be put back.
         """
         if self.learned(reference):
             return
         self._layout = None
         try:
             self._layout = self._find_out(reference)
-        except Exception as error:
-            self._why = str(error)
+        except RlctlError as error:
+            self._why = error.message
             raise
 
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
@@ -159,6 +160,9 @@ class SGLangModel(RankModel):
         return held
 
     def _find_out(self, reference: Mapping[str, TensorMeta]) -> Layout:
+        quantization = self._runner.model_config.quantization
+        if quantization:
+            raise Reason.UNSUPPORTED.error(f"weights of quantization {quantization} are processed after a load")
         before = self._addresses()
         copies = self._copies()
         load = Load("layout", full=True, selector=WEIGHT_SELECTOR_TARGET)
@@ -168,17 +172,25 @@ class SGLangModel(RankModel):
             self._runner.model.load_weights(tensors)
             self.finalize_load(load)
 
+        layout, failure = None, ""
         try:
             layout = find_layout(
                 reference, load_all, self._parameters, aliases=self._tied(reference), device=self.device
             )
-        finally:
+        except Exception as error:  # noqa: BLE001 - whatever the loaders raise, the weights are put back
+            failure = f"{type(error).__name__}: {error}"
+        try:
             # As an update writes: what SGLang derives from the weights is derived anew.
             self.prepare_load(load)
             unpacked = self._addresses()
             for name, parameter in self._parameters().items():
                 parameter.copy_(copies[name])
             self.finalize_load(load)
+        except Exception as error:
+            cause = f"SGLang's weights could not be put back: {type(error).__name__}: {error}"
+            raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
+        if layout is None:
+            raise Reason.UNSUPPORTED.error(f"SGLang's loaders do not take tensors in turn: {failure}")
         if not unpacked == before == self._addresses():
             raise Reason.UNSUPPORTED.error("SGLang has other parameters during a load than afterwards: it packs them")
         for name, omission in layout.omissions.items():

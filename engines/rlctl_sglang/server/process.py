@@ -203,6 +203,8 @@ def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) 
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore",
     }
+    if os.environ.get("SGLANG_PLUGINS"):
+        variables["SGLANG_PLUGINS"] = f"{os.environ['SGLANG_PLUGINS']},rlctl"
     if meeting is not None:
         # By itself each side takes the address of its host's name, which need not be on the network between them.
         variables |= {"SGLANG_HOST_IP": meeting.host, "GLOO_SOCKET_IFNAME": interface_of(meeting.host)}
