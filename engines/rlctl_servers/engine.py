@@ -95,7 +95,7 @@ class Ending(Protocol):
 
 
 class State(Protocol):
-    """What a server has been told."""
+    """The state of a server."""
 
     released: set[common_pb2.MemoryTag.ValueType]
 
@@ -394,7 +394,7 @@ class ServerEngine(Engine):
         return await self._updates.received(timeout_s)
 
     async def interrupt(self, update_id: str) -> None:
-        """Ranks cannot be reached while they receive: a source that leaves ends that, or nothing does."""
+        """Wait for the end of a broadcast, and give the server up after INTERRUPT_S: no call reaches its ranks."""
         if self._ready and update_id and not await self._received(INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
 

@@ -13,7 +13,9 @@ from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_servers.engine import RANKS_CHECK, ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.server.server_info import WRITES
 from rlctl_servers.updates import reload_trial
+from rlctl_servers.updates.checkpoints import digest_of
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 
@@ -31,6 +33,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_sglang.options import parse_options, refuse_workers
@@ -106,14 +109,14 @@ class SGLangEngine(ServerEngine):
         # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
         probes = self._server.launched and facts.mode == "null"
         self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
-        # Other weights than the checkpoint's can be read as well, if they were not rounded.
-        readable = bool(self._proof or (self._digest and self._updated and self._rounds_nothing))
+        # Other weights than the checkpoint's can be read where those of a checkpoint once were.
+        readable = bool(self._proof or (self._digest and self._confirmed))
         self._layout = facts.layout(self._config, readable=readable).workers
         self._ready = True
         return EngineInfo(
             layout=facts.layout(self._config, readable=readable),
             capabilities=facts.capabilities(
-                readable=readable, probes=self._prober is not None, unproven=refuted.why if refuted else ""
+                readable=readable, probes=self._prober is not None, unproven=self._unproven(refuted)
             ),
             checkpoint=""
             if self._updated and not self._proof
@@ -167,11 +170,14 @@ class SGLangEngine(ServerEngine):
         """
         call = self._start_call()
         refuted = None
-        if self._ranks is not None and self._facts.ranks[0]["learned"]:
-            self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call)
-        elif self._ranks is not None:
+        ranks = self._facts.ranks
+        self._confirmed = bool(ranks) and all(rank["confirmed"] for rank in ranks)
+        if self._ranks is not None and all(rank["learned"] for rank in ranks):
+            self._digest = await self._ranks.meet(ranks, self._checkpoints.reference, call)
+        elif self._ranks is not None and not set(WRITES) & self._facts.unsupported.keys():
             refuted = await self._trial(self._learn, call)
         self._proof = await asyncio.to_thread(self._proven, self._digest, self._checkpoint)
+        self._confirmed |= bool(self._proof)
         if self._proof or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
             return refuted  # what is read back proves each update, or there is nothing to compare with
         if self._facts.world_size > 1 and self._ranks is None:
@@ -179,6 +185,13 @@ class SGLangEngine(ServerEngine):
         if "UpdateWeightsFromDisk" in self._facts.unsupported:
             return None
         return await self._trial(partial(self._updates.load_again, self._checkpoint), call)
+
+    def _unproven(self, refuted: reload_trial.Refuted | None) -> str:
+        """Why it is not known that loads repeat; "": it is."""
+        if refuted is not None:
+            return refuted.why
+        alone = self._state.paired and not self._confirmed
+        return "one of a pair computes nothing alone, so no second load was compared with the first" if alone else ""
 
     async def _trial(self, load: Callable[[Call], Awaitable[None]], call: Call) -> reload_trial.Refuted | None:
         async def held() -> None:
@@ -189,6 +202,9 @@ class SGLangEngine(ServerEngine):
                 await memory.let_go(self._control, self._state, call)
 
         if self._state.paired:
+            loads = await self._loads(call)
+            if not self._server.launched and loads.running + loads.waiting:
+                return None  # the pause of one of a pair would end others' requests
             await held()
             refuted = None
         else:
@@ -199,9 +215,11 @@ class SGLangEngine(ServerEngine):
         return refuted
 
     async def _learn(self, call: Call) -> None:
+        """Have the ranks find the places of the checkpoint's elements."""
         assert self._ranks is not None
         await self._updates.marking.begin_trial(call)
-        self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call)
+        expected = await asyncio.to_thread(self._digest_on_disk)
+        self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call, expected)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
         """Have SGLang itself load a checkpoint."""
@@ -215,10 +233,12 @@ class SGLangEngine(ServerEngine):
         }
         await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
 
-    @property
-    def _rounds_nothing(self) -> bool:
-        """Whether SGLang computes in the dtype of the checkpoint."""
-        return self._checkpoints.dtype == self._facts.info.get("dtype")
+    def _digest_on_disk(self) -> str:
+        checkpoint = open_checkpoint(self._checkpoint)
+        try:
+            return digest_of(checkpoint)
+        finally:
+            checkpoint.close()
 
     def _start_call(self) -> Call:
         """A call that may take as long as a start."""
@@ -369,7 +389,8 @@ class SGLangEngine(ServerEngine):
         try:
             report = await self._updates.commit(request, label, call)
         except BaseException:
-            self._stamps.label = before
+            if self._updates.open:
+                self._stamps.label = before
             raise
         if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
             await self._adapters.drop_all()

@@ -1,4 +1,4 @@
-"""A co-located trainer in front of a real SGLang server: its handles are read by the stage server."""
+"""A co-located trainer in front of a real SGLang server: its handles are read by rlctl's code in SGLang's ranks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ model. ``endpoint.py`` (``Endpoint``) turns messages into calls and errors into 
 is ``RankCalls`` in ``engines/rlctl_servers/updates/rank_calls.py``. ``element_layout.py`` (``find_layout``) finds where
 each element of a checkpoint lies, by loading; ``element_codes.py`` and ``element_regions.py`` are its arithmetic.
 
-Imports: rlctl.contract, rlctl.weights. No HTTP, no gRPC: the engine's own environment has torch and protobuf only.
+Imports: rlctl.contract, rlctl.weights. No HTTP, no gRPC: the engine's environment has torch, numpy and protobuf.
 
 Start with ``endpoint.py``, then ``rank.py``.
 """

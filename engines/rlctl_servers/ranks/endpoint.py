@@ -32,13 +32,13 @@ class Endpoint:
         ``request`` is its message, "answer" that of the result, both serialised, in base64. An error is "error", an
         ``ErrorDetail``, with its "outcome". "number" is that of the call, by which answers are told apart.
         """
-        return {"number": number, **self._answer(verb, request, update_id, timeout_s)}
+        return {"number": number, **self._answer(number, verb, request, update_id, timeout_s)}
 
-    def _answer(self, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
+    def _answer(self, number: str, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
         try:
             if self._rank is None:
                 self._rank = Rank(self._model())
-            answer = self._rank.call(verb, base64.b64decode(request), update_id, float(timeout_s))
+            answer = self._rank.call(number, verb, base64.b64decode(request), update_id, float(timeout_s))
         except RlctlError as error:
             return failed(error)
         except Exception as error:

@@ -59,6 +59,14 @@ class RankModel(LoadHooks, abc.ABC):
         """Whether :meth:`learn` has nothing to do."""
         return False
 
+    @property
+    def confirmed(self) -> bool:
+        """Whether :meth:`confirm` was called."""
+        return False
+
+    def confirm(self) -> None:
+        """What :meth:`held` gives had the digest of the checkpoint that the engine had loaded."""
+
     @abc.abstractmethod
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
         """What this rank computes with, as parts of the reference's tensors. Raises UNSUPPORTED for unreadable ones."""

@@ -1,7 +1,7 @@
 """The steps of a weight update at one rank of an engine server.
 
-Groups, shared segments, checks and digests are those of every rlctl rank; where a tensor is put is the model's to say.
-Whatever can be refused is refused before the first tensor.
+Groups, shared segments, checks and digests are those of every rlctl rank; the model decides where a tensor goes.
+A request is checked before its first tensor.
 """
 
 # ruff: noqa: ARG002 (every step is given the same)
@@ -55,7 +55,7 @@ class Rank:
         self._segments = SegmentReader(model.device, rank=model.rank)
         self._announced = Announced()
         self._groups: Groups | None = None
-        self._calls = 0
+        self._number = ""
         self._shards = Places({})
         self._reference: dict[str, TensorMeta] = {}
         self._receiver = Receiver(self._shards)
@@ -63,13 +63,13 @@ class Rank:
         self._may_be_nothing = False
         self._report = v.WeightsReport()
 
-    def call(self, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes:
-        """Carry a verb out; request and answer are serialised messages. Raises what is wrong."""
-        self._calls += 1
+    def call(self, number: str, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes:
+        """Carry a verb out; request and answer are serialised messages. ``number``: of the call, alike at all ranks."""
+        self._number = number
         if verb == "Attach":
             return self._attach(json.loads(request))
         if self._groups is None:
-            raise Reason.ILLEGAL_STATE.error("no stage server has attached to this worker")
+            raise Reason.ILLEGAL_STATE.error("no stage server has attached to this rank")
         if verb == "Meet":
             return self._meet(json.loads(request), timeout_s)
         steps: dict[str, Callable[[Any, str, float], Message | None]] = {
@@ -108,6 +108,7 @@ class Rank:
             "protocol": PROTOCOL,
             "rlctl": __version__,
             "learned": self._model.learned(self._reference),
+            "confirmed": self._model.confirmed,
             "store": self._groups.store_address if self._model.rank == 0 else None,
         }
         return json.dumps(me).encode()
@@ -117,17 +118,20 @@ class Rank:
         host, port = request["store"]
         self._together.store = (host, port)
         try:
-            with self._together.exchanging(self._calls, timeout_s) as exchange:
+            with self._together.exchanging(self._number, timeout_s) as exchange:
                 agreed(exchange, partial(self._model.learn, self._reference))
-                self._place()
                 if not request["digest"]:
                     return b""
-                return model_digest(self._held(exchange), exchange).digest.encode()
+                digest = model_digest(self._held(exchange), exchange).digest
         except RlctlError as error:
             if error.outcome == OUTCOME_DIRTY:
                 raise
             log.warning("rlctl: what %s holds cannot be read back: %s", self._model.product, error)
             return b""
+        if digest == request["expected"]:
+            self._model.confirm()
+            self._place()
+        return digest.encode()
 
     def _place(self) -> None:
         self._shards = self._model.places(self._reference)
@@ -178,7 +182,7 @@ class Rank:
             if self._shards.reference.get(meta.name) != meta:
                 raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
         report = v.WeightsReport()
-        with self._together.exchanging(self._calls, timeout_s) as exchange:
+        with self._together.exchanging(self._number, timeout_s) as exchange:
             gathering = Gathering(self._held(exchange).shards, exchange)
             for meta in metas:
                 agreed(exchange, partial(self._broadcast, request.group_name, gathering.full(meta.name)))
@@ -202,11 +206,12 @@ class Rank:
     def _prepare(self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
         """Open an update; an open one is given up. The stage server has checked whether it may be opened."""
         self._give_up()
+        self._shards.begin()
         full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
         self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
         self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
         self._loading = Loading(self._model, Load(update_id, full, request.selector))
-        self._shards.begin()
+        self._model.use_loader("")
         self._report = v.WeightsReport()
         return self._report
 
@@ -227,6 +232,7 @@ class Rank:
             for index, (_, bucket) in enumerate(stream)
             for number, meta in enumerate(bucket.metas)
         )
+        self._model.use_loader("")
         loading.prepare()
         try:
             # Nothing else ends the wait for a source that says nothing.
@@ -253,7 +259,6 @@ class Rank:
         self, request: v.UpdateWeightsFromTensorRequest, update_id: str, timeout_s: float
     ) -> v.WeightsReport:
         loading = self._open(update_id)
-        self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)
         offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
         checked = self._segments.check(offered, self._receiver)
         self._shards.refuse_again(
@@ -261,6 +266,7 @@ class Rank:
             for segment in self._segments.mine(offered)
             for number, (meta, _) in enumerate(segment.tensors)
         )
+        self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)
         loading.prepare()
         try:
             return self._took(self._segments.read(checked, self._receiver))
@@ -299,7 +305,7 @@ class Rank:
         wants = not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))
         report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
         every: dict[str, str] = {}
-        with self._together.exchanging(self._calls, timeout_s) as exchange:
+        with self._together.exchanging(self._number, timeout_s) as exchange:
             held = self._held(exchange)
             if wants:
                 result = model_digest(held, exchange)
@@ -320,7 +326,7 @@ class Rank:
         if meta is None:
             raise unknown(request.tensor)
         rows_of(request, meta)
-        with self._together.exchanging(self._calls, timeout_s) as exchange:
+        with self._together.exchanging(self._number, timeout_s) as exchange:
             held = self._held(exchange, {meta.name: meta})
         return v.CheckReport(action=request.action, values=first_rows(request, held.shards[meta.name]))
 

@@ -35,7 +35,7 @@ class Together:
         self._last = ""
 
     @contextmanager
-    def exchanging(self, number: int, timeout_s: float) -> Iterator[Exchange]:
+    def exchanging(self, number: str, timeout_s: float) -> Iterator[Exchange]:
         """An exchange for one call, which has the same ``number`` at every rank. Raises GROUP_FAILED.
 
         It is left when the next one begins: by then all have read what was said in it. A rank that fails in the middle

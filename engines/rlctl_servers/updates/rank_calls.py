@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import base64
 import json
 import secrets
@@ -34,6 +35,7 @@ class RankCalls(abc.ABC):
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self._turn = asyncio.Lock()
 
     @abc.abstractmethod
     async def _send(self, arguments: dict[str, Any], call: Call) -> Sequence[Any]:
@@ -68,13 +70,16 @@ class RankCalls(abc.ABC):
             raise Reason.ANSWER_INVALID.error(f"the server's ranks describe themselves as {ranks}")
         return sorted(ranks, key=lambda rank: int(rank["rank"]))
 
-    async def meet(self, ranks: Sequence[Mapping[str, Any]], reference: Mapping[str, TensorMeta], call: Call) -> str:
+    async def meet(
+        self, ranks: Sequence[Mapping[str, Any]], reference: Mapping[str, TensorMeta], call: Call, expected: str = ""
+    ) -> str:
         """Bring the ranks together, which :meth:`attach` has described, and have them learn what they hold.
 
-        Returns the model digest of it, "" where they cannot read it, or it is too large to be gathered.
+        Returns the model digest of it, "" where they cannot read it, or it is too large to be gathered. ``expected``:
+        digest of the checkpoint that the engine has loaded; "": it may have loaded something else.
         """
         large = len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED
-        meeting = json.dumps({"store": ranks[0]["store"], "digest": not large}).encode()
+        meeting = json.dumps({"store": ranks[0]["store"], "digest": not large, "expected": expected}).encode()
         answers = _good(await self._call("Meet", meeting, call))
         digests = {base64.b64decode(answer["answer"]).decode() for answer in answers}
         return digests.pop() if len(digests) == 1 else ""
@@ -82,13 +87,17 @@ class RankCalls(abc.ABC):
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """The answer of every rank, in their order.
 
-        Raises what the first rank refused; when another one has changed something meanwhile, the outcome is DIRTY.
+        Raises the error of the first rank that failed. The outcome is DIRTY if another rank has changed something.
         """
         answers = await self._call(verb, request.SerializeToString(), call)
         good = _good(answers, mutates=VERBS[verb].mutates(request))
         return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
 
     async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
+        async with self._turn:  # a call's time at the ranks begins when the engine hands it to them
+            return await self._call_now(verb, request, call)
+
+    async def _call_now(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
         remaining = time_left(call, verb)
         arguments = {
             "number": secrets.token_hex(8),

@@ -25,6 +25,8 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
+    WEIGHT_SELECTOR_ALL,
+    WEIGHT_SELECTOR_UNSPECIFIED,
     Outcome,
     WeightSelector,
     WorkerCoordinates,
@@ -82,9 +84,11 @@ class OpenUpdate:
         taken: tensors have come, or were to come.
         loaded: a checkpoint was loaded.
         dirty: something may have been written.
+        selector: the models that the update is for.
     """
 
     update_id: str
+    selector: WeightSelector.ValueType = WEIGHT_SELECTOR_UNSPECIFIED
     taken: bool = False
     loaded: bool = False
     dirty: bool = False
@@ -165,7 +169,7 @@ class Updates:
             if before is None:
                 await self._hold.end(call)
             raise
-        self._update = OpenUpdate(call.update_id, dirty=before is not None and before.dirty)
+        self._update = OpenUpdate(call.update_id, request.selector, dirty=before is not None and before.dirty)
         return self._update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> list[RankResult]:
@@ -217,6 +221,11 @@ class Updates:
         """Load a checkpoint that was compared with the reference; one report where the server loads for its ranks."""
         update = opened(self._update, call)
         self._refuse_selector(request.options.selector, "options.selector")
+        if self._draft and not {update.selector, request.options.selector} <= {
+            WEIGHT_SELECTOR_UNSPECIFIED,
+            WEIGHT_SELECTOR_ALL,
+        }:
+            raise Reason.UNSUPPORTED.error(f"from disk {self._product} loads both models", field="options.selector")
         if update.taken:
             raise Reason.ILLEGAL_STATE.error(
                 f"this update has taken tensors in; {self._product} loads checkpoints on their own"
@@ -245,10 +254,14 @@ class Updates:
             if not update.loaded:
                 raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
             await self._close(call)
+        self.marking.committed()  # a label that was given although its answer is lost must not outlive the next write
         await self.name(label, call, outcome=OUTCOME_DIRTY)
-        self.marking.committed()
         self._update = None
-        await self._hold.end(call)
+        try:
+            await self._hold.end(call)
+        except RlctlError as error:
+            error.outcome = OUTCOME_UNKNOWN
+            raise
         return self._loaded(update) if reports is None else self._each(reports)
 
     async def load_again(self, checkpoint: str, call: Call) -> None:
@@ -284,6 +297,13 @@ class Updates:
     ) -> list[RankResult]:
         update = opened(self._update, call)
         assert self._ranks is not None
+        selector = request.options.selector
+        if selector not in (WEIGHT_SELECTOR_UNSPECIFIED, update.selector):
+            raise Reason.FIELD_CONFLICT.error(
+                f"the update is for {WeightSelector.Name(update.selector)}, these tensors are for "
+                f"{WeightSelector.Name(selector)}",
+                field="options.selector",
+            )
         if update.loaded:
             raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
         await self.marking.mark(call)

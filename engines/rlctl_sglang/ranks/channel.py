@@ -19,4 +19,7 @@ ABSENT = (
     "rlctl's plug-in does not run in SGLang's ranks: rlctl is not installed beside SGLang, or SGLANG_PLUGINS excludes "
     f"it, or this SGLang has no {TARGET}"
 )
-"""Why ranks do not answer. SGLang says of an action that it does not know which it is."""
+"""The error for ranks that do not answer. SGLang refuses an action that it does not know."""
+
+UNKNOWN_ACTION = "Unsupported action="
+"""How SGLang's own checker refuses an action (``srt/utils/weight_checker.py``)."""

@@ -26,8 +26,8 @@ _SELECTORS = {WEIGHT_SELECTOR_TARGET: "target", WEIGHT_SELECTOR_DRAFT: "draft"}
 class SGLangModel(RankModel):
     """The model of one tensor-parallel rank.
 
-    Where every element of the checkpoint lies in the target model's parameters, an update is written there. Elsewhere,
-    and into draft models, SGLang's own loaders write.
+    Where every element of the checkpoint lies in the target model's parameters, and their digest was once that of the
+    checkpoint, an update is written there. Elsewhere, and into draft models, SGLang's own loaders write.
     """
 
     product = "SGLang"
@@ -44,6 +44,7 @@ class SGLangModel(RankModel):
         device = str(self._runner.device)
         self.device = torch.device(device, self._runner.gpu_id) if device == "cuda" else torch.device(device)
         self._layout: Layout | None = None
+        self._confirmed = False
         self._why = "its layout was not looked for"
         self._loading: list[Any] = []
         self._loader = ""
@@ -58,18 +59,31 @@ class SGLangModel(RankModel):
 
     def prepare_load(self, load: Load) -> None:
         """Unpack what SGLang packs after a load. Raises UNSUPPORTED where derived copies would stay as they are."""
+        self._begin(self._refuse(_SELECTORS.get(load.selector, "all")))
+
+    def _refuse(self, selector: str) -> list[Any]:
+        """The runners that a load is for. Raises ILLEGAL_STATE, MEMORY_RELEASED, UNSUPPORTED."""
         if self._manager._session is not None:
             raise Reason.ILLEGAL_STATE.error(
                 "a weight update that another client has begun is open at SGLang",
                 next_step="Close it with POST /end_weight_update, or start SGLang again.",
             )
-        selector = _SELECTORS.get(load.selector, "all")
+        self._refuse_released()
         runners = [runner for _, runner in self._manager._select_runners(selector)]
         for runner in runners:
             _refuse_derived(runner.model)
+        return runners
+
+    def _refuse_released(self) -> None:
+        if "weights" in self._manager.offload_tags:
+            raise Reason.MEMORY_RELEASED.error("the weights are released at SGLang")
+
+    def _begin(self, runners: Iterable[Any]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a forward pass may be under way on a stream of its own
         for runner in runners:
+            self._loading.append(runner)
             runner.weight_updater.begin_weight_update()
-        self._loading = runners
 
     def finalize_load(self, load: Load) -> None:  # noqa: ARG002 - a hook's signature
         """Derive and pack anew."""
@@ -99,6 +113,9 @@ class SGLangModel(RankModel):
 
     def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
         """Have SGLang load a checkpoint. Raises ENGINE_FAILED."""
+        self._refuse_released()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for _, runner in self._manager._select_runners():
             done, message = runner.weight_updater.update_weights_from_disk(
                 request.model_path, "auto", recapture_cuda_graph=request.options.recapture_cuda_graph
@@ -117,12 +134,12 @@ class SGLangModel(RankModel):
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
         """Find out where each element of the checkpoint lies. What the memory holds is put back afterwards.
 
-        Raises UNSUPPORTED where that is not to be found out, or there is no memory for a copy of the weights;
+        Raises UNSUPPORTED if the places cannot be found, or the host has no memory for a copy of the weights;
         ENGINE_FAILED (DIRTY) when the weights could not be put back.
         """
         if self.learned(reference):
             return
-        self._layout = None
+        self._layout, self._confirmed = None, False
         try:
             self._layout = self._find_out(reference)
         except RlctlError as error:
@@ -132,18 +149,29 @@ class SGLangModel(RankModel):
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
         """Views into the parameters. Raises UNSUPPORTED where their layout is not known."""
         if self._layout is None:
-            raise Reason.UNSUPPORTED.error(f"what SGLang holds cannot be read: {self._why}")
+            raise Reason.UNSUPPORTED.error(f"SGLang's weights cannot be read: {self._why}")
+        self._refuse_released()
         shards = self._layout.bind(self._parameters())
-        return ShardMap({name: shards.get(name) or _nothing(meta) for name, meta in reference.items()})
+        parts = {name: shards.get(name) or _nothing(meta) for name, meta in reference.items()}
+        return ShardMap({name: part for name, part in parts.items() if part is not None})
 
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
         """The parameters' memory, where its layout is known."""
-        if self._layout is None:
+        if self._layout is None or not self._confirmed:
             return LoaderMap(reference, self)
         return MemoryMap(lambda: self.held(reference).shards, self._others, self)
 
+    @property
+    def confirmed(self) -> bool:
+        """Whether the views have given the digest of a checkpoint that SGLang itself had loaded."""
+        return self._confirmed
+
+    def confirm(self) -> None:
+        """The views have given the digest of the checkpoint."""
+        self._confirmed = True
+
     def use_loader(self, load_format: str) -> None:
-        """Have a loader of the user's take the tensors. Raises UNSUPPORTED for one that SGLang was not started with."""
+        """Select a loader of the user. Raises UNSUPPORTED if SGLang was not started with this loader."""
         known = self._runner.weight_updater.custom_weight_loaders
         if load_format and load_format not in known:
             raise Reason.UNSUPPORTED.error(f"SGLang was not started with a loader {load_format!r}", field="load_format")
@@ -163,12 +191,13 @@ class SGLangModel(RankModel):
         quantization = self._runner.model_config.quantization
         if quantization:
             raise Reason.UNSUPPORTED.error(f"weights of quantization {quantization} are processed after a load")
+        self._refuse("target")
         before = self._addresses()
         copies = self._copies()
         load = Load("layout", full=True, selector=WEIGHT_SELECTOR_TARGET)
 
         def load_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            self.prepare_load(load)
+            self._begin([self._runner])
             self._runner.model.load_weights(tensors)
             self.finalize_load(load)
 
@@ -181,7 +210,8 @@ class SGLangModel(RankModel):
             failure = f"{type(error).__name__}: {error}"
         try:
             # As an update writes: what SGLang derives from the weights is derived anew.
-            self.prepare_load(load)
+            self._loading = []
+            self._begin([self._runner])
             unpacked = self._addresses()
             for name, parameter in self._parameters().items():
                 parameter.copy_(copies[name])
@@ -207,18 +237,18 @@ class SGLangModel(RankModel):
     def _copies(self) -> dict[str, torch.Tensor]:
         """Copies in the host's memory. Raises UNSUPPORTED where there is no room for them."""
         held = self._parameters()
-        needed = sum({tensor.data_ptr(): tensor.nbytes for tensor in held.values()}.values())
+        needed = sum({_memory(tensor): tensor.nbytes for tensor in held.values()}.values())
         room = available_bytes() // self.size
         if needed > room // 2:
             raise Reason.UNSUPPORTED.error(
                 f"a copy of the weights needs {needed} bytes of the host's memory, of which {room} are available for "
                 "each rank"
             )
-        seen: dict[int, torch.Tensor] = {}
+        copies: dict[Any, torch.Tensor] = {}
         for tensor in held.values():
-            if tensor.data_ptr() not in seen:
-                seen[tensor.data_ptr()] = tensor.to("cpu", copy=True)
-        return {name: seen[tensor.data_ptr()] for name, tensor in held.items()}
+            if _memory(tensor) not in copies:
+                copies[_memory(tensor)] = tensor.to("cpu", copy=True)
+        return {name: copies[_memory(tensor)] for name, tensor in held.items()}
 
     def _tied(self, reference: Mapping[str, TensorMeta]) -> dict[str, str]:
         """Heads of models that compute with their embedding in place of them."""
@@ -229,8 +259,15 @@ class SGLangModel(RankModel):
         return dict(zip(heads, embeddings, strict=False))
 
 
-def _nothing(meta: TensorMeta) -> Shard:
-    """The part of a rank that has none of a tensor."""
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two views of the same elements have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _nothing(meta: TensorMeta) -> Shard | None:
+    """The part of a rank that has none of a tensor; None: a tensor without dimensions has no parts."""
+    if not meta.shape:
+        return None
     return Shard(meta, torch.empty((0, *meta.shape[1:]), dtype=meta.dtype), Slice(0, 0, 0))
 
 

@@ -1,6 +1,6 @@
 """rlctl as a plug-in of SGLang's: entry point group ``sglang.srt.plugins``, loaded by every scheduler process.
 
-The hook runs on the scheduler's thread, between two steps. What it raised would end the server, so it raises nothing.
+The hook runs on the scheduler's thread, between two steps. An exception would end the server, so it raises none.
 The route that leads to it asks for SGLang's admin key.
 """
 

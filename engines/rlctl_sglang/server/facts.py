@@ -154,7 +154,7 @@ class Facts:
         return list(self.info.get("custom_weight_loader") or ())
 
     def layout(self, config: EngineConfig, *, readable: bool) -> fleet_pb2.StageLayout:
-        """Every rank's coordinates; without the plug-in the ranks share no memory with anybody.
+        """Every rank's coordinates; without the plug-in the ranks share no memory with other processes.
 
         ``readable``: they can send what they hold, so groups meet at rank 0's store.
         """

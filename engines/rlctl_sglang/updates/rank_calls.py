@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from rlctl_servers.updates.rank_calls import RankCalls
@@ -11,7 +12,7 @@ from rlctl_servers.updates.rank_calls import RankCalls
 from rlctl.contract.errors import Reason
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
-from rlctl_sglang.ranks.channel import ABSENT, ACTION
+from rlctl_sglang.ranks.channel import ABSENT, ACTION, UNKNOWN_ACTION
 
 
 class Ranks(RankCalls):
@@ -21,11 +22,16 @@ class Ranks(RankCalls):
         body = {"action": ACTION, "skip_tensor_list": [json.dumps(arguments)]}
         answer = await self._control.tell("/weights_checker", body, call=call)
         if not answer.ok:
-            if answer.message.startswith("rlctl:"):
-                raise Reason.ENGINE_FAILED.error(f"SGLang: {answer.message}", outcome=OUTCOME_UNKNOWN)
-            raise Reason.UNSUPPORTED.error(ABSENT)
-        answers: Sequence[Any] = json.loads(answer.body["message"])
-        failed = [each["failed"] for each in answers if "failed" in each]
-        if failed:
-            raise Reason.ENGINE_FAILED.error(f"rlctl's plug-in in SGLang: {failed[0]}", outcome=OUTCOME_UNKNOWN)
+            absent = answer.status == HTTPStatus.NOT_FOUND or answer.message.startswith(UNKNOWN_ACTION)
+            if absent and arguments["verb"] == "Attach":
+                raise Reason.UNSUPPORTED.error(ABSENT)
+            raise Reason.ENGINE_FAILED.error(f"SGLang: {answer.message}", outcome=OUTCOME_UNKNOWN)
+        try:
+            answers: Sequence[Any] = json.loads(answer.body["message"])
+            failed = [(rank, each["failed"]) for rank, each in enumerate(answers) if "failed" in each]
+        except (KeyError, TypeError, ValueError) as error:
+            cause = f"SGLang answers a call to its ranks with something else: {error}"
+            raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_UNKNOWN) from error
+        for rank, cause in failed:
+            raise Reason.ENGINE_FAILED.error(f"rlctl's plug-in at rank {rank}: {cause}", outcome=OUTCOME_UNKNOWN)
         return answers

@@ -160,7 +160,7 @@ class Facts:
         )
 
     def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
-        """Every rank's coordinates; those of a server without the extension share no memory with anybody."""
+        """Every rank's coordinates; those of a server without the extension share no memory with other processes."""
         places = self.ranks or [{"rank": rank, "device": "", "host_id": ""} for rank in range(self.world_size)]
         return fleet_pb2.StageLayout(
             tp_size=self.tp_size,

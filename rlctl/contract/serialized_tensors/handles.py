@@ -168,7 +168,7 @@ def shape(value: object, what: str = "size") -> tuple[int, ...]:
 def dtype(value: object) -> Dtype:
     """A dtype. Raises ValueError."""
     if type(value) is not Dtype:
-        raise ValueError("the dtype is not one that is read")
+        raise ValueError("the dtype is not supported")
     return value
 
 

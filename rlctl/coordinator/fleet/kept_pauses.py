@@ -167,8 +167,8 @@ class Pauses:
                 self._changed()
 
     async def refill(self, name: str, write: Callable[[Sequence[Put]], Awaitable[None]]) -> None:
-        """A stage of another model, or another pipeline stage, fills a slot. The continues of the slot were not for it:
-        pauses of all slots cover it as every stage that joins later. ``write`` journals the changes.
+        """A stage of another model, or another pipeline stage, fills a slot. Continues of the slot do not apply to
+        it: pauses of all slots cover it like a stage that joins later. ``write`` journals the changes.
         """
         async with self._writing:
             changed = {key: _refilled(each, name) for key, each in self._records.items() if name in each.continued}

@@ -120,8 +120,8 @@ class Slot:
         withheld_adapters: adapters that its last grant withheld, because it owed a pause by name of them.
         in_hand: number of running operations by name that pause or continue it, by the adapter that they name. Their
             outcome decides its pause.
-        undecided: number of these operations by the pause in force that they put in force or may end: until then it
-            does not owe that pause. A pause that began after a continue is none of them.
+        undecided: number of these operations for each pause in force that they may put in force or end. The slot
+            does not owe such a pause until they have ended. A pause that began after a continue is not counted.
         continuing: number of ContinueGenerations under way, by the adapter that they name: it may report that it is
             paused, and be about to generate.
     """

@@ -48,7 +48,7 @@ class WrittenTensors:
             for place, name in enumerate(bucket.names):
                 if self._groups.get(name, group) != group:
                     raise Reason.UPDATE_IN_PROGRESS.error(
-                        f"{name} came over group {self._groups[name]!r} in the open update; whose is {group!r}?",
+                        f"{name} came over group {self._groups[name]!r} in the open update, not {group!r}",
                         field=f"buckets[{number}].names[{place}]",
                     )
 
@@ -87,14 +87,14 @@ class WrittenTensors:
         self._pending -= names
 
     def take_back(self, request: Write, added: set[str]) -> None:
-        """A write that was numbered was not accepted: those that got later numbers meanwhile leave a gap and fail."""
+        """A numbered write was not accepted. Writes with later numbers then leave a gap and fail."""
         for _, _, group in _buckets(request):
             self._buckets[group] -= 1
         for name in added:
             self._groups.pop(name, None)
 
     def forget(self, request: Write, added: set[str]) -> None:
-        """A write came over groups that nobody is in: those that get their names begin anew."""
+        """A write named groups without members. New groups of these names start again at bucket 0."""
         for _, _, group in _buckets(request):
             self._buckets.pop(group, None)
         for name in added:
