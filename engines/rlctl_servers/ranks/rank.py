@@ -24,6 +24,7 @@ from rlctl.contract.verbs import VERBS
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.version import __version__
+from rlctl.weights.group.network_interfaces import address_towards
 from rlctl.weights.group.process_group import LONGEST_S
 from rlctl.weights.group.rank_groups import Groups, Membership
 from rlctl.weights.group.sender import wire_device
@@ -94,7 +95,7 @@ class Rank:
         self._give_up()
         if self._groups is not None:
             self._groups.close()
-        self._groups = Groups(request["host"])
+        self._groups = Groups(address_towards(request["host"]))  # the rank may be on another node
         infos = (v.TensorInfo(name=n, dtype=dtype, shape=v.Shape(dims=dims)) for n, dtype, dims in request["reference"])
         self._reference = {info.name: from_proto(info) for info in infos}
         self._place()

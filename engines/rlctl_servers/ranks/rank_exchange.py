@@ -18,6 +18,9 @@ from rlctl.weights.tensor.digest import Stop
 
 Done = TypeVar("Done")
 
+MEET_S = 30.0
+"""How long a rank waits for the others to come: all are called at the same step of the engine."""
+
 
 class Together:
     """This rank among those of its server.
@@ -51,7 +54,7 @@ class Together:
         self._last = ""
         name = f"rlctl-ranks-{number}"
         place = Membership(*self.store, self._rank, self._size, "gloo")
-        self._groups.join(name, place, timeout_s=timeout_s, broadcast_timeout_s=timeout_s)
+        self._groups.join(name, place, timeout_s=min(timeout_s, MEET_S), broadcast_timeout_s=timeout_s)
         self._last = name
         try:
             yield GroupExchange(self._groups.get(name).process_group)

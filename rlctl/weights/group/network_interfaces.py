@@ -61,13 +61,21 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patie
 
 def _route_to(host: str) -> str:
     """Interface that packets to a host leave by when nothing says otherwise; "" when that cannot be told."""
+    return interface_of(address_towards(host))
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to a host: the host's own, where it is this machine.
+
+    ``host``: a name or an address. Returns ``host`` itself where there is no route.
+    """
     try:
         family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect(destination)  # Looks the route up and sends nothing.
-            return interface_of(asking.getsockname()[0])
+            return str(asking.getsockname()[0])
     except OSError:
-        return ""
+        return host
 
 
 def address_of(node: str) -> str:
