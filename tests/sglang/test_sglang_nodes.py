@@ -45,7 +45,7 @@ with rlctl.connect(coordinator) as fleet:
     model = changed(tiny.make(seed=3), seed=8)
     probe = Probe.of(model, [encode("1+2=3")], tolerance=1e-3)
     with contextlib.closing(fleet.publisher("actor", host=host)) as publisher:
-        result = publisher.update(model, version="sent", verify="probe", probe=probe)
+        result = publisher.update(model, version="sent", probe=probe)
     (updated,) = result.operation.stage_results
     (sample,) = fleet.generate(encode("3+"), max_new_tokens=12, temperature=0.0, ignore_eos=True).samples
     say(
@@ -73,6 +73,10 @@ with rlctl.connect(coordinator) as fleet:
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+LEVELS = ("NONE", "RECEIVED", "REPLICA", "EXPECTED", "PROBE")
+"""Levels of a server whose ranks all answer, on every node."""
 
 
 @pytest.fixture
@@ -127,10 +131,10 @@ def test_a_server_on_two_nodes_is_updated_and_ends_with_one_of_them(
         said = stack.enter_context(trainer(nodes["first"], address, NODES["first"]))
         assert next(said) == {
             "workers": [[0, 0, NODES["first"]], [1, 1, NODES["second"]]],
-            "transports": ["TRANSPORT_TORCH_GLOO", "TRANSPORT_DISK"],
-            "levels": ["VERIFICATION_LEVEL_PROBE"],
+            "transports": ["TRANSPORT_TORCH_GLOO", "TRANSPORT_DISK", "TRANSPORT_SHARED_MEMORY"],
+            "levels": [f"VERIFICATION_LEVEL_{level}" for level in LEVELS],
         }
-        assert next(said) == {"verified": "VERIFICATION_LEVEL_PROBE", "label": ["sent"], "right": True}
+        assert next(said) == {"verified": "VERIFICATION_LEVEL_EXPECTED", "label": ["sent"], "right": True}
         assert next(said) == {"running": True}
         os.kill(int(worker["pid"]), signal.SIGKILL)
         assert next(said)["ended"] in ("ENGINE_FAILED", "UNREACHABLE", "STAGE_NOT_SERVING")
