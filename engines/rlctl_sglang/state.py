@@ -43,12 +43,14 @@ class State:
         paired: it is a prefill or a decode server.
         paused: mode in which generation is paused, or UNSPECIFIED.
         holding: paused by the plug-in itself, for an update or because memory is released.
+        updating: an update is open, and needs the pause.
         released: regions that are released.
     """
 
     paired: bool = False
     paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
     holding: bool = False
+    updating: bool = False
     released: set[MemoryTag.ValueType] = field(default_factory=set)
 
     @property
@@ -75,7 +77,7 @@ class State:
         if self.paired:
             return MODES[PAUSE_MODE_ABORT]
         # What the plug-in holds it does in place; a release that failed may have left it so, under requests.
-        left = self.holding and not self.paused and not self.released
+        left = self.holding and not self.paused and not self.released and not self.updating
         frozen = left or self.paused == PAUSE_MODE_IN_PLACE
         if frozen and mode == PAUSE_MODE_ABORT:
             if active:

@@ -46,11 +46,13 @@ class State:
     Attributes:
         paused: mode in which generation is paused, or UNSPECIFIED.
         held: paused by the plug-in itself, for an update or because memory is released.
+        updating: an update is open, and needs the pause.
         released: regions that are released.
     """
 
     paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
     held: bool = False
+    updating: bool = False
     released: set[MemoryTag.ValueType] = field(default_factory=set)
 
     @property

@@ -40,10 +40,9 @@ class Model:
         requests: those that have not ended, by id.
         ghosts: requests that were ended while frozen: SGLang lets go of them when it goes on.
         released: memory regions that are released.
-        holding: the plug-in has paused it, because memory is released.
+        holding: the plug-in has paused it, for an update or because memory is released.
         update: id of the open update, or "".
-        complete: every tensor was written in it.
-        session: SGLang's own update session is open.
+        written: how every tensor was written in it, "disk" or "group"; "": none was.
         weights: name of what is held.
         cached: caches may hold entries of other weights.
         label: SGLang's version label; None: its own.
@@ -55,8 +54,7 @@ class Model:
     released: set[str] = field(default_factory=set)
     holding: bool = False
     update: str = ""
-    complete: bool = False
-    session: bool = False
+    written: str = ""
     weights: str = "first"
     cached: bool = False
     label: str | None = None
@@ -107,9 +105,9 @@ class Model:
         """Continue."""
         if self.released:
             return Reason.MEMORY_RELEASED
-        if self.session:
+        if self.update:
             return Reason.ILLEGAL_STATE
-        self.paused = ""
+        self.paused, self.holding = "", False
         self._run()
         return None
 
@@ -154,11 +152,15 @@ class Model:
         if set(tags) - set(TAGS):
             return Reason.FIELD_INVALID
         self.released -= set(tags or TAGS)
-        if not self.released and self.holding:
+        self._let_go()
+        return None
+
+    def _let_go(self) -> None:
+        """End the plug-in's own pause, unless released memory or an update needs it."""
+        if self.holding and not self.released and not self.update:
             self.holding = False
             if not self.paused:
                 self._run()
-        return None
 
     def prepare(self, update: str, *, abort: bool) -> Reason | None:
         """Open an update."""
@@ -170,38 +172,39 @@ class Model:
             if not abort:
                 return Reason.ACTIVE_REQUESTS
             self.requests.clear()
-        self.update, self.complete = update, False
+        self.holding |= not self.paused
+        self.update, self.written = update, ""
         return None
 
-    def write(self, update: str, weights: str, *, session: bool) -> Reason | None:
-        """Write all weights, from disk, or over a group (which opens SGLang's session, a load closes it)."""
-        if self.requests and not self.stopped:
-            return Reason.ACTIVE_REQUESTS
+    def write(self, update: str, weights: str, *, over: str) -> Reason | None:
+        """Write all weights, from disk or over a group, not both in one update."""
         if not self.update:
             return Reason.UPDATE_NOT_FOUND
         if self.update != update:
             return Reason.UPDATE_FENCED
-        self.weights, self.complete, self.cached, self.session = weights, True, True, session
+        if self.written not in ("", over):
+            return Reason.ILLEGAL_STATE
+        self.weights, self.written, self.cached = weights, over, True
         return None
 
     def commit(self, update: str, label: str) -> Reason | None:
         """Close the update."""
-        if self.session and self.requests and not self.stopped:
-            return Reason.ACTIVE_REQUESTS
         if not self.update:
             return Reason.UPDATE_NOT_FOUND
         if self.update != update:
             return Reason.UPDATE_FENCED
-        if not self.complete:
+        if not self.written:
             return Reason.WEIGHTS_INCOMPLETE
-        self.update, self.session, self.label = "", False, label
+        self.update, self.label = "", label
+        self._let_go()
         return None
 
     def drop(self, update: str) -> Reason | None:
         """Abort the update."""
         if self.update and self.update != update:
             return Reason.UPDATE_FENCED
-        self.update, self.session = "", False
+        self.update = ""
+        self._let_go()
         return None
 
 

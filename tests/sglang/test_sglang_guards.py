@@ -245,17 +245,17 @@ def test_requests_that_a_pause_sent_back_do_not_keep_a_flush_waiting(driver: Dri
     assert len(running.tokens) == 400
 
 
-def test_a_load_beside_requests_that_run_is_refused(driver: Driver, tiny: tuple[Any, Path]) -> None:
-    """SGLang would wait for them to end, however long, and take no further call meanwhile."""
+def test_requests_that_come_during_an_update_wait_for_its_end(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """SGLang's own load would wait for them to end, however long, and take no further call meanwhile."""
     driver.tell(v.PrepareUpdateRequest(), update_id="u")
-    running = driver.begin(prompt(encode("7"), 400)).started()
-    error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="u")
-    assert (error.reason, error.outcome) == (Reason.ACTIVE_REQUESTS, common.OUTCOME_REJECTED)
+    running = driver.begin(prompt(encode("7"), 400))
     other = refusal(driver, v.PrepareUpdateRequest(abort_all_requests=True), update_id="another")
     assert other.reason is Reason.UPDATE_IN_PROGRESS
-    running.result()
-    assert len(running.tokens) == 400, "the refused update has not ended it"
-    driver.tell(v.AbortUpdateRequest(), update_id="u")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="u")
+    assert not running.tokens
+    version = driver.commit("u", "beside", 11)
+    assert running.result()[-1].samples[0].versions[0].version == version
+    assert len(running.tokens) == 400
 
 
 def test_memory_is_released_only_when_idle_and_resumed_only_when_released(

@@ -176,17 +176,17 @@ class Run:
 
     def load(self, update: str, name: str) -> Any:
         request = v.UpdateWeightsFromDiskRequest(model_path=str(self._server.place / name))
-        return self.model.write(update, name, session=False), self._tell(request, update)
+        return self.model.write(update, name, over="disk"), self._tell(request, update)
 
     def load_wrong(self, update: str) -> Any:
         """A checkpoint that is not there: refused without effect, or for whatever refuses one that is."""
-        refused = Model(**vars(self.model)).write(update, "", session=False)
+        refused = Model(**vars(self.model)).write(update, "", over="disk")
         request = v.UpdateWeightsFromDiskRequest(model_path=str(self._server.place / "none"))
         return refused or Reason.CHECKPOINT_NOT_FOUND, self._tell(request, update)
 
     def broadcast(self, update: str, name: str) -> Any:
         self._server.groups += 1
-        wanted = self.model.write(update, name, session=True)
+        wanted = self.model.write(update, name, over="group")
         with Source(self._driver, f"sequence-{self._server.groups}") as source:
             plan = source.plan(self._server.models[name])
             receiving = self._driver.submit(source.announce(plan), update_id=update)
@@ -199,7 +199,7 @@ class Run:
         return wanted, None
 
     def broadcast_nowhere(self, update: str) -> Any:
-        refused = Model(**vars(self.model)).write(update, "", session=True)
+        refused = Model(**vars(self.model)).write(update, "", over="group")
         bucket = v.TensorBucket(names=["model.norm.weight"], dtypes=["torch.float32"], shapes=[v.Shape(dims=[128])])
         request = v.UpdateWeightsFromDistributedRequest(group_name="none", buckets=[bucket])
         return refused or Reason.GROUP_NOT_FOUND, self._tell(request, update)

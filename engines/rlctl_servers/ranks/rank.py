@@ -47,6 +47,9 @@ from rlctl_servers.ranks.rank_exchange import Together, agreed
 
 log = logging.getLogger(__name__)
 
+PROBE_S = 5.0
+"""How long a rank tries to reach the store of a group that it is to join."""
+
 
 class Rank:
     """One rank of a server; calls come one after the other, in the engine's own thread."""
@@ -158,8 +161,11 @@ class Rank:
             raise Reason.FIELD_INVALID.error(
                 f"rank {place.rank} is not in a group of {request.world_size}", field="rank_offset"
             )
+        # The engine computes nothing while a rank waits for a store.
+        limit = timeout_s if request.probe_only else min(timeout_s, PROBE_S)
+        probed = self._groups.probe(request.group_name, place, timeout_s=limit, update_id=update_id)
         if request.probe_only:
-            return self._groups.probe(request.group_name, place, timeout_s=timeout_s, update_id=update_id)
+            return probed
         limit = seconds(request.group_timeout) or LONGEST_S
         return self._groups.join(
             request.group_name,

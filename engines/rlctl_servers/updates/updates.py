@@ -81,7 +81,7 @@ class OpenUpdate:
     """The update that is open.
 
     Attributes:
-        taken: tensors have come, or were to come.
+        taken: tensors have come, or may have.
         loaded: a checkpoint was loaded.
         dirty: something may have been written.
         selector: the models that the update is for.
@@ -307,16 +307,16 @@ class Updates:
         if update.loaded:
             raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
         await self.marking.mark(call)
-        update.taken = True
         self._idle.clear()
         try:
             reports = await self._ranks.each(verb, request, WeightsReport, call)
         except RlctlError as error:
-            update.dirty |= error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN)
+            if error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN):
+                update.taken = update.dirty = True
             raise
         finally:
             self._idle.set()
-        update.dirty = True
+        update.taken = update.dirty = True
         return self._each(reports)
 
     async def _close(self, call: Call) -> None:

@@ -120,11 +120,13 @@ class OwnPause:
         self._state = state
 
     async def begin(self, call: Call) -> None:
-        """See :func:`hold`."""
+        """Pause, and keep the pause until :meth:`end`, also past a resume of memory."""
         await hold(self._control, self._state, call)
+        self._state.updating = True
 
     async def end(self, call: Call) -> None:
-        """See :func:`let_go`."""
+        """End the pause, unless something else needs it."""
+        self._state.updating = False
         await let_go(self._control, self._state, call)
 
 
@@ -142,7 +144,7 @@ async def hold(control: Control, state: State, call: Call) -> None:
 
 async def let_go(control: Control, state: State, call: Call) -> None:
     """End the own pause, unless the fleet has paused the server meanwhile, or memory is released."""
-    if state.holding and not state.released:
+    if state.holding and not state.released and not state.updating:
         if state.paused == PAUSE_MODE_UNSPECIFIED:
             await control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
         state.holding = False

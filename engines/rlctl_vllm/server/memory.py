@@ -63,9 +63,9 @@ async def resume(
         await control.must(f"/wake_up?{names}", {}, call=call)
         state.released -= wanted
         if not state.released:
-            state.held = False
-            if state.paused:
-                await control.must(f"/pause?{MODES[state.paused]}", {}, call=call)
+            state.held = state.updating and not state.paused
+            if state.paused or state.updating:
+                await control.must(f"/pause?{MODES[state.paused or PAUSE_MODE_IN_PLACE]}", {}, call=call)
     else:
         await let_go(control, state, call)
     return _report(state)
@@ -85,11 +85,13 @@ class OwnPause:
         self._state = state
 
     async def begin(self, call: Call) -> None:
-        """See :func:`hold`."""
+        """Pause, and keep the pause until :meth:`end`, also past a resume of memory."""
         await hold(self._control, self._state, call)
+        self._state.updating = True
 
     async def end(self, call: Call) -> None:
-        """See :func:`let_go`."""
+        """End the pause, unless something else needs it."""
+        self._state.updating = False
         await let_go(self._control, self._state, call)
 
 
@@ -106,7 +108,7 @@ async def hold(control: Control, state: State, call: Call) -> None:
 
 async def let_go(control: Control, state: State, call: Call) -> None:
     """End the own pause, unless the fleet has paused the server meanwhile."""
-    if state.held and not state.released:
+    if state.held and not state.released and not state.updating:
         if not state.paused:
             await control.must("/resume", {}, call=call)
         state.held = False
