@@ -385,11 +385,12 @@ class SGLangEngine(ServerEngine):
             return await self._adapters.commit(call)
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
+        was_open = self._updates.open
         before, self._stamps.label = self._stamps.label, label  # while the update is open, see _admit
         try:
             report = await self._updates.commit(request, label, call)
         except BaseException:
-            if self._updates.open:
+            if not was_open or self._updates.open:
                 self._stamps.label = before
             raise
         if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
