@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy
 import torch
@@ -27,7 +28,7 @@ MOST_PIECES = 256
 """Pieces of one tensor."""
 _CHUNK = 1 << 24
 
-Array = numpy.ndarray
+Array: TypeAlias = numpy.ndarray
 Decode = Callable[[torch.Tensor], torch.Tensor]
 
 
