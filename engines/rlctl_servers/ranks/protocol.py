@@ -4,6 +4,3 @@ from __future__ import annotations
 
 PROTOCOL = 1
 """A stage server does not drive ranks whose code has another number."""
-
-FLATTENED = "flattened_bucket"
-"""Load format of tensors that lie in one buffer. Over shared segments it changes nothing."""

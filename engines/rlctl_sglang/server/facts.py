@@ -8,12 +8,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
-from rlctl_servers.ranks.protocol import FLATTENED
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
 from rlctl_servers.server.update_blockers import keepers_in
 
 from rlctl.contract.errors import Reason
+from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2

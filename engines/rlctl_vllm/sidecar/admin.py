@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin
 from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import of_request
 from rlctl.engine import Call
@@ -31,7 +32,7 @@ _MODES = {
     "drain": common_pb2.PAUSE_MODE_DRAIN,
 }
 _TAGS = {"kv_cache": common_pb2.MEMORY_TAG_KV_CACHE, "weights": common_pb2.MEMORY_TAG_WEIGHTS}
-_FORMATS = {None: verbs_pb2.BUCKET_FORMAT_TENSORS, "flattened_bucket": verbs_pb2.BUCKET_FORMAT_FLATTENED}
+_FORMATS = {None: verbs_pb2.BUCKET_FORMAT_TENSORS, FLATTENED: verbs_pb2.BUCKET_FORMAT_FLATTENED}
 NAME_S = 30.0
 _ids = itertools.count(1)
 

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.gateway.http.bodies import Fields
 from rlctl.v1.verbs_pb2 import (
     BUCKET_FORMAT_FLATTENED,
@@ -21,7 +22,7 @@ from rlctl.v1.verbs_pb2 import (
     TensorSegment,
 )
 
-FORMATS = {None: BUCKET_FORMAT_TENSORS, "flattened_bucket": BUCKET_FORMAT_FLATTENED}
+FORMATS = {None: BUCKET_FORMAT_TENSORS, FLATTENED: BUCKET_FORMAT_FLATTENED}
 """By SGLang's ``load_format`` of a bucket."""
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.checkpoint import (
     STEM,
@@ -41,7 +42,6 @@ from rlctl.weights.tensor.buckets import Bucket, pack
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, parse_dtype
 
 DIRECT = "direct"
-FLATTENED = "flattened_bucket"
 STANDARD = ("", "auto", "safetensors")
 GROUP = "rlctl.loaders"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
-from rlctl.contract.serialized_tensors.payload import read_payloads
+from rlctl.contract.serialized_tensors.payload import FLATTENED, read_payloads
 from rlctl.gateway.dialects.sglang import serialized_tensors
 from rlctl.gateway.dialects.sglang.admin import SELECTORS
 from rlctl.gateway.dialects.sglang.reads import fleet_of
@@ -25,7 +25,7 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Op
 UPDATE_S = 600.0
 """Longest time that ending an update may take."""
 
-FORMATS = ("flattened_bucket",)
+FORMATS = (FLATTENED,)
 KINDS = ("full", "partial")
 DEFAULT_GROUP = "weight_update_group"
 
