@@ -421,7 +421,8 @@ def test_loads_that_are_refused(driver: Driver, tiny: tuple[Any, Path], fields: 
 
 def test_what_the_checker_does_not_do(driver: Driver) -> None:
     assert refusal(driver, v.CheckWeightsRequest(action=v.CHECK_ACTION_COMPARE)).reason is Reason.UNSUPPORTED
-    assert refusal(driver, v.CheckWeightsRequest(per_tensor=True)).field == "per_tensor"
+    both = v.CheckWeightsRequest(per_tensor=True, skip_tensors=["model.norm.weight"])
+    assert refusal(driver, both).field == "skip_tensors"
     assert refusal(driver, v.CheckWeightsRequest(expected_digest="00")).reason is Reason.DIGEST_MISMATCH
     read = v.CheckWeightsRequest(action=v.CHECK_ACTION_READ, tensor="model.nothing")
     assert (refusal(driver, read).reason, refusal(driver, read).field) == (Reason.FIELD_INVALID, "tensor")

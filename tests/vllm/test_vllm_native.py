@@ -194,7 +194,7 @@ def test_what_a_stage_server_has_left_open_is_closed_by_the_next_one(
             assert len(bucket.metas) == 1
             source.group.broadcast(tensor.detach().contiguous())
         taking.result(VERB_S)
-        first.engine._updates._workers._load = native_nccl._Load.CLOSED  # it ends without a word
+        first.engine._ranks._load = native_nccl._Load.CLOSED  # it ends without a word
         source.group.announce([])
     first.stop()
     call(urls["solo"], "/resume")
