@@ -19,6 +19,9 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
+    WEIGHT_SELECTOR_ALL,
+    WEIGHT_SELECTOR_DRAFT,
+    WEIGHT_SELECTOR_TARGET,
     Outcome,
     WorkerCoordinates,
 )
@@ -195,3 +198,49 @@ async def test_tensors_in_memory_of_unknown_forms_are_refused_before_a_rank_hear
     assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, field)
     await updates.from_tensor(v.UpdateWeightsFromTensorRequest(load_format="their.loader"), CALL)
     assert server.verbs == ["PrepareUpdate", "UpdateWeightsFromTensor"]
+
+
+async def test_tensors_for_other_models_than_the_update_s_are_refused(server: Server, tiny: tuple[Any, Path]) -> None:
+    both: Any = server
+    checkpoints = Checkpoints("SGLang", str(tiny[1]), ())
+    updates = Updates("SGLang", both, checkpoints, both, [WorkerCoordinates(rank=0)], both, draft=True)
+    everything, draft = (v.UpdateOptions(selector=each) for each in (WEIGHT_SELECTOR_ALL, WEIGHT_SELECTOR_DRAFT))
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await updates.from_tensor(v.UpdateWeightsFromTensorRequest(options=everything), CALL)
+    with pytest.raises(RlctlError) as refused:
+        await updates.from_tensor(v.UpdateWeightsFromTensorRequest(options=draft), CALL)
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_CONFLICT, "options.selector")
+    await updates.abort(CALL)
+    await updates.prepare(v.PrepareUpdateRequest(selector=WEIGHT_SELECTOR_DRAFT), CALL)
+    with pytest.raises(RlctlError) as refused:
+        await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), CALL)
+    assert refused.value.reason is Reason.UNSUPPORTED
+
+
+async def test_a_selector_says_nothing_where_there_is_one_model(updates: Updates) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    options = v.UpdateOptions(selector=WEIGHT_SELECTOR_TARGET)
+    assert await updates.from_tensor(v.UpdateWeightsFromTensorRequest(options=options), CALL)
+
+
+async def test_a_pause_that_cannot_be_ended_after_a_commit_is_of_unknown_outcome(
+    updates: Updates, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(call: Call) -> None:
+        raise Reason.UNREACHABLE.error("it is gone")
+
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await write(updates)
+    monkeypatch.setattr(server, "end", fail)
+    with pytest.raises(RlctlError) as failed:
+        await updates.commit(v.CommitUpdateRequest(), "new@2", CALL)
+    assert failed.value.outcome == OUTCOME_UNKNOWN
+    assert (server.label, updates.open) == ("new@2", False)
+
+
+async def test_a_refused_write_leaves_the_choice_between_tensors_and_a_checkpoint(
+    updates: Updates, server: Server, tiny: tuple[Any, Path]
+) -> None:
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await fail_to_write(updates, server)
+    assert await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), CALL)

@@ -15,7 +15,7 @@ from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.server.facts import Facts
-from rlctl_sglang.server.memory import OwnPause
+from rlctl_sglang.server.memory import own_pause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import check_pair_adapter
@@ -42,7 +42,7 @@ def engine(tiny: tuple[Any, Path]) -> Iterator[SGLangEngine]:
     engine._stamps.bind(WeightVersion(label="c", sequence=3))
     control: Any = Obliging()
     checkpoints = Checkpoints("SGLang", config.model_path, ())
-    engine._updates = Updates("SGLang", control, checkpoints, None, (), OwnPause(control, engine._state))
+    engine._updates = Updates("SGLang", control, checkpoints, None, (), own_pause(control, engine._state))
     yield engine
     asyncio.run(engine.stop())
 

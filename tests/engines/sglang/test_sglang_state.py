@@ -142,3 +142,20 @@ async def test_a_release_that_failed_does_not_end_the_pause_that_an_earlier_rele
         await memory.release(server, state, [MEMORY_TAG_WEIGHTS], KNOWN, call, active=0, keeps_weights=False)
     assert sent == ["/flush_cache"]
     assert state.holding
+
+
+async def test_a_resume_of_memory_keeps_the_pause_of_an_update() -> None:
+    sent: list[str] = []
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call) -> None:
+            sent.append(path)
+
+    server: Any = Server()
+    state, call = State(holding=True, released={MEMORY_TAG_KV_CACHE}), Call("c", math.inf)
+    pause = memory.own_pause(server, state)
+    await pause.begin(call)
+    await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
+    assert (sent, state.stopped) == (["/resume_memory_occupation"], True)
+    await pause.end(call)
+    assert (sent[-1], state.stopped) == ("/continue_generation", False)

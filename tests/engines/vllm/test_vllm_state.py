@@ -24,6 +24,7 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_UNSPECIFIED,
     Outcome,
+    PauseMode,
 )
 from rlctl.v1.verbs_pb2 import PrepareUpdateRequest
 
@@ -142,7 +143,7 @@ async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_ba
     server: Any = Server()
     nothing: Any = None
     state, call = State(), Call("c", math.inf, update_id="u")
-    updates = Updates("vLLM", server, nothing, None, (), memory.OwnPause(server, state))
+    updates = Updates("vLLM", server, nothing, None, (), memory.own_pause(server, state))
     begin, undo = {
         "abort": (lambda: updates.prepare(PrepareUpdateRequest(), call), lambda: updates.abort(call)),
         "resume": (
@@ -156,3 +157,24 @@ async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_ba
     await undo()
     assert told[-1] == "/resume"
     assert not state.stopped
+
+
+@pytest.mark.parametrize("paused", [PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT])
+async def test_a_resume_of_memory_keeps_the_pause_of_an_update(paused: PauseMode.ValueType) -> None:
+    """vLLM goes on when it wakes up."""
+    sent: list[str] = []
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
+            sent.append(path)
+
+    server: Any = Server()
+    state = State(paused=paused, held=not paused, released={MEMORY_TAG_KV_CACHE})
+    call = Call("c", math.inf)
+    pause = memory.own_pause(server, state)
+    await pause.begin(call)
+    await memory.resume(server, state, [], EVERYTHING, call)
+    assert sent[-1].startswith("/pause?")
+    assert state.stopped
+    await pause.end(call)
+    assert (sent[-1] == "/resume", state.stopped) == (not paused, bool(paused))
