@@ -27,13 +27,12 @@ from rlctl.v1.common_pb2 import (
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl_servers.adapters.adapters import Adapters
-from rlctl_servers.requests.probe import Turn
+from rlctl_servers.requests.probe import Prober, Turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server import Server
-from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
+from rlctl_servers.updates.checkpoints import Checkpoints
 from rlctl_servers.updates.updates import Ranks, Updates
 from rlctl_servers.updates.version_labels import Stamps
 
@@ -108,8 +107,8 @@ class ServerEngine(Engine):
     """One engine server, with all of its ranks.
 
     A subclass sets ``_server``, ``_control`` and ``_state`` when it is made; ``_facts``, ``_stamps``, ``_requests``,
-    ``_ending``, ``_updates``, ``_adapters``, ``_ranks`` (None: the server takes no tensors in) and ``_layout`` (the
-    ranks' coordinates) when it starts, and ``_ready`` last.
+    ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: nothing may be probed), ``_ranks`` (None: the server
+    takes no tensors in) and ``_layout`` (the ranks' coordinates) when it starts, and ``_ready`` last.
     """
 
     _server: Server
@@ -121,6 +120,7 @@ class ServerEngine(Engine):
     _ending: Ending
     _updates: Updates
     _adapters: Adapters
+    _prober: Prober | None
     _ranks: Ranks | None
     _layout: Sequence[WorkerCoordinates]
 
@@ -368,6 +368,30 @@ class ServerEngine(Engine):
         reports = await ranks.each("SendWeights", request, verbs_pb2.WeightsReport, call)
         return reports[0]
 
+    async def check_weights(
+        self, request: verbs_pb2.CheckWeightsRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.CheckReport:
+        """Digest or read what the ranks hold, digest an adapter, or compute a probe. Raises UNSUPPORTED (SKIPPED)."""
+        if request.adapter:
+            self._check("ListAdapters")
+            return self._adapters.check(request, self._layout)
+        if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
+            self._check("")
+            if self._updates.open:
+                raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+            call.accept()
+            return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
+        self._check("CheckWeights")
+        if request.action not in RANKS_CHECK:
+            actions = verbs_pb2.CheckAction
+            name = actions.Name(request.action) if request.action in actions.values() else request.action
+            raise Reason.UNSUPPORTED.error(
+                f"{self._server.http.product} does not check weights by {name}",
+                field="action",
+                outcome=OUTCOME_SKIPPED,
+            )
+        return await self._check_ranks(request, call)
+
     async def _check_ranks(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
         """Digest or read what the ranks hold, as they compute with it. Raises DIGEST_MISMATCH."""
         ranks = self._ranks_for("CheckWeights")
@@ -397,16 +421,6 @@ class ServerEngine(Engine):
         """Wait for the end of a broadcast, and give the server up after INTERRUPT_S: no call reaches its ranks."""
         if self._ready and update_id and not await self._received(INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
-
-    def _proven(self, held: str, path: str) -> str:
-        """The digest of the checkpoint that was just loaded, if the ranks hold the same; "" otherwise."""
-        if not held:
-            return ""
-        checkpoint = open_checkpoint(path)
-        try:
-            return held if digest_of(checkpoint) == held else ""
-        finally:
-            checkpoint.close()
 
     def _ranks_for(self, verb: str) -> Ranks:
         self._check(verb)

@@ -10,12 +10,12 @@ from functools import partial
 from typing import ClassVar
 
 from rlctl_servers.adapters.lora_table import LoraTable
-from rlctl_servers.engine import RANKS_CHECK, ServerEngine, takes_turn
+from rlctl_servers.engine import ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import WRITES
 from rlctl_servers.updates import reload_trial
-from rlctl_servers.updates.checkpoints import digest_of
+from rlctl_servers.updates.checkpoints import digest_at
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 
@@ -26,14 +26,12 @@ from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
-    OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_UNSPECIFIED,
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
-from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_sglang.options import parse_options, refuse_workers
@@ -112,15 +110,15 @@ class SGLangEngine(ServerEngine):
         # Other weights than the checkpoint's can be read where those of a checkpoint once were.
         readable = bool(self._proof or (self._digest and self._confirmed))
         self._layout = facts.layout(self._config, readable=readable).workers
+        # A server that was updated may hold what a trainer has sent.
+        checkpoint = "" if self._updated and not self._proof else self._checkpoint
         self._ready = True
         return EngineInfo(
             layout=facts.layout(self._config, readable=readable),
             capabilities=facts.capabilities(
                 readable=readable, probes=self._prober is not None, unproven=self._unproven(refuted)
             ),
-            checkpoint=""
-            if self._updated and not self._proof
-            else self._checkpoint,  # it may hold what a trainer has sent
+            checkpoint=checkpoint,
             model_digest=self._proof,
             fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
@@ -152,7 +150,7 @@ class SGLangEngine(ServerEngine):
             self._checkpoints,
             self._ranks,
             facts.layout(self._config, readable=False).workers,
-            memory.OwnPause(self._control, self._state),
+            memory.own_pause(self._control, self._state),
             server_load=None if self._ranks is not None else self._load_by_server,
             label=None if self._server.launched else lambda: self._stamps.label,
             draft=facts.draft,
@@ -162,24 +160,25 @@ class SGLangEngine(ServerEngine):
         self._limits = facts.limits(self._checkpoints.config)
 
     async def _tried(self) -> reload_trial.Refuted | None:
-        """Have the ranks learn what they hold, or load the checkpoint once more, and compare what is computed before
-        and after; why loads are not proven to repeat.
+        """Try a second load, and compare the values that are computed before and after; returns why the trial failed.
 
-        One of a pair computes nothing alone. A server that may hold something else than its checkpoint is not loaded
-        once more: there is nothing to compare with.
+        The search for places at the ranks is such a load. Without it the checkpoint is loaded again, unless the server
+        may have other weights, or is one of a pair, which computes nothing alone.
         """
         call = self._start_call()
         refuted = None
         ranks = self._facts.ranks
+        self._on_disk = await asyncio.to_thread(digest_at, self._checkpoint) if ranks else ""
         self._confirmed = bool(ranks) and all(rank["confirmed"] for rank in ranks)
         if self._ranks is not None and all(rank["learned"] for rank in ranks):
-            self._digest = await self._ranks.meet(ranks, self._checkpoints.reference, call)
+            self._digest = await self._ranks.meet(ranks, self._checkpoints.reference, call, self._on_disk)
         elif self._ranks is not None and not set(WRITES) & self._facts.unsupported.keys():
             refuted = await self._trial(self._learn, call)
-        self._proof = await asyncio.to_thread(self._proven, self._digest, self._checkpoint)
+        if self._digest and self._digest == self._on_disk:
+            self._proof = self._digest
         self._confirmed |= bool(self._proof)
         if self._proof or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
-            return refuted  # what is read back proves each update, or there is nothing to compare with
+            return refuted  # each update is read back, or there is nothing to compare with
         if self._facts.world_size > 1 and self._ranks is None:
             return None  # of several ranks every update needs a probe
         if "UpdateWeightsFromDisk" in self._facts.unsupported:
@@ -194,7 +193,7 @@ class SGLangEngine(ServerEngine):
         return "one of a pair computes nothing alone, so no second load was compared with the first" if alone else ""
 
     async def _trial(self, load: Callable[[Call], Awaitable[None]], call: Call) -> reload_trial.Refuted | None:
-        async def held() -> None:
+        async def load_paused() -> None:
             await memory.hold(self._control, self._state, call)
             try:
                 await load(call)
@@ -205,10 +204,10 @@ class SGLangEngine(ServerEngine):
             loads = await self._loads(call)
             if not self._server.launched and loads.running + loads.waiting:
                 return None  # the pause of one of a pair would end others' requests
-            await held()
+            await load_paused()
             refuted = None
         else:
-            refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), held)
+            refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), load_paused)
         if refuted is None:
             await self._updates.name(self._stamps.label, call)
             self._updates.marking.committed()
@@ -218,8 +217,7 @@ class SGLangEngine(ServerEngine):
         """Have the ranks find the places of the checkpoint's elements."""
         assert self._ranks is not None
         await self._updates.marking.begin_trial(call)
-        expected = await asyncio.to_thread(self._digest_on_disk)
-        self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call, expected)
+        self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call, self._on_disk)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
         """Have SGLang itself load a checkpoint."""
@@ -232,13 +230,6 @@ class SGLangEngine(ServerEngine):
             "token_step": request.token_step,
         }
         await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
-
-    def _digest_on_disk(self) -> str:
-        checkpoint = open_checkpoint(self._checkpoint)
-        try:
-            return digest_of(checkpoint)
-        finally:
-            checkpoint.close()
 
     def _start_call(self) -> Call:
         """A call that may take as long as a start."""
@@ -400,26 +391,11 @@ class SGLangEngine(ServerEngine):
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest or read what every rank holds, scramble it, digest an adapter, or compute a probe."""
-        if request.adapter:
-            self._check("ListAdapters")
-            return self._adapters.check(request, self._layout)
-        if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
-            self._check("")
-            if self._updates.open:
-                raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
-            call.accept()
-            return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
-        self._check("CheckWeights")
-        if request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
+        """As :meth:`ServerEngine.check_weights`; or scramble the weights."""
+        if request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS and not request.adapter:
+            self._check("CheckWeights")
             return await self._scramble(request, call)
-        if request.action not in RANKS_CHECK:
-            actions = verbs_pb2.CheckAction
-            name = actions.Name(request.action) if request.action in actions.values() else request.action
-            raise Reason.UNSUPPORTED.error(
-                f"SGLang's checker is not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
-            )
-        return await self._check_ranks(request, call)
+        return await super().check_weights(request, call)
 
     @takes_turn
     async def _scramble(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:

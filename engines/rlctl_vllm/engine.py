@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rlctl_servers.adapters.lora_table import LoraTable
-from rlctl_servers.engine import IDLE_S, RANKS_CHECK, Ending, ServerEngine, takes_turn
+from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import LEAVING_S, Control
 from rlctl_servers.server.http import Http
 from rlctl_servers.updates import reload_trial
+from rlctl_servers.updates.checkpoints import digest_at
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import WRITING, Stamps
 
@@ -25,7 +26,6 @@ from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
-    OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
@@ -82,7 +82,9 @@ class VLLMEngine(ServerEngine):
         """
         await self._launch()
         facts = self._facts
-        digest = await asyncio.to_thread(self._proven, facts.digest, self._config.model_path)
+        digest = ""
+        if facts.digest and facts.digest == await asyncio.to_thread(digest_at, self._config.model_path):
+            digest = facts.digest
         refuted = None if digest else await self._tried()
         if refuted is not None and refuted.loaded:
             if not self._server.launched:
@@ -147,7 +149,7 @@ class VLLMEngine(ServerEngine):
             self._checkpoints,
             self._ranks,
             self._layout,
-            memory.OwnPause(self._control, self._state),
+            memory.own_pause(self._control, self._state),
             server_load=None if isinstance(self._ranks, Workers) else self._load_by_server,
             label=label,
         )
@@ -316,26 +318,6 @@ class VLLMEngine(ServerEngine):
         if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
             await self._adapters.drop_all()
         return report
-
-    async def check_weights(
-        self, request: verbs_pb2.CheckWeightsRequest, call: Call
-    ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest or read what the ranks hold, as they compute with it, digest an adapter, or compute a probe."""
-        if request.adapter:
-            self._check("ListAdapters")
-            return self._adapters.check(request, self._layout)
-        if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
-            self._check("")
-            if self._updates.open:
-                raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
-            call.accept()
-            return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
-        if request.action not in RANKS_CHECK:
-            name = verbs_pb2.CheckAction.Name(request.action)
-            raise Reason.UNSUPPORTED.error(
-                f"vLLM's weights are not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
-            )
-        return await self._check_ranks(request, call)
 
     # Reads.
 

@@ -15,7 +15,7 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 
 class RankModel(LoadHooks, abc.ABC):
-    """What one rank's code needs of the engine. All methods run in the engine's own thread, between two steps.
+    """The engine's model at one rank. All methods run in the engine's own thread, between two steps.
 
     Attributes:
         product: the engine's name in errors.
@@ -43,16 +43,16 @@ class RankModel(LoadHooks, abc.ABC):
 
     @abc.abstractmethod
     def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
-        """Have the engine load a checkpoint. Raises whatever the engine raises."""
+        """Have the engine load a checkpoint. Raises the errors of the engine."""
 
     def together(self, reference: Mapping[str, TensorMeta]) -> Sequence[tuple[str, ...]]:  # noqa: ARG002
         """Names of tensors that the engine processes together: an update writes all of a list or none."""
         return ()
 
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
-        """Find out what :meth:`held` needs to know. Called once for each stage server, before anything is served.
+        """Find the places of the reference's tensors. Called once for each stage server, before it serves.
 
-        Raises UNSUPPORTED with the reason where it cannot be found out; ENGINE_FAILED (DIRTY) for spoilt weights.
+        Raises UNSUPPORTED where the places cannot be found; ENGINE_FAILED (DIRTY) if the weights are spoilt.
         """
 
     def learned(self, reference: Mapping[str, TensorMeta]) -> bool:  # noqa: ARG002
@@ -65,11 +65,11 @@ class RankModel(LoadHooks, abc.ABC):
         return False
 
     def confirm(self) -> None:
-        """What :meth:`held` gives had the digest of the checkpoint that the engine had loaded."""
+        """The parts of :meth:`held` had the digest of the checkpoint that the engine had loaded."""
 
     @abc.abstractmethod
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
-        """What this rank computes with, as parts of the reference's tensors. Raises UNSUPPORTED for unreadable ones."""
+        """The rank's weights, as parts of the reference's tensors. Raises UNSUPPORTED where they cannot be read."""
 
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
         """Where an update's tensors go. By default to :meth:`load`."""
@@ -91,7 +91,7 @@ class Places(ShardMap):
 
 
 class LoaderMap(Places):
-    """Tensors have no memory of their own: what is placed goes to the engine's loaders."""
+    """Tensors have no memory of their own: the engine's loaders take them."""
 
     def __init__(self, reference: Mapping[str, TensorMeta], model: RankModel) -> None:
         shards = {}
@@ -108,7 +108,7 @@ class LoaderMap(Places):
         self._loaded = set()
 
     def touched(self, begun: Collection[str]) -> bool:  # noqa: ARG002
-        """Whether the loaders have taken anything: what was received before that is in a buffer only."""
+        """Whether the loaders have taken a tensor. Before that, received bytes are in a buffer only."""
         return bool(self._loaded)
 
     def place(self, name: str, full: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class LoaderMap(Places):
     def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
         """Raise FIELD_INVALID for a tensor that comes twice in an update.
 
-        Loaders may count elements: they would take it for one that is missing, and not know it any more once its layer
+        Loaders may count elements. They would count the repeated tensor as a missing one, and refuse it once its layer
         is complete.
         """
         loaded = set(self._loaded)
@@ -136,7 +136,7 @@ class LoaderMap(Places):
 class MemoryMap(Places):
     """Tensors are written where the engine computes with them.
 
-    Loaders come in where a tensor must reach more than that memory: a draft model's, or a loader of the user's.
+    The loaders take tensors that are also for a draft model, or for a loader of the user.
     """
 
     def __init__(self, bind: Callable[[], Mapping[str, Shard]], loading: Callable[[], bool], model: RankModel) -> None:

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.contract.verbs import VERBS
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
@@ -42,7 +43,7 @@ from rlctl.weights.tensor.digest import combine, tensor_digests
 from rlctl.weights.tensor.placement import device_id, host_id
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, from_proto
 from rlctl_servers.ranks.model import Places, RankModel
-from rlctl_servers.ranks.protocol import FLATTENED, PROTOCOL
+from rlctl_servers.ranks.protocol import PROTOCOL
 from rlctl_servers.ranks.rank_exchange import Together, agreed
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Rank:
         return b"" if answer is None else answer.SerializeToString()
 
     def _attach(self, request: dict[str, Any]) -> bytes:
-        """Take the reference, and describe this rank. What an earlier stage server has begun is given up."""
+        """Take the reference, and describe this rank. An update of an earlier stage server is given up."""
         self._give_up()
         if self._groups is not None:
             self._groups.close()
@@ -118,7 +119,7 @@ class Rank:
         return json.dumps(me).encode()
 
     def _meet(self, request: dict[str, Any], timeout_s: float) -> bytes:
-        """Take the address where the ranks meet; returns the model digest of what they hold, "": it cannot be read."""
+        """Take the address where the ranks meet. Returns the model digest of their weights, "" if it cannot be had."""
         host, port = request["store"]
         self._together.store = (host, port)
         try:
@@ -130,7 +131,7 @@ class Rank:
         except RlctlError as error:
             if error.outcome == OUTCOME_DIRTY:
                 raise
-            log.warning("rlctl: what %s holds cannot be read back: %s", self._model.product, error)
+            log.warning("rlctl: the weights of %s cannot be read: %s", self._model.product, error)
             return b""
         if digest == request["expected"]:
             self._model.confirm()

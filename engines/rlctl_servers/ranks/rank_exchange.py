@@ -1,7 +1,7 @@
-"""What the ranks of one server do together: each is called by itself, and has parts of tensors only.
+"""Exchange between the ranks of one server: each rank is called by itself, and has parts of tensors only.
 
 The engine's own groups are not used: a message that one rank missed would be taken for another one later. A group of
-the ranks' own is formed for each call, and ends by the call's deadline whatever becomes of a rank.
+the ranks' own is formed for each call, and ends by the call's deadline even if a rank fails.
 """
 
 from __future__ import annotations

@@ -46,6 +46,15 @@ def digest_of(checkpoint: Checkpoint) -> str:
     return digest.digest()
 
 
+def digest_at(path: str) -> str:
+    """The model digest of the checkpoint in a directory, hex. Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
+    checkpoint = open_checkpoint(path)
+    try:
+        return digest_of(checkpoint)
+    finally:
+        checkpoint.close()
+
+
 def compare_configs(path: str, config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
     """Raise CHECKPOINT_MISMATCH where a config says of a model what the one that it was started with does not."""
     # What only one of them has is a default that another version of the library writes out.

@@ -48,8 +48,10 @@ class RankCalls(abc.ABC):
         """Descriptions of the ranks, in their order; none where rlctl's code is not in the server.
 
         ``host``: address under which the ranks' host is reached. Each description: rank, size, device, host_id, pid,
-        rlctl (its version), store (rank 0's: where groups meet that it is the source of), learned (it knows what it
-        holds). Raises UNSUPPORTED for ranks with another version's code, ANSWER_INVALID.
+        rlctl (its version), store (of rank 0: the address at which groups with this source meet), learned (the rank
+        knows the places of the reference's tensors), confirmed (their digest was once that of the checkpoint).
+
+        Raises UNSUPPORTED for ranks with another version's code, ANSWER_INVALID.
         """
         metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
         body = json.dumps({"reference": metas, "host": host}).encode()
@@ -73,10 +75,10 @@ class RankCalls(abc.ABC):
     async def meet(
         self, ranks: Sequence[Mapping[str, Any]], reference: Mapping[str, TensorMeta], call: Call, expected: str = ""
     ) -> str:
-        """Bring the ranks together, which :meth:`attach` has described, and have them learn what they hold.
+        """Connect the ranks that :meth:`attach` has described, and have them find the places of the tensors.
 
-        Returns the model digest of it, "" where they cannot read it, or it is too large to be gathered. ``expected``:
-        digest of the checkpoint that the engine has loaded; "": it may have loaded something else.
+        Returns the model digest of their weights, "" where the ranks cannot read them, or the model is too large to be
+        gathered. ``expected``: digest of the checkpoint on disk.
         """
         large = len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED
         meeting = json.dumps({"store": ranks[0]["store"], "digest": not large, "expected": expected}).encode()

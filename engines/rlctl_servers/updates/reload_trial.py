@@ -3,7 +3,8 @@
 A server loads weights once when it starts and again with every update. A step that the server does at the first load
 only (the packing of a kernel's weights, say) leaves an update wrong, although every byte has arrived. Where parameters
 are read back as the engine computes with them, each update proves itself. Elsewhere the checkpoint is loaded a second
-time at the start, and log probabilities and greedy tokens of one short prompt are compared.
+time at the start, and log probabilities and greedy tokens of one short prompt are compared. At an SGLang whose ranks
+find the places of a checkpoint's elements by loading, that search is the second load.
 
 The trial loads equal weights. It does not show a load that leaves a derived value as it was: a probe does.
 """

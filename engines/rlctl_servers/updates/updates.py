@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
@@ -46,11 +47,11 @@ from rlctl.v1.verbs_pb2 import (
 )
 from rlctl.weights.checkpoint.checkpoint import Checkpoint
 from rlctl.weights.shards.load_hooks import refuse_draft
-from rlctl_servers.ranks.protocol import FLATTENED
 from rlctl_servers.server.admin_calls import Control, time_left, touched
 from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
 from rlctl_servers.updates.dirty_label import Marking
 from rlctl_servers.updates.open_update import opened
+from rlctl_servers.updates.own_pause import OwnPause
 from rlctl_servers.updates.version_labels import TRYING
 
 Reply = TypeVar("Reply", bound=Message)
@@ -64,16 +65,6 @@ class Ranks(Protocol):
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """The answer of every rank, in their order."""
-
-
-class Hold(Protocol):
-    """The update's own pause."""
-
-    async def begin(self, call: Call) -> None:
-        """Pause the server, unless it is paused."""
-
-    async def end(self, call: Call) -> None:
-        """End the pause that :meth:`begin` has begun, unless the fleet has paused the server meanwhile."""
 
 
 @dataclass
@@ -111,7 +102,7 @@ class Updates:
         checkpoints: Checkpoints,
         ranks: Ranks | None,
         layout: Sequence[WorkerCoordinates],
-        hold: Hold,
+        pause: OwnPause,
         *,
         server_load: ServerLoad | None = None,
         label: Callable[[], str] | None = None,
@@ -129,7 +120,7 @@ class Updates:
         self._checkpoints = checkpoints
         self._ranks = ranks
         self._layout = layout
-        self._hold = hold
+        self._pause = pause
         self._server_load = server_load
         self._draft = draft
         self._loaders = loaders
@@ -161,13 +152,13 @@ class Updates:
         """Open an update; the same one again starts anew."""
         self.refuse(request, call)
         before = self._update
-        await self._hold.begin(call)
+        await self._pause.begin(call)
         try:
             if self._ranks is not None:
                 await self._ranks.each("PrepareUpdate", request, WeightsReport, call)
         except RlctlError:
             if before is None:
-                await self._hold.end(call)
+                await self._pause.end(call)
             raise
         self._update = OpenUpdate(call.update_id, request.selector, dirty=before is not None and before.dirty)
         return self._update.report
@@ -258,7 +249,7 @@ class Updates:
         await self.name(label, call, outcome=OUTCOME_DIRTY)
         self._update = None
         try:
-            await self._hold.end(call)
+            await self._pause.end(call)
         except RlctlError as error:
             error.outcome = OUTCOME_UNKNOWN
             raise
@@ -282,7 +273,7 @@ class Updates:
             await self._close(call)
             await self.marking.aborted(call, dirty=self._update.dirty)
             self._update = None
-        await self._hold.end(call)
+        await self._pause.end(call)
 
     async def name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
         """Give the server a label."""
@@ -297,10 +288,10 @@ class Updates:
     ) -> list[RankResult]:
         update = opened(self._update, call)
         assert self._ranks is not None
-        selector = request.options.selector
-        if selector not in (WEIGHT_SELECTOR_UNSPECIFIED, update.selector):
+        selector, prepared = request.options.selector, update.selector or WEIGHT_SELECTOR_ALL
+        if self._draft and selector not in (WEIGHT_SELECTOR_UNSPECIFIED, prepared):
             raise Reason.FIELD_CONFLICT.error(
-                f"the update is for {WeightSelector.Name(update.selector)}, these tensors are for "
+                f"the update is for {WeightSelector.Name(prepared)}, these tensors are for "
                 f"{WeightSelector.Name(selector)}",
                 field="options.selector",
             )

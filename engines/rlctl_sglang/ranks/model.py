@@ -125,14 +125,14 @@ class SGLangModel(RankModel):
         if request.options.torch_empty_cache and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # What is held.
+    # Reading.
 
     def learned(self, reference: Mapping[str, TensorMeta]) -> bool:
         """Whether the layout of these tensors is known."""
         return self._layout is not None and self._layout.metas == dict(reference)
 
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
-        """Find out where each element of the checkpoint lies. What the memory holds is put back afterwards.
+        """Find the place of each element of the checkpoint, and put the weights back.
 
         Raises UNSUPPORTED if the places cannot be found, or the host has no memory for a copy of the weights;
         ENGINE_FAILED (DIRTY) when the weights could not be put back.
@@ -159,7 +159,14 @@ class SGLangModel(RankModel):
         """The parameters' memory, where its layout is known."""
         if self._layout is None or not self._confirmed:
             return LoaderMap(reference, self)
-        return MemoryMap(lambda: self.held(reference).shards, self._others, self)
+        try:
+            return MemoryMap(lambda: self.held(reference).shards, self._others, self)
+        except RlctlError as error:
+            if error.reason is Reason.MEMORY_RELEASED:
+                raise
+            # The parameters have another form now. The next stage server has the places found again.
+            self._layout, self._confirmed, self._why = None, False, error.message
+            return LoaderMap(reference, self)
 
     @property
     def confirmed(self) -> bool:
@@ -178,11 +185,11 @@ class SGLangModel(RankModel):
         self._loader = load_format
 
     def _others(self) -> bool:
-        """Whether an update reaches more than the target model's memory, or is a loader's of the user's."""
+        """Whether the loaders take the tensors: the update is also for a draft model, or the user has set a loader."""
         return bool(self._loader) or any(runner is not self._runner for runner in self._loading)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Everything of the target model that a checkpoint may be loaded into."""
+        """Parameters and buffers of the target model: a checkpoint may be loaded into any of them."""
         held = {name: parameter.detach() for name, parameter in self.module.named_parameters(remove_duplicate=False)}
         held.update((name, buffer.detach()) for name, buffer in self.module.named_buffers(remove_duplicate=False))
         return held
@@ -198,8 +205,10 @@ class SGLangModel(RankModel):
 
         def load_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self._begin([self._runner])
-            self._runner.model.load_weights(tensors)
-            self.finalize_load(load)
+            try:
+                self._runner.model.load_weights(tensors)
+            finally:
+                self.finalize_load(load)
 
         layout, failure = None, ""
         try:
@@ -210,7 +219,6 @@ class SGLangModel(RankModel):
             failure = f"{type(error).__name__}: {error}"
         try:
             # As an update writes: what SGLang derives from the weights is derived anew.
-            self._loading = []
             self._begin([self._runner])
             unpacked = self._addresses()
             for name, parameter in self._parameters().items():
@@ -265,7 +273,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _nothing(meta: TensorMeta) -> Shard | None:
-    """The part of a rank that has none of a tensor; None: a tensor without dimensions has no parts."""
+    """An empty part of a tensor; None: a tensor without dimensions has no parts."""
     if not meta.shape:
         return None
     return Shard(meta, torch.empty((0, *meta.shape[1:]), dtype=meta.dtype), Slice(0, 0, 0))

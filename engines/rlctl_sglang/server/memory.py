@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.own_pause import OwnPause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
@@ -112,22 +114,9 @@ def _report(state: State, keeps_weights: bool) -> MemoryReport:
     )
 
 
-class OwnPause:
-    """The pause of an update."""
-
-    def __init__(self, control: Control, state: State) -> None:
-        self._control = control
-        self._state = state
-
-    async def begin(self, call: Call) -> None:
-        """Pause, and keep the pause until :meth:`end`, also past a resume of memory."""
-        await hold(self._control, self._state, call)
-        self._state.updating = True
-
-    async def end(self, call: Call) -> None:
-        """End the pause, unless something else needs it."""
-        self._state.updating = False
-        await let_go(self._control, self._state, call)
+def own_pause(control: Control, state: State) -> OwnPause:
+    """The pause of updates."""
+    return OwnPause(state, partial(hold, control, state), partial(let_go, control, state))
 
 
 async def hold(control: Control, state: State, call: Call) -> None:

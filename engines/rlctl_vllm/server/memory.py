@@ -5,8 +5,10 @@ an update or a release needs, where the fleet has not paused the server.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from rlctl_servers.server.admin_calls import Control
+from rlctl_servers.updates.own_pause import OwnPause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
@@ -77,22 +79,9 @@ def _report(state: State) -> MemoryReport:
     return MemoryReport(released=released, kept=[tag for tag in released if tag == MEMORY_TAG_WEIGHTS])
 
 
-class OwnPause:
-    """The pause of an update."""
-
-    def __init__(self, control: Control, state: State) -> None:
-        self._control = control
-        self._state = state
-
-    async def begin(self, call: Call) -> None:
-        """Pause, and keep the pause until :meth:`end`, also past a resume of memory."""
-        await hold(self._control, self._state, call)
-        self._state.updating = True
-
-    async def end(self, call: Call) -> None:
-        """End the pause, unless something else needs it."""
-        self._state.updating = False
-        await let_go(self._control, self._state, call)
+def own_pause(control: Control, state: State) -> OwnPause:
+    """The pause of updates."""
+    return OwnPause(state, partial(hold, control, state), partial(let_go, control, state))
 
 
 async def hold(control: Control, state: State, call: Call) -> None:
