@@ -103,6 +103,7 @@ class EngineInfo:
         model_digest: hex digest of the full tensors that it loaded, or "".
         fenced: nobody but this object can reach the engine.
         bootstrap: of a prefill engine: host and port at which decode engines ask for KV entries.
+        http_routes: of its own HTTP interface, what the data port of the stage passes on; empty: there is none.
     """
 
     layout: fleet_pb2.StageLayout
@@ -111,6 +112,68 @@ class EngineInfo:
     model_digest: str = ""
     fenced: bool = True
     bootstrap: tuple[str, int] | None = None
+    http_routes: Sequence[HttpRoute] = ()
+
+
+@dataclass(frozen=True)
+class HttpRoute:
+    """A route of an engine's own HTTP interface that the data port of its stage passes on.
+
+    Attributes:
+        method: "POST", say.
+        path: as aiohttp's router takes it, "/v1/models/{id}" say.
+        gated: the answer is computed with the weights, so the gate of the stage decides.
+    """
+
+    method: str
+    path: str
+    gated: bool = True
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A request at the data port.
+
+    Attributes:
+        target: path and query as they came.
+        headers: without those of the connection and without credentials.
+        body: as it came.
+        document: the body as JSON; None where it has none.
+    """
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+    document: object = None
+
+
+@dataclass(frozen=True)
+class HttpHead:
+    """The beginning of an engine's answer; its headers are without those of the connection."""
+
+    status: int
+    headers: Sequence[tuple[str, str]]
+
+
+class HttpExchange(abc.ABC):
+    """A request that the engine has read and not begun.
+
+    Attributes:
+        adapter: name of the adapter that it is computed with, or "".
+        model: name of the base model where the body gives one that an engine checks, or "".
+    """
+
+    adapter: str = ""
+    model: str = ""
+
+    @abc.abstractmethod
+    def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
+        """The head, then the body in pieces. Closing it ends the request at the engine.
+
+        Raises RlctlError: before the head RID_IN_USE, STAGE_NOT_SERVING, UNREACHABLE and so on; after it what broke it
+        off.
+        """
 
 
 class Engine(abc.ABC):
@@ -169,6 +232,13 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
         """Rank 0: end requests early. On the generation loop."""
+
+    async def exchange(self, request: HttpRequest) -> HttpExchange:  # noqa: ARG002
+        """Rank 0: read a request for one of its ``http_routes``. On the generation loop.
+
+        Raises FIELD_INVALID and so on for a body that would harm the engine.
+        """
+        raise Reason.UNSUPPORTED.error(f"{self.name} has no HTTP interface")
 
     @classmethod
     def verbs(cls) -> list[str]:

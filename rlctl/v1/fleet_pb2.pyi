@@ -502,6 +502,8 @@ class StageRegistration(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_HOST_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_PORT_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    DATA_ROUTES_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     """Stable identity in the topology."""
     model: _builtins.str
@@ -532,6 +534,8 @@ class StageRegistration(_message.Message):
     """Of a prefill engine: where decode engines ask for KV entries, host as they reach it."""
     bootstrap_port: _builtins.int
     """Port there."""
+    data_address: _builtins.str
+    """Where its data port listens, host:port: the engine's own HTTP behind the gate of the stage. Empty: it has none."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can do."""
@@ -539,6 +543,10 @@ class StageRegistration(_message.Message):
     @_builtins.property
     def layout(self) -> Global___StageLayout:
         """How its ranks are arranged."""
+
+    @_builtins.property
+    def data_routes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Routes that the data port passes to the engine, as "POST /generate"."""
 
     def __init__(
         self,
@@ -560,10 +568,12 @@ class StageRegistration(_message.Message):
         frozen: _builtins.bool = ...,
         bootstrap_host: _builtins.str = ...,
         bootstrap_port: _builtins.int = ...,
+        data_address: _builtins.str = ...,
+        data_routes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "contract_version", b"contract_version", "engine", b"engine", "frozen", b"frozen", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "rollout_address", b"rollout_address", "slot", b"slot", "stage", b"stage", "weight_version", b"weight_version", "worker_type", b"worker_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "contract_version", b"contract_version", "data_address", b"data_address", "data_routes", b"data_routes", "engine", b"engine", "frozen", b"frozen", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "rollout_address", b"rollout_address", "slot", b"slot", "stage", b"stage", "weight_version", b"weight_version", "worker_type", b"worker_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlctl.contract.errors import RlctlError
-from rlctl.gateway.http.errors import headers_of
+from rlctl.runtime.http_errors import body_of, headers_of
 
 if TYPE_CHECKING:
     from rlctl.gateway.http.call import Call
@@ -90,8 +90,7 @@ class Route:
 
 def plain_error(error: RlctlError) -> Reply:
     """``{"error": {...}}`` with message, reason, field, cause, next step and code; OpenAI's names beside them."""
-    said = {**error.described(), "type": type(error).__name__, "param": error.field or None}
-    return Reply({"error": said}, error.http_status, headers_of(error))
+    return Reply(body_of(error), error.http_status, headers_of(error))
 
 
 @dataclass(frozen=True)

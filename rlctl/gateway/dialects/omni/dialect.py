@@ -24,9 +24,9 @@ from rlctl.gateway.generation.routes import routes
 from rlctl.gateway.http import engine_urls
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Dialect, Handler, Reply, Route, Scope
-from rlctl.gateway.http.errors import headers_of
 from rlctl.gateway.http.placeholders import SLOT
 from rlctl.gateway.http.table import ENGINE
+from rlctl.runtime.http_errors import headers_of
 from rlctl.v1.fleet_pb2 import Fleet
 
 KEY = "SGLANG_OMNI_ADMIN_KEY"

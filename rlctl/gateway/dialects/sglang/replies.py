@@ -8,8 +8,8 @@ from typing import Any
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError, without_frames
 from rlctl.gateway.http.dialect import Reply
-from rlctl.gateway.http.errors import headers_of
 from rlctl.gateway.http.table import Asked
+from rlctl.runtime.http_errors import headers_of
 from rlctl.v1.common_pb2 import Outcome
 
 _NAMES = {Reason.STAGE_NOT_FOUND, Reason.VERB_UNKNOWN}

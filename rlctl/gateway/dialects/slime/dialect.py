@@ -18,7 +18,7 @@ from rlctl.gateway.dialects.sglang import dialect as sglang
 from rlctl.gateway.http import engine_urls
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Dialect, Reply, Route, Scope
-from rlctl.gateway.http.errors import headers_of
+from rlctl.runtime.http_errors import headers_of
 from rlctl.v1.common_pb2 import WORKER_TYPE_REGULAR, StageState, WorkerType
 from rlctl.v1.fleet_pb2 import Stage
 
