@@ -11,6 +11,12 @@ RISE = 0.1
 MISMATCH = 1e-4
 """Largest |log probability of the engine − of the trainer| that float32 may show."""
 
+LEVEL = "expected"
+"""Level at which every update must be verified at every engine."""
+
+EVIDENCE = "rank"
+"""Evidence that every digest must have."""
+
 
 @dataclass
 class Step:
@@ -27,6 +33,7 @@ class Step:
         digests: model digest that each engine reports afterwards, by slot.
         expected: model digest of the trainer's weights.
         verified: level at which the update was verified, by slot.
+        evidence: weakest evidence of the ranks for the digests, by slot: ``rank`` if every rank answered for itself.
         staleness: versions that the oldest token trained on was behind.
         dropped: prompts whose samples had become too old to be trained on, so far.
         problem: why the step failed, or "".
@@ -42,6 +49,7 @@ class Step:
     digests: dict[str, str] = field(default_factory=dict)
     expected: str = ""
     verified: dict[str, str] = field(default_factory=dict)
+    evidence: dict[str, str] = field(default_factory=dict)
     staleness: int = 0
     dropped: int = 0
     problem: str = ""
@@ -78,6 +86,11 @@ class Judge:
             return f"weights of {', '.join(wrong) or 'every engine'} are not the trainer's"
         if step.expected == before:
             return "the trainer's weights did not change"
+        for slot in sorted(step.digests):
+            if (level := step.verified.get(slot, "none")) != LEVEL:
+                return f"{slot} was verified at level {level}, not {LEVEL}"
+            if (evidence := step.evidence.get(slot, "none")) != EVIDENCE:
+                return f"the digest of {slot} has evidence {evidence}, not {EVIDENCE}"
         if not step.max_logprob_diff < MISMATCH:
             return f"log probabilities differ by {step.max_logprob_diff:.2g}, above {MISMATCH:g}"
         if step.staleness > self._max_staleness:

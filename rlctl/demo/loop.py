@@ -20,7 +20,7 @@ from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.rollout.rollout import Asking
 from rlctl.sdk.blocking import Fleet
 from rlctl.trainer.publisher import Publisher, model_digest
-from rlctl.v1.common_pb2 import VerificationLevel
+from rlctl.v1.common_pb2 import Evidence, VerificationLevel
 
 SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank")
 """Negative controls: each breaks one thing on purpose, and the demo must notice. All but the first are torch's own."""
@@ -160,6 +160,10 @@ class _Loop:
         step.tokens_per_s = sum(len(r.output) for r in batch) / (ended - started)
         checked = self._fleet.check_weights()
         step.digests = {result.slot: result.rank_results[0].check.model_digest for result in checked.stage_results}
+        step.evidence = {
+            result.slot: Evidence.Name(result.evidence).removeprefix("EVIDENCE_").lower()
+            for result in checked.stage_results
+        }
 
     def _asking(self) -> Asking:
         asking: Asking = {"n": self._settings.samples, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0}

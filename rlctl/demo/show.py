@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +15,8 @@ from rlctl.demo.judge import Step, Verdict
 from rlctl.demo.task import EVERY
 
 COLUMNS = (
-    *("step", "version", "rollout reward", "tokens/s", "pause ms", "transfer ms", "max |Δlogprob|"),
-    "weights equal",
+    *("step", "version", "rollout reward", "tokens/s", "pause ms", "transfer ms", "max |Δlogp|"),
+    *("weights equal", "verified", "evidence"),
 )
 HEAD_LINES = 6
 """Lines of a terminal that a live table leaves to its frame and to what stands above it."""
@@ -77,14 +77,14 @@ class Display:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def _line(self, cells: Sequence[str]) -> None:
-        widths = (4, 9, 14, 8, 8, 11, 14, 13)
+        widths = (4, 8, 14, 8, 8, 11, 11, 13, 8, 8)
         text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         print(text, file=self._console.file, flush=True)
 
 
 def _table(steps: Sequence[Step]) -> Table:
     # Fits into 80 columns: heads of two lines, no frame.
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for column in COLUMNS:
         table.add_column(column.replace(" ", "\n"), no_wrap=True, justify="right")
     for step in steps:
@@ -97,8 +97,9 @@ def _passed(verdict: Verdict) -> str:
     steps = f"{verdict.steps} GRPO steps" if verdict.steps > 1 else "1 GRPO step"
     return (
         f"PASSED: greedy reward on all {len(EVERY)} sums {rise} in {steps}; "
-        "after each of them every engine held exactly the trainer's weights; log probabilities of engine and trainer "
-        f"differed by at most {verdict.max_logprob_diff:.1e}."
+        "after each of them every engine held exactly the trainer's weights, verified at level expected with an answer "
+        "from every rank; log probabilities of engine and trainer differed by at most "
+        f"{verdict.max_logprob_diff:.1e}."
     )
 
 
@@ -112,7 +113,14 @@ def _cells(step: Step) -> tuple[str, ...]:
         f"{step.transfer_ms:.1f}",
         f"{step.max_logprob_diff:.1e}",
         "yes" if step.checksums_equal else "NO",
+        _each(step.verified),
+        _each(step.evidence),
     )
+
+
+def _each(values: Mapping[str, str]) -> str:
+    """The value that all slots have, or all values."""
+    return "/".join(sorted(set(values.values()))) or "-"
 
 
 def plot(steps: Sequence[Step], verdict: Verdict, path: Path) -> None:

@@ -18,7 +18,8 @@ from rlctl.demo.show import Display, plot
 
 def step(number: int) -> Step:
     digest = f"d{number}"
-    return Step(number, f"step-{number}", reward=0.5, pause_ms=41.0, digests={"a": digest}, expected=digest)
+    seen = {"digests": {"a": digest}, "verified": {"a": "expected"}, "evidence": {"a": "rank"}}
+    return Step(number, f"step-{number}", reward=0.5, tokens_per_s=1234.0, pause_ms=41.0, expected=digest, **seen)
 
 
 def on_terminal(*, width: int, height: int, steps: int) -> tuple[str, str]:
@@ -48,6 +49,20 @@ def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
     assert "…" not in end
     row = next(line for line in end.splitlines() if "step-40" in line)
     assert row.split()[:2] == ["40", "step-40"]
+    assert row.split()[-3:] == ["yes", "expected", "rank"]
+    assert len(row.rstrip()) <= 80
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_each_step_shows_level_and_evidence(terminal: bool) -> None:
+    display, written = Display(as_json=False), io.StringIO()
+    display._console = Console(file=written, force_terminal=terminal, color_system=None, width=120, height=24)
+    first = step(1)
+    first.verified = {"a": "expected", "b": "received"}
+    first.evidence = {}
+    display.step(first)
+    display.close()
+    assert written.getvalue().rstrip().splitlines()[-1].split()[-3:] == ["yes", "expected/received", "-"]
 
 
 def test_the_verdict_names_its_measure_and_is_broken_between_words_only() -> None:

@@ -38,4 +38,6 @@ def check_passed(code: int, objects: list[dict[str, Any]], stderr: str, steps: i
     assert len(set(expected)) == steps, "the weights changed at every step"
     assert all(set(step["digests"].values()) == {step["expected"]} for step in seen)
     assert all(set(step["digests"]) == {"actor-0", "actor-1"} for step in seen)
+    assert all(step["verified"] == dict.fromkeys(step["digests"], "expected") for step in seen)
+    assert all(step["evidence"] == dict.fromkeys(step["digests"], "rank") for step in seen)
     assert all(step["pause_ms"] > 0 and step["transfer_ms"] > 0 and step["tokens_per_s"] > 0 for step in seen)
