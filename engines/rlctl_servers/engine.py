@@ -249,13 +249,15 @@ class ServerEngine(Engine):
         return await self._adapters.load(request, call)
 
     @takes_turn
-    async def seal_update(self, request: verbs_pb2.SealUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Stop the requests with the adapter that the open update replaces. Of weights there is no shadow copy."""
+    async def seal_update(
+        self, request: verbs_pb2.SealUpdateRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
+        """Complete the shadow copies, or stop the requests with the adapter that the open update replaces."""
         self._check("SealUpdate")
-        if not self._adapters.open:
-            raise Reason.UPDATE_NOT_FOUND.error("no update of an adapter is open, and servers keep no shadow copy")
         call.accept()
-        return await self._adapters.seal(call)
+        if self._adapters.open:
+            return await self._adapters.seal(call)
+        return await self._updates.seal(request, call)
 
     async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
         """Forget an adapter."""
@@ -296,7 +298,7 @@ class ServerEngine(Engine):
             return await self._prepare_adapter(request, call)
         self._refuse_beside_adapter()
         self._updates.refuse(request, call)
-        if not self._state.stopped:
+        if not self._state.stopped and request.apply != verbs_pb2.APPLY_MODE_STAGED:
             await self._settle(call, abort=request.abort_all_requests)
         return await self._updates.prepare(request, call)
 
@@ -350,6 +352,11 @@ class ServerEngine(Engine):
         call.accept()
         return await self._updates.from_disk(request, call)
 
+    async def _refuse_swap(self, call: Call) -> None:
+        """Raise ACTIVE_REQUESTS where a staged update would change the weights under requests that are not paused."""
+        if self._updates.staged and not self._state.stopped:
+            await self._settle(call, abort=False)
+
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
         """Drop the update."""
         self._check("AbortUpdate")
@@ -377,7 +384,7 @@ class ServerEngine(Engine):
             return self._adapters.check(request, self._layout)
         if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
             self._check("")
-            if self._updates.open:
+            if self._updates.in_place:
                 raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
             call.accept()
             return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
@@ -395,8 +402,6 @@ class ServerEngine(Engine):
     async def _check_ranks(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
         """Digest or read what the ranks hold, as they compute with it. Raises DIGEST_MISMATCH."""
         ranks = self._ranks_for("CheckWeights")
-        if request.shadow:
-            raise Reason.UNSUPPORTED.error("the server keeps no shadow copy of its weights", field="shadow")
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
         call.accept()
@@ -418,8 +423,14 @@ class ServerEngine(Engine):
         return await self._updates.received(timeout_s)
 
     async def interrupt(self, update_id: str) -> None:
-        """Wait for the end of a broadcast, and give the server up after INTERRUPT_S: no call reaches its ranks."""
-        if self._ready and update_id and not await self._received(INTERRUPT_S):
+        """Wait for the end of a broadcast, and give the server up after INTERRUPT_S: no call reaches its ranks.
+
+        What a staged update receives in the background is ended.
+        """
+        if not self._ready or not update_id:
+            return
+        await self._updates.interrupt(Call("interrupt", asyncio.get_running_loop().time() + INTERRUPT_S, update_id))
+        if not await self._received(INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
 
     def _ranks_for(self, verb: str) -> Ranks:

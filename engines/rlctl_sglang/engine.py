@@ -116,7 +116,10 @@ class SGLangEngine(ServerEngine):
         return EngineInfo(
             layout=facts.layout(self._config, readable=readable),
             capabilities=facts.capabilities(
-                readable=readable, probes=self._prober is not None, unproven=self._unproven(refuted)
+                readable=readable,
+                staged=self._confirmed and not facts.draft,
+                probes=self._prober is not None,
+                unproven=self._unproven(refuted),
             ),
             checkpoint=checkpoint,
             model_digest=self._proof,
@@ -299,7 +302,7 @@ class SGLangEngine(ServerEngine):
             call.accept()
             self._adapters.go_on(request.adapter)
             return
-        self._state.refuse_continue(updating=self._updates.open)
+        self._state.refuse_continue(updating=self._updates.in_place)
         call.accept()
         empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
@@ -374,6 +377,7 @@ class SGLangEngine(ServerEngine):
         call.accept()
         if self._adapters.open:
             return await self._adapters.commit(call)
+        await self._refuse_swap(call)
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
         was_open = self._updates.open
@@ -459,7 +463,7 @@ class SGLangEngine(ServerEngine):
             if self._pausing and has_grammar(request):
                 raise Reason.STAGE_NOT_SERVING.error("SGLang is about to be paused")
             return
-        if self._state.stopped or self._updates.open:
+        if self._state.stopped or self._updates.in_place:
             raise Reason.STAGE_NOT_SERVING.error("SGLang is paused, or takes in weights")
         check_pair_version(request, self._stamps.present.sequence)
 

@@ -241,7 +241,7 @@ class VLLMEngine(ServerEngine):
             call.accept()
             self._adapters.go_on(request.adapter)
             return
-        self._state.refuse_continue(updating=self._updates.open)
+        self._state.refuse_continue(updating=self._updates.in_place)
         call.accept()
         await self._control.must("/resume", {}, call=call)
         self._state.paused = PAUSE_MODE_UNSPECIFIED
@@ -309,6 +309,7 @@ class VLLMEngine(ServerEngine):
         call.accept()
         if self._adapters.open:
             return await self._adapters.commit(call)
+        await self._refuse_swap(call)
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
         report = await self._updates.commit(request, label, call)

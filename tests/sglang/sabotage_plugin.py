@@ -1,7 +1,8 @@
 """A plug-in of SGLang's for tests: a rank acknowledges an update and does something else.
 
 The environment variable SABOTAGE names a file with orders, ``KIND:NAME,...@RANK``: ``drop`` (a tensor is not placed),
-``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit).
+``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit),
+``flip-shadow`` (a bit of a shadow copy changes after the seal).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ def register() -> None:
     """Put the sabotage around rlctl's code in this rank."""
     import torch
     from rlctl_servers.ranks.model import MemoryMap
+    from rlctl_servers.ranks.staged_update import StagedUpdate
     from rlctl_sglang.ranks.model import SGLangModel
 
+    seal = StagedUpdate.seal
     place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, Path(os.environ["SABOTAGE"])
 
     def orders(rank: int) -> tuple[str, list[str]]:
@@ -38,6 +41,14 @@ def register() -> None:
         if kind == "flip":
             self._layout.bind(self._parameters())[names[0]].local.view(torch.int32)[-1, -1] ^= 1
 
+    def sealing(self: Any) -> Any:
+        report = seal(self)
+        kind, names = orders(self._model.rank)
+        if kind == "flip-shadow":
+            self._shadow.shards.shards[names[0]].local.view(torch.int32)[-1, -1] ^= 1
+        return report
+
+    StagedUpdate.seal = sealing  # type: ignore[method-assign]
     MemoryMap.place, SGLangModel.finalize_load = placing, finishing  # type: ignore[method-assign]
     MemoryMap.full_in_place = lambda self, name: None  # type: ignore[method-assign]
 

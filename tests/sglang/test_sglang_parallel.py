@@ -122,3 +122,42 @@ def test_a_rank_that_acknowledges_what_it_has_not_done_is_noticed(
         generates_like(pair, model, result.version)
     finally:
         publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "orders"),
+    [
+        ("ipc", "flip-shadow:model.layers.1.mlp.down_proj.weight"),
+        ("broadcast", "flip-shadow:model.layers.0.self_attn.o_proj.weight"),
+    ],
+)
+def test_a_flipped_bit_of_a_shadow_copy_is_named_before_anything_is_swapped(
+    pair: Fleet, tiny: tuple[Any, Path], sabotage: Path, path: str, orders: str
+) -> None:
+    """The server serves on, whole; the same update without the flipped bit goes well."""
+    publisher = pair.publisher("actor", trainer="staged", path=path)
+    try:
+        old, new = changed(tiny[0], seed=80), changed(tiny[0], seed=81)
+        before = publisher.update(old, version=f"before {path}").version
+        sabotage.write_text(f"{orders}@1")
+        try:
+            with pytest.raises(OperationFailed) as failed:
+                publisher.update(new, version=f"flipped {path}", apply="staged")
+        finally:
+            sabotage.unlink()
+        (stage,) = failed.value.operation.stage_results
+        assert (stage.outcome, stage.error.reason) == (common.OUTCOME_REJECTED, Reason.DIGEST_MISMATCH.name)
+        reports = [rank.check.difference for rank in stage.rank_results]
+        assert [(report.count, report.first) for report in reports] == [(1, orders.partition(":")[2])] * 2
+        assert [report.part.differs for report in reports] == [False, True], reports
+        (now,) = pair.status().stages
+        assert now.report.state == common.STAGE_STATE_READY
+        assert now.report.model_digest == rlctl.model_digest(old)
+        generates_like(pair, old, before)
+        result = publisher.update(new, version=f"whole {path}", apply="staged")
+        (stage,) = result.operation.stage_results
+        assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
+        assert [rank.evidence for rank in stage.rank_results] == [common.EVIDENCE_VERIFIED] * 2
+        generates_like(pair, new, result.version)
+    finally:
+        publisher.close()

@@ -2,8 +2,10 @@
 
 ``rank.py`` (``Rank``) carries the steps of an update out. ``model.py`` (``RankModel``) is its port to an engine's
 model. ``endpoint.py`` (``Endpoint``) turns messages into calls and errors into answers; the stage server's side of it
-is ``RankCalls`` in ``engines/rlctl_servers/updates/rank_calls.py``. ``element_layout.py`` (``find_layout``) finds where
-each element of a checkpoint lies, by loading; ``element_codes.py`` and ``element_regions.py`` are its arithmetic.
+is ``RankCalls`` in ``engines/rlctl_servers/updates/rank_calls.py``. ``staged_update.py`` (``StagedUpdate``) has the
+steps of a staged update, which run in the thread of ``background.py``, into the memory of ``shadow_copy.py``.
+``element_layout.py`` (``find_layout``) finds where each element of a checkpoint lies, by loading; ``element_codes.py``
+and ``element_regions.py`` are its arithmetic.
 
 Imports: rlctl.contract, rlctl.weights. No HTTP, no gRPC: the engine's environment has torch, numpy and protobuf.
 

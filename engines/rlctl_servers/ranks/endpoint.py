@@ -8,14 +8,20 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl_servers.ranks.model import RankModel
+from rlctl_servers.ranks.protocol import LATER, POLL
 from rlctl_servers.ranks.rank import Rank
 
 log = logging.getLogger(__name__)
+
+KEPT = 16
+"""How many calls in the background a rank remembers."""
 
 
 class Endpoint:
@@ -25,27 +31,56 @@ class Endpoint:
         """``model`` is called with the first call: the engine has loaded by then."""
         self._model = model
         self._rank: Rank | None = None
+        self._later: dict[str, tuple[str, Future[bytes]]] = {}
 
     def call(self, number: str, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
         """Carry a verb out at this rank.
 
         ``request`` is its message, "answer" that of the result, both serialised, in base64. An error is "error", an
-        ``ErrorDetail``, with its "outcome". "number" is that of the call, by which answers are told apart.
+        ``ErrorDetail``, with its "outcome". "number" is that of the call, by which answers are told apart. "later"
+        says that the verb is being carried out in the background: POLL, whose request is the call's number, asks for
+        its answer.
         """
         return {"number": number, **self._answer(number, verb, request, update_id, timeout_s)}
 
     def _answer(self, number: str, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
-        try:
-            if self._rank is None:
-                self._rank = Rank(self._model())
-            answer = self._rank.call(number, verb, base64.b64decode(request), update_id, float(timeout_s))
-        except RlctlError as error:
-            return failed(error)
-        except Exception as error:
-            log.exception("rlctl: %s", verb)
-            cause = f"{type(error).__name__}: {error}"
-            return failed(Reason.ENGINE_FAILED.error(f"in the engine's rank: {cause}", outcome=OUTCOME_UNKNOWN))
-        return {"answer": base64.b64encode(answer).decode()}
+        message = base64.b64decode(request)
+        if verb == POLL:
+            return self._poll(message.decode())
+        return _outcome(verb, partial(self._begin, number, verb, message, update_id, timeout_s))
+
+    def _begin(self, number: str, verb: str, message: bytes, update_id: str, timeout_s: float) -> dict[str, Any]:
+        if self._rank is None:
+            self._rank = Rank(self._model())
+        answer = self._rank.call(number, verb, message, update_id, float(timeout_s))
+        if isinstance(answer, bytes):
+            return _answered(answer)
+        self._later[number] = verb, answer
+        for old in list(self._later)[:-KEPT]:
+            del self._later[old]
+        return self._poll(number)
+
+    def _poll(self, number: str) -> dict[str, Any]:
+        """The answer of a call that was begun. Another rank may still be at it, so the answer is kept."""
+        if number not in self._later:
+            return failed(Reason.INTERNAL.error(f"call {number} is not known at this rank", outcome=OUTCOME_UNKNOWN))
+        verb, future = self._later[number]
+        return _outcome(verb, lambda: _answered(future.result())) if future.done() else {LATER: True}
+
+
+def _outcome(verb: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return act()
+    except RlctlError as error:
+        return failed(error)
+    except Exception as error:
+        log.exception("rlctl: %s", verb)
+        cause = f"{type(error).__name__}: {error}"
+        return failed(Reason.ENGINE_FAILED.error(f"in the engine's rank: {cause}", outcome=OUTCOME_UNKNOWN))
+
+
+def _answered(answer: bytes) -> dict[str, Any]:
+    return {"answer": base64.b64encode(answer).decode()}
 
 
 def failed(error: RlctlError) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
-from rlctl.weights.shards.load_hooks import LoadHooks
+from rlctl.weights.shards.load_hooks import Load, LoadHooks
 from rlctl.weights.shards.shard_map import Shard, ShardMap
 from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
 
 class RankModel(LoadHooks, abc.ABC):
@@ -74,6 +75,17 @@ class RankModel(LoadHooks, abc.ABC):
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
         """Where an update's tensors go. By default to :meth:`load`."""
         return LoaderMap(reference, self)
+
+    def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:  # noqa: ARG002
+        """A copy for a staged update, not allocated yet. Raises UNSUPPORTED where the update cannot be staged."""
+        raise no_shadow(f"where {self.product} has its weights is not known")
+
+
+def no_shadow(cause: str) -> RlctlError:
+    """The refusal of a staged update."""
+    return Reason.UNSUPPORTED.error(
+        f"the update cannot be staged: {cause}", field="apply", next_step="Update in place."
+    )
 
 
 class Places(ShardMap):

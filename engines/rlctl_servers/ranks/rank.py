@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 from google.protobuf.message import Message
 
-from rlctl.contract.durations import duration, seconds
+from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.contract.verbs import VERBS
@@ -29,22 +29,24 @@ from rlctl.weights.group.network_interfaces import address_towards
 from rlctl.weights.group.process_group import LONGEST_S
 from rlctl.weights.group.rank_groups import Groups, Membership
 from rlctl.weights.group.sender import wire_device
-from rlctl.weights.receiver import Receiver, ReceiveStats
+from rlctl.weights.receiver import Receiver
 from rlctl.weights.shards.first_rows import first_rows, rows_of, unknown
 from rlctl.weights.shards.gather import Gathering
 from rlctl.weights.shards.load_hooks import Load, Loading
-from rlctl.weights.shards.mismatch import difference
 from rlctl.weights.shards.rank_exchange import Exchange
 from rlctl.weights.shards.shard_map import ShardMap, model_digest
 from rlctl.weights.shared_memory import segment as segments
 from rlctl.weights.shared_memory.reader import SegmentReader
 from rlctl.weights.tensor.bucket_cache import Announced
-from rlctl.weights.tensor.digest import combine, tensor_digests
 from rlctl.weights.tensor.placement import device_id, host_id
-from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, from_proto
+from rlctl.weights.tensor.tensors import TensorMeta, from_proto
+from rlctl_servers.ranks.background import Background
+from rlctl_servers.ranks.checks import checksum, refuse_check
 from rlctl_servers.ranks.model import Places, RankModel
 from rlctl_servers.ranks.protocol import PROTOCOL
 from rlctl_servers.ranks.rank_exchange import Together, agreed
+from rlctl_servers.ranks.receiving import add, check_complete, groups_of, receive
+from rlctl_servers.ranks.staged_update import StagedUpdate
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,15 @@ class Rank:
         self._loading: Loading | None = None
         self._may_be_nothing = False
         self._report = v.WeightsReport()
+        self._staged: StagedUpdate | None = None
+        self._background = Background(model.device)
+        self._background_segments = SegmentReader(model.device, rank=model.rank)
 
-    def call(self, number: str, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes:
-        """Carry a verb out; request and answer are serialised messages. ``number``: of the call, alike at all ranks."""
+    def call(self, number: str, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes | Future[bytes]:
+        """Carry a verb out; request and answer are serialised messages. ``number``: of the call, alike at all ranks.
+
+        A step of a staged update is carried out in the background, and answered by a future.
+        """
         self._number = number
         if verb == "Attach":
             return self._attach(json.loads(request))
@@ -77,13 +85,14 @@ class Rank:
             raise Reason.ILLEGAL_STATE.error("no stage server has attached to this rank")
         if verb == "Meet":
             return self._meet(json.loads(request), timeout_s)
-        steps: dict[str, Callable[[Any, str, float], Message | None]] = {
+        steps: dict[str, Callable[[Any, str, float], Message | Future[bytes] | None]] = {
             "InitWeightsUpdateGroup": self._join,
             "DestroyWeightsUpdateGroup": self._leave,
             "PrepareUpdate": self._prepare,
             "UpdateWeightsFromDisk": self._from_disk,
             "UpdateWeightsFromDistributed": self._from_groups,
             "UpdateWeightsFromTensor": self._from_segments,
+            "SealUpdate": self._seal,
             "CommitUpdate": self._commit,
             "AbortUpdate": self._abort,
             "CheckWeights": self._check,
@@ -92,7 +101,7 @@ class Rank:
         message = VERBS[verb].request()
         message.ParseFromString(request)
         answer = steps[verb](message, update_id, timeout_s)
-        return b"" if answer is None else answer.SerializeToString()
+        return answer if isinstance(answer, Future) else _serialised(answer)
 
     def _attach(self, request: dict[str, Any]) -> bytes:
         """Take the reference, and describe this rank. An update of an earlier stage server is given up."""
@@ -104,6 +113,7 @@ class Rank:
         self._reference = {info.name: from_proto(info) for info in infos}
         self._place()
         self._together = Together(self._groups, self._model.rank, self._model.size)
+        self._background_together = Together(self._groups, self._model.rank, self._model.size)
         me = {
             "rank": self._model.rank,
             "size": self._model.size,
@@ -121,7 +131,7 @@ class Rank:
     def _meet(self, request: dict[str, Any], timeout_s: float) -> bytes:
         """Take the address where the ranks meet. Returns the model digest of their weights, "" if it cannot be had."""
         host, port = request["store"]
-        self._together.store = (host, port)
+        self._together.store = self._background_together.store = (host, port)
         try:
             with self._together.exchanging(self._number, timeout_s) as exchange:
                 agreed(exchange, partial(self._model.learn, self._reference))
@@ -211,30 +221,45 @@ class Rank:
 
     # Updates.
 
-    def _prepare(self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+    def _prepare(
+        self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float
+    ) -> v.WeightsReport | Future[bytes]:
         """Open an update; an open one is given up. The stage server has checked whether it may be opened."""
         self._give_up()
-        self._shards.begin()
         full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
+        load = Load(update_id, full, request.selector)
+        if request.apply == v.APPLY_MODE_STAGED:
+            return self._prepare_staged(load, request)
+        self._shards.begin()
         self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
         self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
-        self._loading = Loading(self._model, Load(update_id, full, request.selector))
+        self._loading = Loading(self._model, load)
         self._model.use_loader("")
         self._report = v.WeightsReport()
         return self._report
 
+    def _prepare_staged(self, load: Load, request: v.PrepareUpdateRequest) -> Future[bytes]:
+        assert self._groups is not None
+        self._staged = StagedUpdate(
+            self._model,
+            self._model.shadow(self._reference, load),
+            load,
+            request,
+            self._groups,
+            self._background_segments,
+            self._background_together,
+        )
+        return self._later(self._staged.prepare)
+
     def _from_groups(
         self, request: v.UpdateWeightsFromDistributedRequest, update_id: str, timeout_s: float
-    ) -> v.WeightsReport:
+    ) -> v.WeightsReport | Future[bytes]:
         assert self._groups is not None
-        loading = self._open(update_id)
         stream = self._announced.parse(request.buckets, request.group_name)
-        for index, (_, bucket) in enumerate(stream):
-            if bucket.parts:
-                raise Reason.UNSUPPORTED.error(
-                    f"{self._model.product} takes full tensors, no parts", field=f"buckets[{index}].format"
-                )
-        groups = {name: self._groups.get(name) for name, _ in stream}
+        if self._staged is not None:
+            return self._later(partial(self._staged_of(update_id).from_groups, stream, timeout_s))
+        loading = self._open(update_id)
+        joined = groups_of(stream, self._groups, self._model.product)
         self._shards.refuse_again(
             (meta.name, f"buckets[{index}].names[{number}]")
             for index, (_, bucket) in enumerate(stream)
@@ -243,18 +268,16 @@ class Rank:
         self._model.use_loader("")
         loading.prepare()
         try:
-            # Nothing else ends the wait for a source that says nothing.
-            deadline = time.monotonic() + timeout_s
-            return self._took(self._receiver.receive([(groups[name], bucket) for name, bucket in stream], deadline))
+            return add(self._report, receive(stream, joined, self._groups, self._receiver, timeout_s))
         except RlctlError as error:
-            if error.reason is Reason.GROUP_FAILED:
-                # The sources of the others would wait for this rank until their timeout.
-                for name, group in groups.items():
-                    self._groups.drop(name, group)
             raise self._judged(error) from error
 
-    def _from_disk(self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+    def _from_disk(
+        self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float
+    ) -> v.WeightsReport | Future[bytes]:
         """Load a checkpoint that the stage server has compared with the reference, and reports on."""
+        if self._staged is not None:
+            return self._later(partial(self._staged_of(update_id).from_disk, request))
         self._open(update_id)
         try:
             self._model.reload(request)
@@ -265,7 +288,9 @@ class Rank:
 
     def _from_segments(
         self, request: v.UpdateWeightsFromTensorRequest, update_id: str, timeout_s: float
-    ) -> v.WeightsReport:
+    ) -> v.WeightsReport | Future[bytes]:
+        if self._staged is not None:
+            return self._later(partial(self._staged_of(update_id).from_segments, request))
         loading = self._open(update_id)
         offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
         checked = self._segments.check(offered, self._receiver)
@@ -277,21 +302,23 @@ class Rank:
         self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)
         loading.prepare()
         try:
-            return self._took(self._segments.read(checked, self._receiver))
+            return add(self._report, self._segments.read(checked, self._receiver))
         except RlctlError as error:
             raise self._judged(error) from error
 
+    def _seal(self, request: v.SealUpdateRequest, update_id: str, timeout_s: float) -> Future[bytes]:
+        return self._later(self._staged_of(update_id).seal)
+
     def _commit(self, request: v.CommitUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+        if self._staged is not None:
+            report = self._staged_of(update_id).swap()
+            self._staged = None
+            return report
         loading = self._open(update_id)
-        missing = self._receiver.incomplete()
-        if missing or not (self._receiver.written or self._may_be_nothing):
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise self._judged(
-                Reason.WEIGHTS_INCOMPLETE.error(
-                    f"{len(missing)} tensors were not written: {shown}" if missing else "nothing was written",
-                    metadata={"missing": "\n".join(missing)},
-                )
-            )
+        try:
+            check_complete(self._receiver, may_be_nothing=self._may_be_nothing)
+        except RlctlError as error:
+            raise self._judged(error) from error
         try:
             loading.finalise()
         except Exception as error:
@@ -305,28 +332,14 @@ class Rank:
     def _abort(self, request: v.AbortUpdateRequest, update_id: str, timeout_s: float) -> None:
         self._give_up()
 
-    def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport:
+    def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport | Future[bytes]:
         if request.action == v.CHECK_ACTION_READ:
             return self._read(request, timeout_s)
-        if request.skip_tensors and (request.per_tensor or request.fingerprints or request.expected_digest):
-            raise Reason.UNSUPPORTED.error("the digests of the model are over all tensors", field="skip_tensors")
-        wants = not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))
-        report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
-        every: dict[str, str] = {}
+        if request.shadow:
+            return self._later(partial(self._staged_of(update_id).check, request, self._number, timeout_s))
+        refuse_check(request)
         with self._together.exchanging(self._number, timeout_s) as exchange:
-            held = self._held(exchange)
-            if wants:
-                result = model_digest(held, exchange)
-                report.model_digest = result.digest
-                report.inconsistent.extend(result.inconsistent)
-                every = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
-                if request.fingerprints:
-                    report.difference.CopyFrom(difference(held, result, request.fingerprints))
-                if request.per_tensor and self._model.rank == 0:
-                    report.model_tensors.extend(_listed(held, result.every))
-        parts = _digests_of_parts(held, every, request.skip_tensors)
-        report.tensor_count, report.rank_digest = len(parts), combine(parts)
-        return report
+            return checksum(request, self._held(exchange), exchange, first_rank=self._model.rank == 0)
 
     def _read(self, request: v.CheckWeightsRequest, timeout_s: float) -> v.CheckReport:
         """The values of a tensor's first rows. Raises FIELD_INVALID, UNSUPPORTED."""
@@ -353,13 +366,14 @@ class Rank:
             raise Reason.UPDATE_NOT_FOUND.error(f"update {update_id or '(none)'} is not open at this rank")
         return self._loading
 
-    def _took(self, stats: ReceiveStats) -> v.WeightsReport:
-        report = self._report
-        report.tensors += stats.tensors
-        report.bytes_received += stats.bytes_received
-        report.transfer.CopyFrom(duration(seconds(report.transfer) + stats.transfer_s))
-        report.load.CopyFrom(duration(seconds(report.load) + stats.load_s))
-        return report
+    def _staged_of(self, update_id: str) -> StagedUpdate:
+        if self._staged is None or self._staged.load.update_id != update_id:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {update_id or '(none)'} is open at this rank")
+        return self._staged
+
+    def _later(self, step: Callable[[], Message]) -> Future[bytes]:
+        """Carry a step out in the background."""
+        return self._background.submit(lambda: _serialised(step()))
 
     def _judged(self, error: RlctlError) -> RlctlError:
         """The error, with what it means for the weights."""
@@ -374,29 +388,10 @@ class Rank:
         if self._loading is not None:
             self._loading.abandon()
             self._loading = None
+        if self._staged is not None:
+            self._staged.abandon()
+            self._staged = None
 
 
-def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[str]) -> dict[str, str]:
-    """Hex digests of the rank's own parts, by checkpoint name; ``every``: digests of full tensors that are computed."""
-    parts = {
-        name: shard
-        for name, shard in held.shards.items()
-        if shard.local.numel() and not any(fragment in name for fragment in skip)
-    }
-    whole = {
-        name: every[name] for name, shard in parts.items() if name in every and shard.slice.whole(shard.meta.shape)
-    }
-    cut = {name: (shard.local, shard.meta.dtype) for name, shard in parts.items() if name not in whole}
-    return {**whole, **tensor_digests(cut)}
-
-
-def _listed(held: ShardMap, digests: Mapping[str, str]) -> list[v.TensorDigest]:
-    return [
-        v.TensorDigest(
-            name=name,
-            dtype=dtype_name(held.shards[name].meta.dtype),
-            shape=v.Shape(dims=held.shards[name].meta.shape),
-            sha256=digest,
-        )
-        for name, digest in sorted(digests.items())
-    ]
+def _serialised(answer: Message | None) -> bytes:
+    return b"" if answer is None else answer.SerializeToString()

@@ -17,11 +17,14 @@ from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail, Outcome
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
-from rlctl_servers.ranks.protocol import PROTOCOL
+from rlctl_servers.ranks.protocol import LATER, POLL, PROTOCOL
 from rlctl_servers.server.admin_calls import Control, time_left
 
 LEAVING_S = 2.0
 """How much earlier than its caller a rank gives up, so that its answer still arrives."""
+
+POLL_FIRST_S, POLL_S = 0.002, 0.05
+"""How long after a call in the background its answer is asked for; twice as long each time, up to the second."""
 
 MOST_GATHERED = 1_000_000_000
 """Largest model, in elements, that is read back where its tensors are cut over ranks: bringing them together takes some
@@ -96,22 +99,33 @@ class RankCalls(abc.ABC):
         return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
 
     async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
-        async with self._turn:  # a call's time at the ranks begins when the engine hands it to them
-            return await self._call_now(verb, request, call)
+        number, answers = await self._call_now(verb, request, call)
+        pause_s = POLL_FIRST_S
+        while any(answer.get(LATER) for answer in answers):
+            # The ranks are at it in the background: the engine goes on, and other calls reach them.
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, POLL_S)
+            _, answers = await self._call_now(POLL, number.encode(), call)
+        return answers
 
-    async def _call_now(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
+    async def _call_now(self, verb: str, request: bytes, call: Call) -> tuple[str, list[dict[str, Any]]]:
+        async with self._turn:  # a call's time at the ranks begins when the engine hands it to them
+            return await self._exchange(verb, request, call)
+
+    async def _exchange(self, verb: str, request: bytes, call: Call) -> tuple[str, list[dict[str, Any]]]:
         remaining = time_left(call, verb)
+        number = secrets.token_hex(8)
         arguments = {
-            "number": secrets.token_hex(8),
+            "number": number,
             "verb": verb,
             "request": base64.b64encode(request).decode(),
             "update_id": call.update_id,
             "timeout_s": max(remaining - LEAVING_S, remaining / 2),
         }
         answers = await self._send(arguments, call)
-        if any(not isinstance(each, dict) or each.get("number") != arguments["number"] for each in answers):
+        if any(not isinstance(each, dict) or each.get("number") != number for each in answers):
             raise out_of_step(self._control)
-        return list(answers)
+        return number, list(answers)
 
 
 def out_of_step(control: Control, cause: str = "one has failed") -> RlctlError:

@@ -2,13 +2,15 @@
 
 Over groups and out of shared segments rlctl's code in the ranks takes tensors in. From disk the engine loads by itself,
 and may end when a checkpoint does not fit; so a checkpoint is compared here first with the one that the engine was
-started with. The server is paused while an update is open, by a pause of the fleet or by the update itself: nothing may
-be computed with weights that are half-written.
+started with. The server is paused while an update in place is open, by a pause of the fleet or by the update itself:
+nothing may be computed with weights that are half-written. A staged update is received into shadow copies while the
+server generates; it is paused for the copy into the weights at the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,12 +36,12 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import (
-    APPLY_MODE_IN_PLACE,
-    APPLY_MODE_UNSPECIFIED,
+    APPLY_MODE_STAGED,
     BUCKET_FORMAT_FLATTENED,
     AbortUpdateRequest,
     CommitUpdateRequest,
     PrepareUpdateRequest,
+    SealUpdateRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -53,6 +55,8 @@ from rlctl_servers.updates.dirty_label import Marking
 from rlctl_servers.updates.open_update import opened
 from rlctl_servers.updates.own_pause import OwnPause
 from rlctl_servers.updates.version_labels import TRYING
+
+log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -76,15 +80,19 @@ class OpenUpdate:
         loaded: a checkpoint was loaded.
         dirty: something may have been written.
         selector: the models that the update is for.
+        checkpoint: directory that a staged update was read from, or "".
+        staged: it is received into a shadow copy, and leaves what serves alone until its commit.
     """
 
     update_id: str
+    staged: bool = False
     selector: WeightSelector.ValueType = WEIGHT_SELECTOR_UNSPECIFIED
     taken: bool = False
     loaded: bool = False
     dirty: bool = False
     report: WeightsReport = field(default_factory=WeightsReport)
     loading_s: float = 0.0
+    checkpoint: str = ""
 
 
 class Updates:
@@ -134,33 +142,47 @@ class Updates:
         return self._update is not None
 
     @property
+    def staged(self) -> bool:
+        """Whether an update is open that leaves the weights that serve alone until its commit."""
+        return self._update is not None and self._update.staged
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an update is open that writes the weights that serve."""
+        return self.open and not self.staged
+
+    @property
     def whole(self) -> bool:
-        """Whether the weights are those of a version: no update is open, and none has left a mixture."""
-        return self._update is None and not self.marking.spoilt
+        """Whether the weights are those of a version: none is being written, and none has left a mixture."""
+        return not self.in_place and not self.marking.spoilt
 
     def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
         """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
-        if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
-            raise Reason.UNSUPPORTED.error(f"{self._product} keeps no shadow copy of its weights", field="apply")
+        if request.apply == APPLY_MODE_STAGED:
+            self._refuse_staged(request)
         self._refuse_selector(request.selector, "selector")
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
 
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
-        """Open an update; the same one again starts anew."""
+        """Open an update; the same one again starts anew. A staged one leaves the server generating."""
         self.refuse(request, call)
-        before = self._update
-        await self._pause.begin(call)
+        before, staged = self._update, request.apply == APPLY_MODE_STAGED
+        if not staged:
+            await self._pause.begin(call)
         try:
             if self._ranks is not None:
                 await self._ranks.each("PrepareUpdate", request, WeightsReport, call)
-        except RlctlError:
+        except RlctlError as error:
+            if staged:
+                await self._drop_copies(call)
+                raise _spared(error) from error
             if before is None:
                 await self._pause.end(call)
             raise
-        self._update = OpenUpdate(call.update_id, request.selector, dirty=before is not None and before.dirty)
+        self._update = OpenUpdate(call.update_id, staged, request.selector, dirty=before is not None and before.dirty)
         return self._update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> list[RankResult]:
@@ -230,11 +252,23 @@ class Updates:
             stored.close()
         return self._loaded(update)
 
+    async def seal(self, request: SealUpdateRequest, call: Call) -> list[RankResult]:
+        """Complete the shadow copies. Raises UPDATE_NOT_FOUND, WEIGHTS_INCOMPLETE."""
+        update = opened(self._update, call)
+        if not update.staged or self._ranks is None:
+            raise Reason.UPDATE_NOT_FOUND.error(f"update {update.update_id} is not staged: there is no shadow copy")
+        try:
+            return self._each(await self._ranks.each("SealUpdate", request, WeightsReport, call))
+        except RlctlError as error:
+            raise _spared(error) from error
+
     async def commit(self, request: CommitUpdateRequest, label: str, call: Call) -> list[RankResult] | WeightsReport:
         """Close the update; the server's label for the version comes last. Refuses when a tensor was not written."""
         update = opened(self._update, call)
         reports: list[WeightsReport] | None = None
-        if self._ranks is not None and not update.loaded:
+        if self._ranks is not None and update.staged:
+            reports = await self._swap(update, self._ranks, request, call)
+        elif self._ranks is not None and not update.loaded:
             try:
                 reports = await self._ranks.each("CommitUpdate", request, WeightsReport, call)
             except RlctlError as error:
@@ -248,6 +282,7 @@ class Updates:
         self.marking.committed()  # a label that was given although its answer is lost must not outlive the next write
         await self.name(label, call, outcome=OUTCOME_DIRTY)
         self._update = None
+        self.checkpoint = update.checkpoint or self.checkpoint
         try:
             await self._pause.end(call)
         except RlctlError as error:
@@ -297,18 +332,43 @@ class Updates:
             )
         if update.loaded:
             raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
-        await self.marking.mark(call)
+        if not update.staged:
+            await self.marking.mark(call)
         self._idle.clear()
         try:
             reports = await self._ranks.each(verb, request, WeightsReport, call)
         except RlctlError as error:
+            if update.staged:
+                raise _spared(error) from error
             if error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN):
                 update.taken = update.dirty = True
             raise
         finally:
             self._idle.set()
-        update.taken = update.dirty = True
+        update.taken = True
+        update.dirty |= not update.staged
         return self._each(reports)
+
+    async def _swap(
+        self, update: OpenUpdate, ranks: Ranks, request: CommitUpdateRequest, call: Call
+    ) -> list[WeightsReport]:
+        """Have every rank copy what it has staged into the weights that serve, under a pause."""
+        await self._pause.begin(call)
+        try:
+            await self.marking.mark(call)
+            return await ranks.each("CommitUpdate", request, WeightsReport, call)
+        except RlctlError as error:
+            update.dirty |= error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN)
+            if not update.dirty:
+                await self._pause.end(call)
+            raise
+
+    async def _drop_copies(self, call: Call) -> None:
+        """Have the ranks that made a shadow copy drop it, where another one could not make its own."""
+        try:
+            await self._close(call)
+        except RlctlError as error:
+            log.warning("%s: a shadow copy may stay until the next update: %s", self._product, error)
 
     async def _close(self, call: Call) -> None:
         if self._ranks is not None:
@@ -325,6 +385,9 @@ class Updates:
                     field="expected_digest",
                 )
         time_left(call, "a load")  # reading may take as long as there was
+        if update.staged:
+            await self._load_aside(update, stored, request, call)
+            return
         await self.marking.mark(call)
         started = time.perf_counter()
         try:
@@ -346,6 +409,21 @@ class Updates:
         update.report.load.CopyFrom(duration(update.loading_s))
         self.checkpoint = request.model_path
 
+    async def _load_aside(
+        self, update: OpenUpdate, stored: Checkpoint, request: UpdateWeightsFromDiskRequest, call: Call
+    ) -> None:
+        """Have the ranks read a checkpoint into their shadow copies."""
+        assert self._ranks is not None
+        loading = UpdateWeightsFromDiskRequest(model_path=stored.path, options=request.options)
+        self._idle.clear()
+        try:
+            (update.report, *_) = await self._ranks.each("UpdateWeightsFromDisk", loading, WeightsReport, call)
+        except RlctlError as error:
+            raise _spared(error) from error
+        finally:
+            self._idle.set()
+        update.loaded, update.checkpoint = True, request.model_path
+
     def _loaded(self, update: OpenUpdate) -> list[RankResult] | WeightsReport:
         return update.report if self._server_load is not None else self._each([update.report] * len(self._layout))
 
@@ -355,8 +433,33 @@ class Updates:
             for rank, report in zip(self._layout, reports, strict=True)
         ]
 
+    async def interrupt(self, call: Call) -> None:
+        """End what is being received into shadow copies; an abort follows."""
+        if self.staged and not self._idle.is_set():
+            await self._drop_copies(call)
+
+    def _refuse_staged(self, request: PrepareUpdateRequest) -> None:
+        if request.abort_all_requests:
+            raise Reason.FIELD_CONFLICT.error(
+                "a staged update leaves requests alone until it is swapped; pause before the commit",
+                field="abort_all_requests",
+            )
+        if self._ranks is None or self._server_load is not None:
+            raise Reason.UNSUPPORTED.error(
+                f"rlctl's code is not in {self._product}'s ranks: nothing makes a shadow copy there", field="apply"
+            )
+
     def _refuse_selector(self, selector: WeightSelector.ValueType, field_path: str) -> None:
         if not self._draft:
             refuse_draft(selector, field_path)
         elif selector not in WeightSelector.values():
             raise Reason.UNKNOWN_ENUM_VALUE.error(f"unknown selector {selector}", field=field_path)
+
+
+def _spared(error: RlctlError) -> RlctlError:
+    """The error of a step that writes shadow copies only: also where other ranks have done it, nothing that serves has
+    changed.
+    """
+    if error.outcome == OUTCOME_DIRTY:
+        error.outcome = OUTCOME_REJECTED
+    return error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from rlctl_servers.ranks.element_layout import Layout, Omitted, find_layout
 from rlctl_servers.ranks.host_memory import available_bytes
-from rlctl_servers.ranks.model import LoaderMap, MemoryMap, Places, RankModel
+from rlctl_servers.ranks.model import LoaderMap, MemoryMap, Places, RankModel, no_shadow
+from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_TARGET
@@ -145,15 +147,14 @@ class SGLangModel(RankModel):
         except RlctlError as error:
             self._why = error.message
             raise
+        self._why = "what lies at the places of its tensors did not have the digest of a checkpoint"
 
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
         """Views into the parameters. Raises UNSUPPORTED where their layout is not known."""
         if self._layout is None:
             raise Reason.UNSUPPORTED.error(f"SGLang's weights cannot be read: {self._why}")
         self._refuse_released()
-        shards = self._layout.bind(self._parameters())
-        parts = {name: shards.get(name) or _nothing(meta) for name, meta in reference.items()}
-        return ShardMap({name: part for name, part in parts.items() if part is not None})
+        return _parts(self._layout, reference, self._parameters())
 
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
         """The parameters' memory, where its layout is known."""
@@ -167,6 +168,25 @@ class SGLangModel(RankModel):
             # The parameters have another form now. The next stage server has the places found again.
             self._layout, self._confirmed, self._why = None, False, error.message
             return LoaderMap(reference, self)
+
+    def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:
+        """A copy of the parameters that the tensors lie in, where their layout is known.
+
+        Raises UNSUPPORTED, ILLEGAL_STATE, MEMORY_RELEASED.
+        """
+        runners = self._refuse(_SELECTORS.get(load.selector, "all"))
+        if not isinstance(self.places(reference), MemoryMap) or self._layout is None:
+            raise no_shadow(f"SGLang's loaders take its tensors, and {self._why}")
+        if runners != [self._runner]:
+            raise no_shadow("it is for a draft model, whose tensors SGLang's loaders take")
+        layout = self._layout
+        written = {piece.parameter for pieces in layout.pieces.values() for piece in pieces}
+
+        def parameters() -> dict[str, torch.Tensor]:
+            return {name: tensor for name, tensor in self._parameters().items() if name in written}
+
+        bind = partial(_parts, layout, reference)
+        return ShadowCopy(parameters, bind, device=self.device, ranks=self.size)
 
     @property
     def confirmed(self) -> bool:
@@ -270,6 +290,13 @@ class SGLangModel(RankModel):
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two views of the same elements have in common."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _parts(layout: Layout, reference: Mapping[str, TensorMeta], parameters: Mapping[str, torch.Tensor]) -> ShardMap:
+    """The rank's parts of the tensors, as views of these parameters. Raises INTERNAL for parameters of other forms."""
+    shards = layout.bind(parameters)
+    parts = {name: shards.get(name) or _nothing(meta) for name, meta in reference.items()}
+    return ShardMap({name: part for name, part in parts.items() if part is not None})
 
 
 def _nothing(meta: TensorMeta) -> Shard | None:

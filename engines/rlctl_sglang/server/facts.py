@@ -186,8 +186,11 @@ class Facts:
         """The same server, which takes no weights in."""
         return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
 
-    def capabilities(self, *, readable: bool, probes: bool, unproven: str = "") -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed.
+    def capabilities(
+        self, *, readable: bool, probes: bool, staged: bool = False, unproven: str = ""
+    ) -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed; ``staged``: its
+        ranks can make shadow copies.
 
         ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
         """
@@ -237,6 +240,7 @@ class Facts:
             ],
             unsupported=unsupported,
             keeps_weights=self.keeps_weights,
+            staged_apply=staged and not set(WRITES) & unsupported.keys(),
             answers_for_ranks=answers_for_ranks,
             draft_model=self.draft,
         )

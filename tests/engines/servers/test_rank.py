@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -64,22 +64,28 @@ def toy() -> Toy:
 
 
 @pytest.fixture
-def rank(toy: Toy) -> Rank:
+def rank(toy: Toy) -> Iterator[Rank]:
     made = Rank(toy)
     reference = [[name, "torch.float32", list(tensor.shape)] for name, tensor in toy.memory.items()]
     request = json.dumps({"reference": reference, "host": "127.0.0.1"}).encode()
-    description = json.loads(made.call("1", "Attach", request, "", 5))
+    answer = made.call("1", "Attach", request, "", 5)
+    assert isinstance(answer, bytes)
+    description = json.loads(answer)
     assert (description["rank"], description["size"], description["learned"], description["confirmed"]) == (
         0,
         1,
         False,
         False,
     )
-    return made
+    yield made
+    assert made._groups is not None
+    made._groups.close()
 
 
 def tell(rank: Rank, verb: str, request: Any, update_id: str = "u") -> bytes:
-    return rank.call("2", verb, request.SerializeToString(), update_id, 5)
+    answer = rank.call("2", verb, request.SerializeToString(), update_id, 5)
+    assert isinstance(answer, bytes)
+    return answer
 
 
 def refused(act: Callable[[], object]) -> RlctlError:
@@ -97,7 +103,9 @@ def digest(toy: Toy) -> str:
 
 def meet(rank: Rank, expected: str, *, digests: bool = True) -> str:
     request = {"store": ["127.0.0.1", 1], "digest": digests, "expected": expected}
-    return rank.call("2", "Meet", json.dumps(request).encode(), "", 5).decode()
+    answer = rank.call("2", "Meet", json.dumps(request).encode(), "", 5)
+    assert isinstance(answer, bytes)
+    return answer.decode()
 
 
 def test_the_model_is_confirmed_by_the_digest_of_the_checkpoint_only(rank: Rank, toy: Toy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -244,3 +245,104 @@ async def test_a_refused_write_leaves_the_choice_between_tensors_and_a_checkpoin
     await updates.prepare(v.PrepareUpdateRequest(), CALL)
     await fail_to_write(updates, server)
     assert await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), CALL)
+
+
+STAGED = v.PrepareUpdateRequest(apply=v.APPLY_MODE_STAGED)
+
+
+async def test_a_staged_update_pauses_and_labels_the_server_for_its_commit_only(
+    updates: Updates, server: Server
+) -> None:
+    await updates.prepare(STAGED, CALL)
+    await write(updates)
+    await updates.seal(v.SealUpdateRequest(), CALL)
+    assert (server.pauses, server.label, updates.whole) == ([], "at its start", True)
+    assert (updates.open, updates.in_place) == (True, False)
+    await updates.commit(v.CommitUpdateRequest(), "new@2", CALL)
+    assert (server.pauses, server.label, updates.whole) == (["begin", "end"], "new@2", True)
+    assert server.verbs == ["PrepareUpdate", "UpdateWeightsFromDistributed", "SealUpdate", "CommitUpdate"]
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_REJECTED, OUTCOME_DIRTY])
+async def test_a_staged_update_that_fails_or_is_aborted_leaves_whole_weights(
+    updates: Updates, server: Server, outcome: Outcome.ValueType
+) -> None:
+    """Also where the other ranks have taken the tensors in."""
+    await updates.prepare(STAGED, CALL)
+    await write(updates)
+    server.outcome = outcome
+    with pytest.raises(RlctlError) as failed:
+        await write(updates)
+    assert failed.value.outcome == OUTCOME_REJECTED
+    await updates.abort(CALL)
+    assert (server.label, updates.whole, server.verbs[-1]) == ("at its start", True, "AbortUpdate")
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_REJECTED, OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+async def test_a_swap_that_may_have_changed_something_leaves_weights_of_no_version(
+    updates: Updates, server: Server, outcome: Outcome.ValueType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updates.prepare(STAGED, CALL)
+    await write(updates)
+    carry_out = server.each
+
+    async def fail(verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+        if verb == "CommitUpdate":
+            assert server.label == WRITING, "before the first byte"
+            raise Reason.ENGINE_FAILED.error("it broke", outcome=outcome)
+        return await carry_out(verb, request, reply, call)
+
+    monkeypatch.setattr(server, "each", fail)
+    with pytest.raises(RlctlError) as failed:
+        await updates.commit(v.CommitUpdateRequest(), "new@2", CALL)
+    assert failed.value.outcome == outcome
+    await updates.abort(CALL)
+    rejected = outcome == OUTCOME_REJECTED
+    assert (updates.whole, server.label) == ((True, "at its start") if rejected else (False, WRITING))
+
+
+async def test_a_checkpoint_of_a_staged_update_is_the_server_s_at_the_commit(
+    updates: Updates, server: Server, tiny: tuple[Any, Path]
+) -> None:
+    await updates.prepare(STAGED, CALL)
+    await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), CALL)
+    assert (updates.checkpoint, server.label) == ("", "at its start")
+    await updates.commit(v.CommitUpdateRequest(), "disk@3", CALL)
+    assert (updates.checkpoint, server.label, server.verbs[-1]) == (str(tiny[1]), "disk@3", "CommitUpdate")
+
+
+async def test_what_a_staged_update_receives_is_interrupted(
+    updates: Updates, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updates.prepare(STAGED, CALL)
+    begun, ended = asyncio.Event(), asyncio.Event()
+    carry_out = server.each
+
+    async def receive(verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+        if verb == "AbortUpdate":
+            ended.set()
+        if verb.startswith("UpdateWeights"):
+            begun.set()
+            await ended.wait()
+            raise Reason.CANCELLED.error("the update was aborted")
+        return await carry_out(verb, request, reply, call)
+
+    monkeypatch.setattr(server, "each", receive)
+    writing = asyncio.create_task(write(updates))
+    await begun.wait()
+    await updates.interrupt(CALL)
+    assert await updates.received(1)
+    with pytest.raises(RlctlError):
+        await writing
+
+
+@pytest.mark.parametrize(("ranks", "field"), [(True, "abort_all_requests"), (False, "apply")])
+async def test_what_cannot_be_staged_is_refused_by_its_field(
+    server: Server, tiny: tuple[Any, Path], ranks: bool, field: str
+) -> None:
+    both: Any = server
+    checkpoints = Checkpoints("SGLang", str(tiny[1]), ())
+    updates = Updates("SGLang", both, checkpoints, both if ranks else None, [WorkerCoordinates(rank=0)], both)
+    with pytest.raises(RlctlError) as refused:
+        await updates.prepare(v.PrepareUpdateRequest(apply=v.APPLY_MODE_STAGED, abort_all_requests=ranks), CALL)
+    assert (refused.value.field, server.verbs, server.pauses) == (field, [], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ from rlctl_servers.ranks.model import LoaderMap, MemoryMap
 from rlctl_sglang.ranks.model import SGLangModel
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_DIRTY, WEIGHT_SELECTOR_DRAFT
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_TARGET
 from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.tensor.tensors import TensorMeta
 
@@ -217,4 +218,54 @@ def test_a_loader_of_the_user_s_is_one_that_sglang_was_started_with(model: SGLan
 
 def test_a_load_of_the_draft_model_does_not_begin_at_the_target(manager: Manager, model: SGLangModel) -> None:
     model.prepare_load(Load("u", full=True, selector=WEIGHT_SELECTOR_DRAFT))
+    assert manager.updater.begun == 0
+
+
+STAGED = Load("u", full=True, selector=WEIGHT_SELECTOR_TARGET)
+
+
+def test_a_shadow_copy_goes_into_the_same_memory(manager: Manager, model: SGLangModel) -> None:
+    model.learn(REFERENCE)
+    model.confirm()
+    address = manager.module.qk.data_ptr()
+    copy = model.shadow(REFERENCE, STAGED)
+    copy.allocate(lambda: None)
+    copy.shards.place("k.weight", torch.full((2, 4), 7.0))
+    assert not (manager.module.qk[6:] == 7).any()
+    before = manager.module.qk[:6].clone()
+    copy.swap(copy.targets())
+    assert (manager.module.qk[6:] == 7).all()
+    assert torch.equal(manager.module.qk[:6], before)
+    assert manager.module.qk.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "cause"),
+    [
+        ("not confirmed", "did not have the digest"),
+        ("not looked for", "not looked for"),
+        ("quantised", "quantization fp8"),
+        ("draft", "draft model"),
+        ("other form", "another form|is now"),
+    ],
+)
+def test_what_cannot_be_staged_is_refused_by_name(
+    manager: Manager, model: SGLangModel, monkeypatch: pytest.MonkeyPatch, obstacle: str, cause: str
+) -> None:
+    runner = manager.tp_worker.model_runner
+    if obstacle == "quantised":
+        runner.model_config.quantization = "fp8"
+        refused(lambda: model.learn(REFERENCE))
+    elif obstacle != "not looked for":
+        model.learn(REFERENCE)
+    if obstacle not in ("not confirmed", "quantised", "not looked for"):
+        model.confirm()
+    if obstacle == "draft":
+        draft = SimpleNamespace(model=torch.nn.Module(), weight_updater=manager.updater)
+        monkeypatch.setattr(manager, "_select_runners", lambda _: [("target", runner), ("draft", draft)])
+    if obstacle == "other form":
+        manager.module.qk.data = torch.randn(8, 5)[:, :4]
+    error = refused(lambda: model.shadow(REFERENCE, STAGED))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "apply")
+    assert re.search(cause, error.message), error.message
     assert manager.updater.begun == 0

@@ -1,0 +1,63 @@
+"""Digests of what a rank has: of its weights, or of a shadow copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlctl.contract.errors import Reason
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.weights.shards.mismatch import difference
+from rlctl.weights.shards.rank_exchange import Exchange
+from rlctl.weights.shards.shard_map import ShardMap, model_digest
+from rlctl.weights.tensor.digest import combine, tensor_digests
+from rlctl.weights.tensor.tensors import dtype_name
+
+
+def refuse_check(request: v.CheckWeightsRequest) -> None:
+    """Raise UNSUPPORTED for a checksum of the model that leaves tensors out."""
+    if request.skip_tensors and (request.per_tensor or request.fingerprints or request.expected_digest):
+        raise Reason.UNSUPPORTED.error("the digests of the model are over all tensors", field="skip_tensors")
+
+
+def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange, *, first_rank: bool) -> v.CheckReport:
+    """Digest the rank's parts and, together with the other ranks, the model."""
+    report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
+    every: dict[str, str] = {}
+    if not request.skip_tensors and (request.model_digest or not request.HasField("model_digest")):
+        result = model_digest(held, exchange)
+        report.model_digest = result.digest
+        report.inconsistent.extend(result.inconsistent)
+        every = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
+        if request.fingerprints:
+            report.difference.CopyFrom(difference(held, result, request.fingerprints))
+        if request.per_tensor and first_rank:
+            report.model_tensors.extend(_listed(held, result.every))
+    parts = _digests_of_parts(held, every, request.skip_tensors)
+    report.tensor_count, report.rank_digest = len(parts), combine(parts)
+    return report
+
+
+def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[str]) -> dict[str, str]:
+    """Hex digests of the rank's own parts, by checkpoint name; ``every``: digests of full tensors that are computed."""
+    parts = {
+        name: shard
+        for name, shard in held.shards.items()
+        if shard.local.numel() and not any(fragment in name for fragment in skip)
+    }
+    whole = {
+        name: every[name] for name, shard in parts.items() if name in every and shard.slice.whole(shard.meta.shape)
+    }
+    cut = {name: (shard.local, shard.meta.dtype) for name, shard in parts.items() if name not in whole}
+    return {**whole, **tensor_digests(cut)}
+
+
+def _listed(held: ShardMap, digests: Mapping[str, str]) -> list[v.TensorDigest]:
+    return [
+        v.TensorDigest(
+            name=name,
+            dtype=dtype_name(held.shards[name].meta.dtype),
+            shape=v.Shape(dims=held.shards[name].meta.shape),
+            sha256=digest,
+        )
+        for name, digest in sorted(digests.items())
+    ]

@@ -1,0 +1,63 @@
+"""What updates in place and staged ones have in common: take tensors in over groups, report what came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import WeightsReport
+from rlctl.weights.group.process_group import WeightGroup
+from rlctl.weights.group.rank_groups import Groups
+from rlctl.weights.receiver import Receiver, ReceiveStats
+from rlctl.weights.tensor.buckets import Bucket
+
+Announced = Sequence[tuple[str, Bucket]]
+"""Buckets in their order, each with the name of its group."""
+
+
+def groups_of(announced: Announced, groups: Groups, product: str) -> dict[str, WeightGroup]:
+    """The groups of the buckets, by name. Raises UNSUPPORTED for parts of tensors, GROUP_NOT_FOUND."""
+    for index, (_, bucket) in enumerate(announced):
+        if bucket.parts:
+            raise Reason.UNSUPPORTED.error(f"{product} takes full tensors, no parts", field=f"buckets[{index}].format")
+    return {name: groups.get(name) for name, _ in announced}
+
+
+def receive(
+    announced: Announced, joined: Mapping[str, WeightGroup], groups: Groups, receiver: Receiver, timeout_s: float
+) -> ReceiveStats:
+    """Receive the buckets; ``joined``: as :func:`groups_of` returns it. Groups that have failed are dropped.
+
+    Raises as :meth:`Receiver.receive`.
+    """
+    try:
+        # Nothing else ends the wait for a source that says nothing.
+        return receiver.receive([(joined[name], bucket) for name, bucket in announced], time.monotonic() + timeout_s)
+    except RlctlError as error:
+        if error.reason is Reason.GROUP_FAILED:
+            # The sources of the others would wait for this rank until their timeout.
+            for name, group in joined.items():
+                groups.drop(name, group)
+        raise
+
+
+def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
+    """Raise WEIGHTS_INCOMPLETE unless everything was written that the update must write."""
+    missing = receiver.incomplete()
+    if missing or not (receiver.written or may_be_nothing):
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise Reason.WEIGHTS_INCOMPLETE.error(
+            f"{len(missing)} tensors were not written: {shown}" if missing else "nothing was written",
+            metadata={"missing": "\n".join(missing)},
+        )
+
+
+def add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:
+    """The report, with what came in addition."""
+    report.tensors += stats.tensors
+    report.bytes_received += stats.bytes_received
+    report.transfer.CopyFrom(duration(seconds(report.transfer) + stats.transfer_s))
+    report.load.CopyFrom(duration(seconds(report.load) + stats.load_s))
+    return report

@@ -1,0 +1,166 @@
+"""A staged update at one rank: received into a shadow copy beside generation, digested there, swapped at the commit.
+
+All steps but the swap run in the rank's background thread. What fails before the swap leaves the weights as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlctl.contract.durations import duration, seconds
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.serialized_tensors.payload import FLATTENED
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.weights.checkpoint.checkpoint import open_checkpoint
+from rlctl.weights.group.rank_groups import Groups
+from rlctl.weights.receiver import Receiver
+from rlctl.weights.shards.load_hooks import Load, Loading
+from rlctl.weights.shards.shard_map import ShardMap
+from rlctl.weights.shared_memory import segment as segments
+from rlctl.weights.shared_memory.reader import SegmentReader
+from rlctl_servers.ranks.checks import checksum, refuse_check
+from rlctl_servers.ranks.model import RankModel
+from rlctl_servers.ranks.rank_exchange import Together
+from rlctl_servers.ranks.receiving import Announced, add, check_complete, groups_of, receive
+from rlctl_servers.ranks.shadow_copy import ShadowCopy
+
+ABORTED = "the update was aborted"
+
+
+class StagedUpdate:
+    """One update. :meth:`swap` and :meth:`abandon` belong to the engine's thread, the other steps to the background.
+
+    Attributes:
+        load: the update, as the engine's hooks see it.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        shadow: ShadowCopy,
+        load: Load,
+        request: v.PrepareUpdateRequest,
+        groups: Groups,
+        reader: SegmentReader,
+        together: Together,
+    ) -> None:
+        """``reader``, ``together``: of the background thread."""
+        self.load = load
+        self._model = model
+        self._shadow = shadow
+        self._groups = groups
+        self._reader = reader
+        self._together = together
+        self._digest_received = request.digest_received
+        self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
+        self._receiver = Receiver(ShardMap({}))
+        self._report = v.WeightsReport()
+        self._sealed = False
+        self._aborted = False
+
+    def prepare(self) -> v.WeightsReport:
+        """Allocate the copy. Raises MEMORY_FULL, CANCELLED."""
+        self._shadow.allocate(self._proceed)
+        receiver = Receiver(self._shadow.shards)
+        kind = "full" if self.load.full else "partial"
+        receiver.begin(self.load.update_id, kind, digest=self._digest_received)  # type: ignore[arg-type]
+        self._receiver = receiver
+        self._proceed()  # abandon() may have interrupted the receiver before this one
+        return self._report
+
+    def from_groups(self, announced: Announced, timeout_s: float) -> v.WeightsReport:
+        """Take buckets in over groups."""
+        with self._filling():
+            joined = groups_of(announced, self._groups, self._model.product)
+            return add(self._report, receive(announced, joined, self._groups, self._receiver, timeout_s))
+
+    def from_segments(self, request: v.UpdateWeightsFromTensorRequest) -> v.WeightsReport:
+        """Copy tensors out of shared segments."""
+        with self._filling():
+            if request.load_format not in ("", FLATTENED):
+                raise Reason.UNSUPPORTED.error(
+                    f"a staged update writes memory; loader {request.load_format!r} would write the weights that serve",
+                    field="load_format",
+                )
+            offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
+            checked = self._reader.check(offered, self._receiver)
+            return add(self._report, self._reader.read(checked, self._receiver, gently=True))
+
+    def from_disk(self, request: v.UpdateWeightsFromDiskRequest) -> v.WeightsReport:
+        """Read a checkpoint that the stage server has compared with the reference."""
+        with self._filling():
+            stored = open_checkpoint(request.model_path)
+            try:
+                started = time.perf_counter()
+                names = self._shadow.shards.select(stored)
+                self._receiver.writing(names)
+                for name in names:
+                    self._proceed()
+                    self._shadow.shards.place(name, stored.read(name))
+                stored.check_unchanged()
+                self._receiver.wrote(names)
+                self._report.load.CopyFrom(duration(seconds(self._report.load) + time.perf_counter() - started))
+                self._report.tensors += len(names)
+                self._report.bytes_received += sum(stored.metas[name].nbytes for name in names)
+            finally:
+                stored.close()
+            return self._report
+
+    def seal(self) -> v.WeightsReport:
+        """Nothing more comes. Raises WEIGHTS_INCOMPLETE."""
+        if self._sealed:
+            return self._report
+        with self._filling():
+            if self._receiver.at_risk:
+                raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the shadow copy")
+            check_complete(self._receiver, may_be_nothing=self._may_be_nothing)
+            self._report.received_digest = self._receiver.received_digest
+            self._receiver.finish()
+            self._sealed = True
+            return self._report
+
+    def check(self, request: v.CheckWeightsRequest, number: str, timeout_s: float) -> v.CheckReport:
+        """Digest the copy. ``number``: of the call, alike at all ranks."""
+        refuse_check(request)
+        with self._together.exchanging(number, timeout_s) as exchange:
+            return checksum(request, self._shadow.shards, exchange, first_rank=self._model.rank == 0)
+
+    def swap(self) -> v.WeightsReport:
+        """Copy the sealed copy into the weights. Raises ILLEGAL_STATE, INTERNAL; ENGINE_FAILED (DIRTY) past a write."""
+        if not self._sealed:
+            raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
+        targets = self._shadow.targets()
+        loading = Loading(self._model, self.load)
+        loading.prepare()
+        try:
+            self._shadow.swap(targets)
+            loading.finalise()
+        except Exception as error:
+            loading.abandon()
+            cause = f"the swap failed: {type(error).__name__}: {error}"
+            raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
+        return self._report
+
+    def abandon(self) -> None:
+        """End what is under way in the background; the copy goes with the last reference to this object."""
+        self._aborted = True
+        self._receiver.interrupt(cause=ABORTED)
+
+    def _proceed(self) -> None:
+        if self._aborted:
+            raise Reason.CANCELLED.error(f"update {self.load.update_id}: {ABORTED}")
+
+    @contextmanager
+    def _filling(self) -> Iterator[None]:
+        """A step that writes the copy only: what it raises has changed nothing that serves."""
+        self._proceed()
+        if self._sealed:
+            raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")
+        try:
+            yield
+        except RlctlError as error:
+            error.outcome = OUTCOME_REJECTED
+            raise
