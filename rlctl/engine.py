@@ -139,13 +139,20 @@ class HttpRequest:
         headers: without those of the connection and without credentials.
         body: as it came.
         document: the body as JSON; None where it has none.
+        gated: as its route.
     """
 
     method: str
     target: str
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes = b""
     document: object = None
+    gated: bool = True
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Call, Engine, EngineConfig
+from rlctl.engine import Call, Engine, EngineConfig, HttpExchange, HttpRequest
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
@@ -28,6 +28,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl_servers.adapters.adapters import Adapters
+from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.requests.probe import Prober, Turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
@@ -107,8 +108,8 @@ class ServerEngine(Engine):
     """One engine server, with all of its ranks.
 
     A subclass sets ``_server``, ``_control`` and ``_state`` when it is made; ``_facts``, ``_stamps``, ``_requests``,
-    ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: nothing may be probed), ``_ranks`` (None: the server
-    takes no tensors in) and ``_layout`` (the ranks' coordinates) when it starts, and ``_ready`` last.
+    ``_passing``, ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: nothing may be probed), ``_ranks`` (None:
+    the server takes no tensors in) and ``_layout`` (the ranks' coordinates) when it starts, and ``_ready`` last.
     """
 
     _server: Server
@@ -117,6 +118,7 @@ class ServerEngine(Engine):
     _facts: Facts
     _stamps: Stamps
     _requests: Requests
+    _passing: Passing
     _ending: Ending
     _updates: Updates
     _adapters: Adapters
@@ -202,6 +204,11 @@ class ServerEngine(Engine):
         async with aclosing(self._requests.generate(request)) as parts:
             async for part in parts:
                 yield part
+
+    async def exchange(self, request: HttpRequest) -> HttpExchange:
+        """Read a request of the data port; see :meth:`rlctl.engine.Engine.exchange`."""
+        self._check("")
+        return self._passing.read(request)
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
         """End requests early."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import ClassVar
 
 from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.engine import ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
@@ -36,6 +37,7 @@ from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_sglang.options import parse_options, refuse_workers
 from rlctl_sglang.ranks.channel import ABSENT
+from rlctl_sglang.requests import passing
 from rlctl_sglang.requests.bodies import Limits, has_grammar
 from rlctl_sglang.requests.probe import Prober, compute
 from rlctl_sglang.requests.requests import Native
@@ -101,8 +103,13 @@ class SGLangEngine(ServerEngine):
             incremental=facts.incremental,
             stopped=lambda: self._state.stopped,
             admit=self._admit,
+            admit_passed=self._admit_passed,
         )
         self._requests = self._ending = Requests(native)
+        reader = passing.Reader(limits, str(facts.info.get("served_model_name") or ""))
+        self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
+        alone = facts.mode == "null"  # a half of a pair generates nothing by itself
+        http_routes = passing.routes(metrics=bool(facts.info.get("enable_metrics"))) if alone else []
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
         # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
         probes = self._server.launched and facts.mode == "null"
@@ -125,6 +132,7 @@ class SGLangEngine(ServerEngine):
             model_digest=self._proof,
             fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
+            http_routes=http_routes,
         )
 
     async def _launch(self) -> None:
@@ -466,6 +474,11 @@ class SGLangEngine(ServerEngine):
         if self._state.stopped or self._updates.in_place:
             raise Reason.STAGE_NOT_SERVING.error("SGLang is paused, or takes in weights")
         check_pair_version(request, self._stamps.present.sequence)
+
+    def _admit_passed(self, prepared: bool) -> None:
+        """Raises STAGE_NOT_SERVING; see :meth:`~rlctl_sglang.requests.requests.Native.prepares`."""
+        if self._pausing and prepared:
+            raise Reason.STAGE_NOT_SERVING.error("SGLang is about to be paused")
 
     def _several_nodes(self) -> bool:
         """Whether the server is launched on several nodes. Raises FIELD_CONFLICT: it runs already."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import LEAVING_S, Control
@@ -37,6 +38,7 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_vllm.options import PRODUCT, parse_options
+from rlctl_vllm.requests import passing
 from rlctl_vllm.requests.bodies import Limits
 from rlctl_vllm.requests.probe import Prober, compute
 from rlctl_vllm.requests.requests import TokensInOut
@@ -94,6 +96,9 @@ class VLLMEngine(ServerEngine):
             self._facts = facts = self._facts.unwritable(refuted.why)
         table = LoraTable()
         self._requests = self._ending = Requests(TokensInOut(self._server.http, self._limits, self._stamps, table))
+        served = await self._served_name()
+        reader = passing.Reader(served, lambda: (self._config.model_path, self._updates.checkpoint), table)
+        self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
         self._adapters = Adapters(
             self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
         )
@@ -116,12 +121,21 @@ class VLLMEngine(ServerEngine):
             checkpoint=self._config.model_path if known else "",
             model_digest=digest,
             fenced=self._server.launched,
+            http_routes=passing.routes(),
         )
+
+    async def _served_name(self) -> str:
+        """vLLM's name of the model."""
+        models = await self._control.ask("/v1/models", call=self._start_call(), admin=False)
+        return str(models["data"][0]["id"])
+
+    def _start_call(self) -> Call:
+        return Call("start", asyncio.get_running_loop().time() + START_CALL_S)
 
     async def _launch(self) -> None:
         """Have the server run, and find out how weights get into it."""
         await self._server.start()
-        call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
+        call = self._start_call()
         workers, reference, host = Workers(self._control), self._checkpoints.reference, address_of(self._config.node)
 
         async def attach() -> list[dict[str, Any]]:

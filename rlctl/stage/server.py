@@ -9,13 +9,14 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.command_stream.commander import Commander
 from rlctl.command_stream.executor import Executor
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Engine, EngineConfig, EngineInfo, brings_ranks, engine_class
+from rlctl.engine import Engine, EngineConfig, EngineInfo, HttpRoute, brings_ranks, engine_class
 from rlctl.ports import SystemClock
 from rlctl.runtime.addresses import join, refuse_unreachable, split
 from rlctl.runtime.event_loops import LoopThread
@@ -43,6 +44,9 @@ from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, Sta
 from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from rlctl.stage.data_port.server import DataPort
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,7 @@ class StageConfig:
         followers: addresses of the WorkerServices of ranks 1 and up, in rank order.
         listen: where StageService binds; port 0 takes any.
         rollout_listen: where RolloutService binds.
+        data_listen: where the data port binds, of an engine that has one; "": any port of the host of rollout_listen.
         advertise: host under which others reach both; "" for the one that is bound.
         coordinator: address of the coordinator, or "" when one will come and attach by itself.
         weight_version: label of the model's first version.
@@ -89,6 +94,7 @@ class StageConfig:
     followers: Sequence[str] = ()
     listen: str = "127.0.0.1:0"
     rollout_listen: str = "127.0.0.1:0"
+    data_listen: str = ""
     advertise: str = ""
     coordinator: str = ""
     weight_version: str = ""
@@ -105,6 +111,7 @@ class StageServer:
         self.config = config
         self.address = ""
         self.rollout_address = ""
+        self.data_address = ""
         self._clock = SystemClock()
         self._loop = asyncio.get_running_loop()
         self._stage: Stage | None = None
@@ -128,6 +135,7 @@ class StageServer:
         )
         self._rollout: GrpcServer | None = None
         self._generation: Generation | None = None
+        self._data_port: DataPort | None = None
 
     async def start(self) -> None:
         """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
@@ -175,6 +183,21 @@ class StageServer:
         if self._rollout is not None and self._generation is not None:
             self._generation.close()
             await self._rollout.stop()
+        if self._data_port is not None:
+            await self._data_port.stop()
+
+    async def _start_data_port(self, routes: Sequence[HttpRoute]) -> str:
+        from rlctl.stage.data_port.server import DataPort  # aiohttp comes with engines that are servers
+
+        config = self.config
+        port = DataPort(
+            lambda: self._engine, self._serving, SystemClock(), token=config.token, insecure=config.insecure
+        )
+        of_rollout = config.rollout_listen
+        host = "127.0.0.1" if of_rollout.startswith("unix:") else split(of_rollout, "rollout_listen")[0]
+        bound = await port.start(config.data_listen or join(host, 0), routes)
+        self._data_port = port
+        return bound
 
     async def _start_engine(self) -> None:
         setup, self._lost = self._engine.setup(), {}
@@ -182,6 +205,9 @@ class StageServer:
         attach = Attach(slot=self.config.slot, contract_version=CONTRACT_VERSION, engine_setup=setup)
         joining = asyncio.gather(*(commander.attach(attach) for commander in followers))
         info, joined = await asyncio.gather(self._engine.start(setup), joining)
+        if info.http_routes and not self.data_address:
+            bound = await self._rollout_loop.acall(self._start_data_port(info.http_routes))
+            self.data_address = self._advertised(bound)
         workers = list(info.layout.workers)
         own = brings_ranks(self.config.engine)
         worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if own else ())
@@ -356,6 +382,8 @@ class StageServer:
             frozen=self.config.frozen,
             bootstrap_host=bootstrap_host,
             bootstrap_port=bootstrap_port,
+            data_address=self.data_address if info.http_routes else "",
+            data_routes=[f"{route.method} {route.path}" for route in info.http_routes],
             worker_type=common_pb2.WorkerType.Value(f"WORKER_TYPE_{self.config.worker_type.upper()}"),
         )
 

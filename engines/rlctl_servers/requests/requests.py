@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.sampling import check_samples
+from rlctl.engine import HttpHead
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
+from rlctl_servers.requests.passed_bodies import Reading
 
 ABORT_CALL_S = 25.0
 """How long a server may take to answer that it ends requests: one that has just been given a thousand looks at nothing
@@ -59,6 +62,9 @@ class Dialect(Protocol):
     def admit(self, request: GenerateRequest) -> None:
         """Raise why a request that :meth:`Requests.cut` would reach from now on must not be sent."""
 
+    def admit_passed(self, *, prepared: bool) -> None:
+        """As :meth:`admit`, for a request that is passed on as it came."""
+
     def prepares(self, request: GenerateRequest) -> bool:
         """Whether the server may have a request that it has not begun where a pause of its leaves it stuck."""
 
@@ -69,41 +75,135 @@ class Dialect(Protocol):
         """End samples early; None: all that the server has. Raises as :meth:`Http.call`."""
 
 
-class _Running:
+class Running(abc.ABC):
     """One request of a caller's.
 
     Attributes:
-        engine_rids: ids of its samples at the server.
+        engine_rids: ids at the server by which it can be asked to end it.
         adapter: name of its adapter, or "".
         prepared: see :meth:`Dialect.prepares`.
-        heard: those that the server has said something of, as far as it was taken in.
-        silent: by number, what waits for samples that the server has said nothing of.
-        sent: they are on their way to it.
+        samples: how many it is for the server.
+        sent: it is on its way to the server.
     """
 
-    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool) -> None:
+    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool, samples: int) -> None:
         self.engine_rids = engine_rids
         self.adapter = adapter
         self.prepared = prepared
+        self.samples = samples
         self.sent = False
-        self.heard: set[str] = set()
-        self.silent: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
-        self.cut = asyncio.Event()
+
+    @abc.abstractmethod
+    def heard(self, engine_rid: str) -> bool:
+        """Whether the server has said something of a sample, as far as it was taken in."""
+
+    @property
+    @abc.abstractmethod
+    def unbegun(self) -> Sequence[str]:
+        """Ids of the samples that the server may not have begun."""
+
+    @abc.abstractmethod
+    def cut_off(self) -> None:
+        """Let it end soon, whatever the server says. On its loop."""
+
+    @abc.abstractmethod
+    async def leave_silent(self) -> None:
+        """Close the connections of samples that the server has said nothing of. On its loop."""
 
     def end(self) -> None:
         """Its end was asked for; from any thread."""
-        self._loop.call_soon_threadsafe(self.cut.set)
+        self._loop.call_soon_threadsafe(self.cut_off)
+
+    async def leave(self) -> None:
+        """:meth:`leave_silent`, from any loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.leave_silent(), self._loop))
+
+
+class _Samples(Running):
+    """A request that rlctl sends as one stream for each sample.
+
+    Attributes:
+        silent: by number, what waits for samples that the server has said nothing of.
+        cut: its end was asked for.
+        heard_of: ids of the other samples.
+    """
+
+    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool) -> None:
+        super().__init__(engine_rids, adapter, prepared=prepared, samples=len(engine_rids))
+        self.heard_of: set[str] = set()
+        self.silent: dict[int, asyncio.Task[None]] = {}
+        self.cut = asyncio.Event()
+
+    def heard(self, engine_rid: str) -> bool:
+        return engine_rid in self.heard_of
+
+    @property
+    def unbegun(self) -> Sequence[str]:
+        return [rid for index, rid in enumerate(self.engine_rids) if not self.sent or index in self.silent]
+
+    def cut_off(self) -> None:
+        self.cut.set()
 
     async def leave_silent(self) -> None:
-        """Close the connections of samples that the server has said nothing of; from any loop."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._leave_silent(), self._loop))
-
-    async def _leave_silent(self) -> None:
         silent = list(self.silent.values())
         for task in silent:
             task.cancel()
         await asyncio.gather(*silent, return_exceptions=True)
+
+
+class _Passed(Running):
+    """A request that is passed on as it came, over one connection.
+
+    Attributes:
+        begun: the server has begun to answer it.
+        is_cut: its end was asked for.
+        waiting: ends the wait for the server.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(
+            reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=max(len(reading.engine_rids), 1)
+        )
+        self.begun = False
+        self.is_cut = False
+        self.waiting: asyncio.Timeout | None = None
+        self._over = asyncio.Event()
+
+    def heard(self, engine_rid: str) -> bool:  # noqa: ARG002
+        return self.begun
+
+    @property
+    def unbegun(self) -> Sequence[str]:
+        return () if self.sent and self.begun else self.engine_rids
+
+    def cut_off(self) -> None:
+        self.is_cut = True
+        self._end_wait(ABORT_S)
+
+    async def leave_silent(self) -> None:
+        if not self.begun:
+            self.is_cut = True
+            self._end_wait(0.0)
+            await self._over.wait()
+
+    def over(self) -> None:
+        """Its connection is closed."""
+        self._over.set()
+
+    def _end_wait(self, within_s: float) -> None:
+        if self.waiting is not None and not self.waiting.expired():
+            self.waiting.reschedule(asyncio.get_running_loop().time() + within_s)
+
+    async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
+        """The next part of the answer, or None at its end. Raises CANCELLED where its end was asked for."""
+        try:
+            async with asyncio.timeout(ABORT_S if self.is_cut else None) as self.waiting:
+                return await anext(parts, None)
+        except TimeoutError:
+            raise Reason.CANCELLED.error("the request was aborted") from None
+        finally:
+            self.waiting = None
 
 
 class Requests:
@@ -111,7 +211,7 @@ class Requests:
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._lock = threading.Lock()
         self._held = False
         self._paused: set[str] = set()
@@ -140,13 +240,17 @@ class Requests:
     @property
     def active(self) -> int:
         """Requests that have not ended."""
-        return len(self._running)
+        return len(self._all())
 
     @property
     def samples(self) -> int:
         """Samples of those, each under an id of the server's."""
+        return sum(running.samples for running in self._all())
+
+    def _all(self) -> list[Running]:
+        """Each once: a request may have several ids of its caller's."""
         with self._lock:
-            return sum(len(running.engine_rids) for running in self._running.values())
+            return list({id(running): running for running in self._running.values()}.values())
 
     def using(self, adapter: str) -> list[str]:
         """Ids of the requests that have not ended and name this adapter."""
@@ -160,18 +264,14 @@ class Requests:
         # Ids of one width: SGLang ends requests by the beginnings of their ids.
         engine_rids = [uuid.uuid4().hex for _ in range(request.sampling_params.n or 1)]
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
-        running = _Running(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
-        with self._lock:
-            if rid in self._running:
-                raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
-            self._running[rid] = running
+        running = _Samples(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
+        self._register([rid], running)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         try:
             # Not before it can be cut: what stops the server from now on finds it.
             self._dialect.admit(request)
-            if self.is_paused(request.adapter):
-                raise Reason.STAGE_NOT_SERVING.error(f"adapter {request.adapter!r} is paused by name")
+            self._refuse_paused(request.adapter)
             for index, sample in samples.items():
                 running.silent[index] = asyncio.create_task(_pump(index, sample, events, running.silent))
             running.sent = True
@@ -201,9 +301,9 @@ class Requests:
                     )
                 engine_rid, sample = engine_rids[index], samples[index]
                 response = sample.take(told)
-                if running.cut.is_set() and engine_rid not in running.heard and not sample.over:
+                if running.cut.is_set() and not running.heard(engine_rid) and not sample.over:
                     await self._dialect.end([engine_rid])  # it was held back when its end was asked for
-                running.heard.add(engine_rid)
+                running.heard_of.add(engine_rid)
                 if response is None:
                     continue
                 response.rid = rid
@@ -214,17 +314,55 @@ class Requests:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with self._lock:
+            self._forget([rid])
+
+    async def pass_on(
+        self, reading: Reading, send: Callable[[], AsyncGenerator[HttpHead | bytes, None]]
+    ) -> AsyncGenerator[HttpHead | bytes, None]:
+        """Pass a request on as it came. ``send`` sends it: the head of the answer, then the body in pieces.
+
+        Closing it ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as ``send``.
+        """
+        running, rids = _Passed(reading), list(reading.rids) or [uuid.uuid4().hex]
+        self._register(rids, running)
+        try:
+            self._dialect.admit_passed(prepared=reading.prepared)
+            self._refuse_paused(reading.adapter)
+            async with aclosing(send()) as parts:
+                running.sent = True
+                while (part := await running.next(parts)) is not None:
+                    running.begun = True
+                    while self._held:
+                        if running.is_cut:
+                            raise Reason.CANCELLED.error("the request was aborted")
+                        await asyncio.sleep(HELD_S)
+                    yield part
+        finally:
+            running.over()
+            self._forget(rids)
+
+    def _register(self, rids: Sequence[str], running: Running) -> None:
+        with self._lock:
+            for rid in rids:
+                if rid in self._running:
+                    raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
+            self._running |= dict.fromkeys(rids, running)
+
+    def _forget(self, rids: Sequence[str]) -> None:
+        with self._lock:
+            for rid in rids:
                 self._running.pop(rid, None)
+
+    def _refuse_paused(self, adapter: str) -> None:
+        if self.is_paused(adapter):
+            raise Reason.STAGE_NOT_SERVING.error(f"adapter {adapter!r} is paused by name")
 
     async def cut(self) -> None:
         """Of a server that has stopped, and has ended what it had begun: have it begin nothing of what it was sent.
 
         Samples that it has said nothing of end as aborted. Returns once their connections are closed.
         """
-        with self._lock:
-            running = list(self._running.values())
-        await asyncio.gather(*(each.leave_silent() for each in running))
+        await asyncio.gather(*(running.leave() for running in self._all()))
 
     async def end_prepared(self, deadline: float) -> bool:
         """End samples that the server may only prepare yet, before it is stopped; whether they have ended by
@@ -238,14 +376,7 @@ class Requests:
         return True
 
     def _prepared(self) -> list[str]:
-        with self._lock:
-            prepared = [running for running in self._running.values() if running.prepared]
-        return [
-            rid
-            for running in prepared
-            for index, rid in enumerate(running.engine_rids)
-            if not running.sent or index in running.silent
-        ]
+        return [rid for running in self._all() if running.prepared for rid in running.unbegun]
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
         """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""
@@ -256,7 +387,7 @@ class Requests:
             each
             for running in found.values()
             for each in running.engine_rids
-            if self._dialect.ends(heard=each in running.heard)
+            if self._dialect.ends(heard=running.heard(each)) and self._ends_alone(each, running)
         ]
         # First of all: one that reaches the server after the call that follows is ended when it is heard of.
         for running in found.values():
@@ -266,6 +397,17 @@ class Requests:
         elif ending:
             await self._dialect.end(ending)
         return len(found), [rid for rid in chosen if rid not in found]
+
+    def _ends_alone(self, engine_rid: str, its: Running) -> bool:
+        """Whether asking the server for the end of a sample ends no other request: SGLang takes an id for the beginning
+        of ids.
+        """
+        return not any(
+            other.startswith(engine_rid)
+            for running in self._all()
+            if running is not its
+            for other in running.engine_rids
+        )
 
 
 async def _pump(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import orjson
 from aiohttp.http_exceptions import LineTooLong
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import HttpHead
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
@@ -21,6 +22,8 @@ _JSON = {"Content-Type": "application/json"}
 _DATA = b"data:"
 _DONE = b"[DONE]"
 _LINE_BYTES = 1 << 26
+_FLOW_BYTES = 1 << 16
+_OF_LINK = frozenset({"connection", "keep-alive", "transfer-encoding", "trailer", "upgrade", "date", "server"})
 _SHOWN = 200
 _KEEPALIVE_S = 2.0
 """Less than the servers' own 5 s: a call must not meet a connection that is just being closed."""
@@ -68,7 +71,7 @@ class Http:
         self.url = url
         self._socket = socket
         self._keys = {False: api_key, True: admin_key}
-        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
+        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool, bool], aiohttp.ClientSession] = {}
 
     async def call(
         self,
@@ -122,6 +125,44 @@ class Http:
             f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
         )
 
+    async def forward(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> AsyncGenerator[HttpHead | bytes, None]:
+        """Pass a request on, and yield the answer as it comes. Closing it ends the connection, and with it the request.
+
+        Raises as :meth:`call` does, without a limit on the time.
+        """
+        headers = {**headers, "Accept-Encoding": "identity"}
+        if key := self._keys[False]:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            async with await self._forwarded(method, self.url + target, headers, body) as response:
+                answered = [(name, value) for name, value in response.headers.items() if name.lower() not in _OF_LINK]
+                yield HttpHead(response.status, answered)
+                async for part in response.content.iter_any():
+                    yield part
+        except aiohttp.ClientError as error:
+            raise self._broken(error) from error
+
+    async def _forwarded(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes
+    ) -> aiohttp.ClientResponse:
+        """The beginning of an answer.
+
+        Sent again, once, over a new connection: a kept one may have been closed by the server. uvicorn does that without
+        a word after an answer during which something failed.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        how: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": False, "data": body or None}
+        session = self._session(flow=True)
+        try:
+            return await session.request(method, url, **how)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError):
+                raise
+            await asyncio.sleep(0)  # the loop sees closed connections
+            return await session.request(method, url, **{**how, "headers": {**headers, "Connection": "close"}})
+
     async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
         """The beginning of an answer. What could not be written is written again: under load the server may have closed
         the connection that was to be used again, and this process not have seen it yet.
@@ -139,7 +180,7 @@ class Http:
     async def close(self) -> None:
         """Give the connections back, those of other loops too."""
         here = asyncio.get_running_loop()
-        for (loop, _), session in self._sessions.items():
+        for (loop, *_), session in self._sessions.items():
             if loop is here:
                 await session.close()
             elif loop.is_running():
@@ -148,11 +189,12 @@ class Http:
                     await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT_S)
         self._sessions.clear()
 
-    def _session(self, *, once: bool = False) -> aiohttp.ClientSession:
+    def _session(self, *, once: bool = False, flow: bool = False) -> aiohttp.ClientSession:
         """``once``: over connections of their own. uvicorn closes the one over which it has answered that something
-        failed, and does not say so: of a call that met it then nothing would be known.
+        failed, and does not say so: of a call that met it then nothing would be known. ``flow``: answers are read no
+        faster than they are passed on, and as they were sent.
         """
-        key = asyncio.get_running_loop(), once
+        key = asyncio.get_running_loop(), once, flow
         if key not in self._sessions:
             settings: dict[str, Any] = {"force_close": True} if once else {"keepalive_timeout": _KEEPALIVE_S}
             connector: aiohttp.BaseConnector
@@ -160,7 +202,12 @@ class Http:
                 connector = aiohttp.UnixConnector(self._socket, limit=0, **settings)
             else:
                 connector = aiohttp.TCPConnector(limit=0, **settings)
-            self._sessions[key] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
+            self._sessions[key] = aiohttp.ClientSession(
+                connector=connector,
+                read_bufsize=_FLOW_BYTES if flow else _LINE_BYTES,
+                auto_decompress=not flow,
+                skip_auto_headers=("User-Agent", "Content-Type") if flow else None,
+            )
         return self._sessions[key]
 
     def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:

@@ -64,23 +64,31 @@ class Stamps:
         """The version, or None for a label that rlctl did not give."""
         return self._versions.get(label)
 
+    def version_since(self, label: str, since: WeightVersion) -> WeightVersion:
+        """The version of an answer that began at ``since``.
+
+        Raises ENGINE_FAILED for an earlier version, and for one that rlctl has not put there: somebody else drives the
+        server, or it was started anew behind a proxy, and then has the label and the weights again that it had at
+        first.
+        """
+        version = self.version(label)
+        if version is None or version.sequence < since.sequence:
+            called = "did not call them" if version is None else "called them before this sample began"
+            raise Reason.ENGINE_FAILED.error(
+                f"the server says that its weights are {label!r}, which rlctl {called}",
+                next_step="Start its stage again: nothing is known of what the server holds.",
+            )
+        return version
+
     def spans(self, sample: Sample, told: Iterable[Mapping[str, Any]], since: WeightVersion) -> None:
         """Say in a sample which version each stretch of it is of; ``told``: the server's spans, version, start, end.
 
-        ``since``: the version that the server was at when the sample began. Raises ENGINE_FAILED for an earlier one,
-        and for one that rlctl has not put there: somebody else drives the server, or it was started anew behind a
-        proxy, and then has the label and the weights again that it had at first.
+        ``since``: the version that the server was at when the sample began. Raises as :meth:`version_since`.
         """
         for span in told:
             if span["end"] <= span["start"]:
                 continue
-            version = self.version(str(span["version"]))
-            if version is None or version.sequence < since.sequence:
-                called = "did not call them" if version is None else "called them before this sample began"
-                raise Reason.ENGINE_FAILED.error(
-                    f"the server says that its weights are {span['version']!r}, which rlctl {called}",
-                    next_step="Start its stage again: nothing is known of what the server holds.",
-                )
+            version = self.version_since(str(span["version"]), since)
             sample.versions.add(version=version, start=span["start"], end=min(span["end"], sample.completion_tokens))
 
     def kv_of(self, sample: Sample) -> None:

@@ -21,10 +21,10 @@ _FIELDS = frozenset(
         "token_ids_logprob",
     }
 )
-_GRAMMARS = ("ebnf", "json_schema", "regex", "structural_tag")
+GRAMMARS = ("ebnf", "json_schema", "regex", "structural_tag")
 _SAMPLING_FIELDS = frozenset(
     # Not stop_regex: its search may take seconds, for every token, in which SGLang does nothing else.
-    {"custom_params", *_GRAMMARS}
+    {"custom_params", *GRAMMARS}
 )
 
 _GREEDY_BELOW = 1e-6
@@ -92,7 +92,7 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
 def has_grammar(request: GenerateRequest) -> bool:
     """Whether SGLang compiles something before it begins with the request."""
     sampling = request.engine_fields.fields["sampling_params"] if "sampling_params" in request.engine_fields else None
-    return sampling is not None and any(name in sampling.struct_value for name in _GRAMMARS)
+    return sampling is not None and any(name in sampling.struct_value for name in GRAMMARS)
 
 
 def _prompt(request: GenerateRequest, limits: Limits) -> tuple[dict[str, Any], int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -54,8 +55,11 @@ class Native:
         incremental: bool,
         stopped: Callable[[], bool],
         admit: Callable[[GenerateRequest], None],
+        admit_passed: Callable[[bool], None],
     ) -> None:
-        """``stopped``: whether the server is paused, or is about to be; ``admit``: raises why a request waits."""
+        """``stopped``: whether the server is paused, or is about to be; ``admit``: raises why a request waits;
+        ``admit_passed``: the same of a request that is passed on, with a grammar or without.
+        """
         self.adapters = adapters
         self.http = http
         self.stamps = stamps
@@ -63,6 +67,15 @@ class Native:
         self._limits = limits
         self._stopped = stopped
         self.admit = admit
+        self._admit_passed = admit_passed
+
+    def admit_passed(self, *, prepared: bool) -> None:
+        """Raise why a request that is passed on must not be sent now."""
+        self._admit_passed(prepared)
+
+    def new_rid(self) -> str:
+        """An id that was never used. All are of one length: SGLang ends requests by the beginnings of their ids."""
+        return uuid.uuid4().hex
 
     def prepares(self, request: GenerateRequest) -> bool:
         """Requests whose grammar SGLang is compiling wait apart from the others, where nothing looks while it is

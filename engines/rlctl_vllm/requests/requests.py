@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -31,6 +32,9 @@ TOKENIZE_S = 10.0
 LONGEST_S = 86400.0
 """How long an answer that is not streamed may take: whoever asked ends it by leaving."""
 
+_BEFORE_ID = "generate-tokens-"
+"""What vLLM puts before the id of a request to :data:`GENERATE`."""
+
 _TOKEN = "token_id:"
 _OWN = ("finish_reason", "stop_reason", "weight_versions")
 """What vLLM says of a sample at its end, beside the sample."""
@@ -49,6 +53,10 @@ class TokensInOut:
         self.stamps = stamps
         self._limits = limits
 
+    def new_rid(self) -> str:
+        """An id that was never used."""
+        return _BEFORE_ID + uuid.uuid4().hex
+
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[_Reading]:
         """The samples of a request. Raises ADAPTER_NOT_FOUND, and as :func:`rlctl_vllm.requests.bodies.bodies` does."""
         if request.adapter:
@@ -57,11 +65,14 @@ class TokensInOut:
         ids: Sequence[int] = request.input_ids.ids
         if request.WhichOneof("prompt") == "text":
             ids = await tokenize(self.http, request.text)
-        made = bodies(request, ids, engine_rids, self._limits)
+        made = bodies(request, ids, [rid.removeprefix(_BEFORE_ID) for rid in engine_rids], self._limits)
         return [_Reading(self, index, request, body) for index, body in enumerate(made)]
 
     def admit(self, request: GenerateRequest) -> None:
         """Nothing needs to wait: vLLM's servers have no pairs."""
+
+    def admit_passed(self, *, prepared: bool) -> None:
+        """As :meth:`admit`."""
 
     def prepares(self, request: GenerateRequest) -> bool:  # noqa: ARG002
         """No request keeps vLLM from anything while it is paused."""
@@ -76,7 +87,7 @@ class TokensInOut:
         # An empty list would end all of them.
         if engine_rids is not None and not engine_rids:
             return
-        body = {} if engine_rids is None else {"request_ids": [f"generate-tokens-{rid}" for rid in engine_rids]}
+        body = {} if engine_rids is None else {"request_ids": list(engine_rids)}
         try:
             answer = await self.http.call("/abort_requests", body, timeout_s=ABORT_CALL_S)
         except TimeoutError:

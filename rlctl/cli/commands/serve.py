@@ -147,6 +147,11 @@ def coordinator(
     help="Address of a follower's worker, in the order of their ranks.  [repeatable]",
 )
 @click.option("--rollout-listen", default="127.0.0.1:0", show_default=True, help="Address for generation.")
+@click.option(
+    "--data-listen",
+    default="",
+    help="Address of the engine's own HTTP interface behind the gate; by default any port of the host for generation.",
+)
 @click.option("--advertise", default="", help="Host under which others reach this one.")
 @click.option("--weight-version", default="", help="Label of the model's first version.")
 @click.option("--frozen", is_flag=True, help="The model never receives weights.")
@@ -165,6 +170,7 @@ def stage(
     coordinator: str,
     followers: tuple[str, ...],
     rollout_listen: str,
+    data_listen: str,
     advertise: str,
     weight_version: str,
     frozen: bool,
@@ -199,6 +205,7 @@ def stage(
         followers=followers,
         listen=listen,
         rollout_listen=rollout_listen,
+        data_listen=data_listen,
         advertise=advertise,
         coordinator=coordinator,
         weight_version=weight_version,
@@ -211,7 +218,13 @@ def stage(
     async def start() -> Callable[[], Any]:
         server = StageServer(config)
         await server.start()
-        announce("stage", address=server.address, rollout_address=server.rollout_address, pid=os.getpid())
+        announce(
+            "stage",
+            address=server.address,
+            rollout_address=server.rollout_address,
+            data_address=server.data_address,
+            pid=os.getpid(),
+        )
         return server.stop
 
     serve(start, log_level, end_with_parent)

@@ -205,6 +205,7 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Boot id", registration.boot_id),
             ("Address", registration.address),
             ("Rollout address", registration.rollout_address),
+            ("Data address", registration.data_address),
             ("Engine", registration.engine),
             ("Worker type", short_name(WorkerType.DESCRIPTOR, registration.worker_type)),
             ("Layout", f"TP {layout.tp_size}, PP {layout.pp_size}, DP {layout.dp_size}, EP {layout.ep_size}"),

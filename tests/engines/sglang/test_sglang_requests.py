@@ -128,7 +128,14 @@ def test_a_refusal_that_comes_as_an_event_is_told_in_its_own_words() -> None:
     """Of a request that is streamed SGLang answers 200, and says then what is wrong with it."""
     http: Any = None
     native = Native(
-        http, LIMITS, Stamps(""), LoraTable(), incremental=True, stopped=lambda: False, admit=lambda _: None
+        http,
+        LIMITS,
+        Stamps(""),
+        LoraTable(),
+        incremental=True,
+        stopped=lambda: False,
+        admit=lambda _: None,
+        admit_passed=lambda _: None,
     )
     (reading,) = asyncio.run(native.begin(request([1]), ["a"]))
     error = {"message": "at most 32 stop strings are allowed", "type": "invalid_request_error", "code": 400}

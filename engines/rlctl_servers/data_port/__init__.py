@@ -1,0 +1,10 @@
+"""The data port's part at the engine: requests that are passed on to a server as they came.
+
+Decides which request may be sent, under which names of models and adapters, and what an answer says of versions. What a
+body may have is read by the ``Reader`` of each kind of server.
+
+Imports: rlctl_servers.adapters, rlctl_servers.requests, rlctl_servers.server, rlctl_servers.updates, rlctl.engine,
+rlctl.contract.
+
+Start with ``passing.py`` (``Passing``). ``answers.py`` puts rlctl's labels of versions into answers.
+"""

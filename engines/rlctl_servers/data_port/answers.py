@@ -1,0 +1,77 @@
+"""Answers of a server that are passed on: rlctl's labels of versions in the place of the server's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import orjson
+
+from rlctl.engine import HttpHead
+from rlctl_servers.updates.version_labels import Stamps
+
+_EVENTS = "text/event-stream"
+_JSON = "application/json"
+
+_NAMED = re.compile(rb'"(weight_version|version|model|lora_path)":( ?)("(?:[^"\\]|\\.)*")')
+"""A key and its text. In a text of JSON every quotation mark has a backslash before it, so none of its content fits."""
+
+
+class Labels:
+    """What an answer calls versions and models."""
+
+    def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True) -> None:
+        """``names``: of models, by the server's. ``strict``: every version must be one of rlctl's."""
+        self._stamps = stamps
+        self._strict = strict
+        self._since = stamps.present
+        self._names = names
+
+    def put_into(self, data: bytes) -> bytes:
+        """A piece of an answer that ends where no text is open.
+
+        Raises ENGINE_FAILED for a version that rlctl has not put there, or an earlier one than at the beginning.
+        """
+        return _NAMED.sub(self._named, data)
+
+    def _named(self, found: re.Match[bytes]) -> bytes:
+        key, text = found[1].decode(), orjson.loads(found[3])
+        name: Any
+        if key in ("model", "lora_path"):
+            name = self._names.get(text, text)
+        elif self._stamps.version(text) is None and (not self._strict or (key == "version" and not Stamps.ours(text))):
+            return found[0]  # not of the weights, or not known
+        else:
+            name = self._stamps.version_since(text, self._since).label
+        return found[0] if name == text else b'"%b":%b%b' % (found[1], found[2], orjson.dumps(name))
+
+
+async def relabelled(
+    parts: AsyncGenerator[HttpHead | bytes, None], labels: Labels
+) -> AsyncGenerator[HttpHead | bytes, None]:
+    """An answer with rlctl's labels: events as they come, a JSON document whole, anything else as it is.
+
+    Raises as :meth:`Labels.put_into`; what comes from ``parts`` otherwise.
+    """
+    head = await anext(parts)
+    assert isinstance(head, HttpHead)
+    kind = next((value for name, value in head.headers if name.lower() == "content-type"), "").partition(";")[0]
+    if kind == _JSON:
+        body = labels.put_into(b"".join([part async for part in parts if isinstance(part, bytes)]))
+        others = [(name, value) for name, value in head.headers if name.lower() != "content-length"]
+        yield HttpHead(head.status, [*others, ("Content-Length", str(len(body)))])
+        yield body
+        return
+    yield head
+    rest = b""
+    async for part in parts:
+        assert isinstance(part, bytes)
+        if kind != _EVENTS:
+            yield part
+            continue
+        lines, end, rest = (rest + part).rpartition(b"\n")
+        if end:
+            yield labels.put_into(lines + end)
+    if rest:
+        yield labels.put_into(rest)

@@ -1,0 +1,106 @@
+"""Requests at the data port of vLLM: which routes it passes on, and what it reads of their bodies. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from rlctl_servers.adapters.lora_table import Held, LoraTable
+from rlctl_servers.requests.passed_bodies import Reading, check_count, text_field
+
+from rlctl.contract.errors import Reason
+from rlctl.engine import HttpRequest, HttpRoute
+
+_IDS = {
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+    "/inference/v1/generate": "generate-tokens-",
+}
+"""What vLLM puts before the id of a request that generates."""
+
+_GATED = (
+    *_IDS,
+    *("/v1/messages", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
+    *("/v2/rerank", "/v2/embed", "/generative_scoring"),
+)
+_OPEN = (
+    *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+    *("/v1/completions/render", "/v1/chat/completions/render"),
+)
+_READS = ("/v1/models", "/version", "/metrics")
+
+_CLOSED = {"kv_transfer_params": "it is between the servers of a pair"}
+_COUNTS = ("n", "best_of")
+_HEADER = "X-Request-Id"
+DEFAULT = "default"
+"""Model name of clients that have none."""
+
+
+def routes() -> list[HttpRoute]:
+    """The routes of the data port."""
+    return [
+        *(HttpRoute("POST", path) for path in _GATED),
+        *(HttpRoute("POST", path, gated=False) for path in _OPEN),
+        *(HttpRoute("GET", path, gated=False) for path in _READS),
+    ]
+
+
+class Reader:
+    """See :class:`rlctl_servers.data_port.passing.Reader`."""
+
+    def __init__(self, served_name: str, checkpoints: Callable[[], Collection[str]], adapters: LoraTable) -> None:
+        """``served_name``: vLLM's name of its model. ``checkpoints``: paths that name the model, too."""
+        self._served_name = served_name
+        self._checkpoints = checkpoints
+        self._adapters = adapters
+
+    def read(self, request: HttpRequest) -> Reading:
+        """What a body says. Raises FIELD_INVALID, UNSUPPORTED."""
+        document = request.document
+        if not isinstance(document, dict):
+            return Reading()  # which vLLM refuses
+        for name, why in _CLOSED.items():
+            if document.get(name):
+                raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {why}", field=name)
+        sampling = document.get("sampling_params")
+        for fields in (document, sampling if isinstance(sampling, dict) else {}):
+            for name in _COUNTS:
+                check_count(fields.get(name), name)
+        reading = self._named(text_field(document, "model"))
+        return self._identified(request, document, reading) if request.path in _IDS else reading
+
+    def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
+        """The same with vLLM's name of the adapter."""
+        assert isinstance(request.document, dict)
+        asked = text_field(request.document, "model")
+        return dataclasses.replace(
+            reading, fields={**reading.fields, "model": held.name}, names={**reading.names, held.name: asked}
+        )
+
+    def _named(self, model: str) -> Reading:
+        """A model's name is the adapter's, where there is one; "MODEL:ADAPTER" is one, too."""
+        after = model.partition(":")[2]
+        adapter = next((name for name in (model, after) if name and name in self._adapters.by_name), "")
+        if adapter:
+            return Reading(adapter=adapter)
+        if not model or model == self._served_name:
+            return Reading()
+        known = model == DEFAULT or model in self._checkpoints()
+        fields, names = {"model": self._served_name}, {self._served_name: model}
+        return Reading(model="" if known else model, fields=fields, names=names)
+
+    def _identified(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> Reading:
+        """With the ids by which vLLM can be asked to end it."""
+        of_caller = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
+        own = text_field(document, "request_id")
+        rid = of_caller or own or uuid.uuid4().hex
+        headers = {} if of_caller or own else {_HEADER: rid}
+        engine_rid = _IDS[request.path] + rid
+        prompt = document.get("prompt")
+        engine_rids = [engine_rid]
+        if request.path == "/v1/completions":
+            prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+            engine_rids = [f"{engine_rid}-{index}" for index in range(prompts)]
+        return dataclasses.replace(reading, engine_rids=engine_rids, headers=headers, rids=[own] if own else [])

@@ -1,0 +1,249 @@
+"""The data port: one HTTP listener on the event loop of generation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, closing
+from urllib.parse import quote
+
+import orjson
+from aiohttp import web
+
+from rlctl.contract.errors import Reason, RlctlError, without_frames
+from rlctl.engine import Engine, HttpExchange, HttpHead, HttpRequest, HttpRoute
+from rlctl.ports import Clock
+from rlctl.runtime import http_errors, http_limits
+from rlctl.runtime.addresses import join, refuse_insecure, split
+from rlctl.runtime.http_bodies import Bodies, Body
+from rlctl.stage.data_port.admission import Admission
+from rlctl.stage.generation.gate_watch import Ongoing, Request
+from rlctl.stage.serving_state import Serving
+from rlctl.transport import auth
+
+log = logging.getLogger(__name__)
+
+_of_aiohttp = logging.getLogger(f"{__name__}.aiohttp")
+_of_aiohttp.setLevel(logging.CRITICAL)  # a traceback for every request that is no HTTP
+
+BODY_BYTES = 64 << 20
+"""Most bytes of a body: a batch of long prompts as token ids, or of images."""
+
+WAIT_S = 30.0
+MOST_WAIT_S = 600.0
+"""How long a request waits for the gate unless it says so, and at most: longer than most pauses of an update."""
+
+ANSWER_S = 3600.0
+"""Longest that an answer may take."""
+
+MIN_VERSION = "X-RLCTL-Min-Version"
+WAIT = "X-RLCTL-Wait"
+SLOT = "X-RLCTL-Slot"
+VERSION = "X-RLCTL-Weight-Version"
+SEQUENCE = "X-RLCTL-Weight-Version-Seq"
+
+_HEALTH = ("/health", "/health_generate", "/ready")
+"""Answered by the gate: a proxy in front of the stages goes by them."""
+
+_OF_CONNECTION = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect"),
+    }
+)
+_CREDENTIALS = frozenset({"authorization", "cookie", "x-api-key"})
+_OWN = "x-rlctl-"
+
+_NUMBER = re.compile(r"\d{1,18}(\.\d{1,6})?", re.ASCII)
+_PRINTABLE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
+"""Beside letters and digits, the characters of a label that stand in a header as they are. Others are %-encoded."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class DataPort:
+    """Passes requests on to the engine of one stage."""
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        serving: Callable[[], Serving],
+        clock: Clock,
+        *,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """``engine``: the engine that runs now; ``serving``: the present state of the stage."""
+        self._engine = engine
+        self._serving = serving
+        self._clock = clock
+        self._token = token
+        self._insecure = insecure
+        self._admission = Admission(serving, clock)
+        self._ongoing = Ongoing(serving, clock)
+        self._bodies = Bodies(BODY_BYTES)
+        self._runner: web.AppRunner | None = None
+        self._routes: list[str] = []
+
+    async def start(self, listen: str, routes: Iterable[HttpRoute]) -> str:
+        """Listen, and return the address. Raises INSECURE_BIND, FIELD_INVALID."""
+        refuse_insecure(listen, token=self._token, insecure=self._insecure)
+        host, port = split(listen, "data_listen")
+        app = web.Application(middlewares=[http_limits.answering, self._outermost], client_max_size=BODY_BYTES)
+        for path in _HEALTH:
+            app.router.add_get(path, self._health, allow_head=True)
+        for route in routes:
+            self._routes.append(f"{route.method} {route.path}")
+            app.router.add_route(route.method, route.path, self._gated if route.gated else self._open)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_of_aiohttp,
+            keepalive_timeout=http_limits.IDLE_S,
+            shutdown_timeout=0,
+        )
+        await self._runner.setup()
+        await http_limits.Site(self._runner, host, port).start()
+        return join(host, self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """End the requests that run, and leave."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if self._token and request.path not in _HEALTH:
+                headers = {name.lower(): value for name, value in request.headers.items()}
+                if (refusal := auth.check(headers, self._token)) is not None:
+                    raise refusal
+            return await handler(request)
+        except web.HTTPException as said:
+            if said.status not in (404, 405):
+                raise
+            without_frames(said)
+            return _refusal(self._closed(request, said.status))
+        except RlctlError as error:
+            return _refusal(without_frames(error))
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception as error:
+            log.error("%s %s", request.method, request.path, exc_info=error)
+            return _refusal(Reason.INTERNAL.error("the stage failed; its log says more"))
+
+    def _closed(self, request: web.Request, status: int) -> RlctlError:
+        error = Reason.VERB_UNKNOWN.error(
+            f"the data port does not pass {request.method} {request.path} to the engine",
+            next_step=f"It passes: {', '.join(self._routes)}. Weights, memory and pauses are the coordinator's.",
+        )
+        error.http_status = status
+        return error
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
+        serving = self._serving()
+        serving.refuse(self._clock.now())
+        return web.Response(headers=_version_headers(serving))
+
+    async def _open(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request on whose answer does not depend on the weights."""
+        self._serving()
+        with closing(Body(request, self._bodies)) as body:
+            exchange = await self._read(request, body, gated=False)
+            async with aclosing(exchange.answer()) as parts:
+                head = await anext(parts)
+                assert isinstance(head, HttpHead)
+                return await _answer(request, head, {}, parts)
+
+    async def _gated(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request on that the engine computes with its weights."""
+        min_version, wait_s = _number(request, MIN_VERSION, 0), _number(request, WAIT, WAIT_S)
+        with closing(Body(request, self._bodies)) as body:
+            exchange = await self._read(request, body, gated=True)
+            serving = await self._admission.admit(
+                min(wait_s, MOST_WAIT_S),
+                model=exchange.model,
+                min_version_seq=int(min_version),
+                adapter=exchange.adapter,
+            )
+            ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
+            try:
+                async with aclosing(exchange.answer()) as parts:
+                    head = await ongoing.next(parts)
+                    assert isinstance(head, HttpHead)
+                    body.close()  # the engine has it
+                    return await _answer(request, head, _version_headers(serving), _watched(ongoing, parts))
+            finally:
+                self._ongoing.end(ongoing)
+
+    async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpExchange:
+        data = await body.read()
+        document = await self._bodies.parse(data) if data and not data.isspace() else None
+        headers = {name: value for name, value in request.headers.items() if _passes(name.lower())}
+        return await self._engine().exchange(
+            HttpRequest(request.method, request.raw_path, headers, data, document, gated)
+        )
+
+
+def _passes(name: str) -> bool:
+    return name not in _OF_CONNECTION and name not in _CREDENTIALS and not name.startswith(_OWN)
+
+
+def _number(request: web.Request, name: str, default: float) -> float:
+    """A header's value, a number of at least 0. Raises FIELD_INVALID."""
+    value = request.headers.get(name)
+    if value is None:
+        return default
+    if not _NUMBER.fullmatch(value):
+        raise Reason.FIELD_INVALID.error(f"{value!r} is not a number of at least 0", field=name)
+    return float(value)
+
+
+def _version_headers(serving: Serving) -> dict[str, str]:
+    version = serving.version
+    return {SLOT: serving.slot, VERSION: quote(version.label, safe=_PRINTABLE), SEQUENCE: str(version.sequence)}
+
+
+async def _watched(
+    ongoing: Request, parts: AsyncGenerator[HttpHead | bytes, None]
+) -> AsyncGenerator[HttpHead | bytes, None]:
+    """The rest of an answer, each piece checked by the gate."""
+    while (part := await ongoing.next(parts)) is not None:
+        yield part
+
+
+async def _answer(
+    request: web.Request, head: HttpHead, own: Mapping[str, str], parts: AsyncGenerator[HttpHead | bytes, None]
+) -> web.StreamResponse:
+    headers = [*((name, value) for name, value in head.headers if name.lower() != "content-length"), *own.items()]
+    if len(headers) < len(head.headers) + len(own):  # it is whole soon
+        whole = b"".join([part async for part in parts if isinstance(part, bytes)])
+        return web.Response(status=head.status, headers=headers, body=whole)
+    response = web.StreamResponse(status=head.status, headers=headers)
+    await response.prepare(request)
+    try:
+        async for part in parts:
+            assert isinstance(part, bytes)
+            await response.write(part)
+    except RlctlError as error:
+        if response.content_type == "text/event-stream":
+            await response.write(b"data: " + orjson.dumps(http_errors.body_of(without_frames(error))) + b"\n\n")
+        if request.transport is not None:
+            request.transport.close()  # without the last chunk, so that no client takes the answer for whole
+        return response
+    await response.write_eof()
+    return response
+
+
+def _refusal(error: RlctlError) -> web.Response:
+    """The answer of the stage itself."""
+    headers = {**http_errors.headers_of(error), http_errors.REASON: error.reason.name}
+    return web.Response(
+        status=error.http_status,
+        body=orjson.dumps(http_errors.body_of(error)),
+        headers=headers,
+        content_type="application/json",
+    )
