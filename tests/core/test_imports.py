@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines/rlctl_torch": ENGINE,
     "engines/rlctl_vllm": ENGINE | {"rlctl_servers", "rlctl.sglang_api"},
     "tests/simulator": SERVER | {"rlctl.coordinator", "rlctl.stage", "rlctl.worker"},
-    "tools/benchmark": ANY | {"rlctl_torch", "rlctl_vllm"},
+    "tools/benchmark": ANY | {"rlctl_servers", "rlctl_torch", "rlctl_vllm"},
     "tools/reference": ANY,
 }
 """Package → packages that it may import, beside itself. Only :mod:`rlctl.cli`, the tools and the tests may import

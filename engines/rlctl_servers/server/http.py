@@ -149,7 +149,7 @@ class Http:
     ) -> aiohttp.ClientResponse:
         """The beginning of an answer.
 
-        Sent again, once, over a new connection: a kept one may have been closed by the server. uvicorn does that without
+        Sent again, once, over a new connection: the server may have closed a kept one. uvicorn does that without
         a word after an answer during which something failed.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
