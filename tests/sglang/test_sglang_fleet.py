@@ -14,6 +14,7 @@ import pytest
 import rollouts
 import torch
 from answers import of_each
+from heals import check_healed
 from interrupted_weights import Interrupted
 from models import changed, greedy
 
@@ -243,6 +244,7 @@ def test_a_server_that_is_killed_mid_broadcast_under_a_quorum(fleet: Fleet, tiny
     after = {stage.registration.slot: stage for stage in fleet.status().stages}["actor-2"]
     assert after.incarnation > before["actor-2"]
     assert after.report.weight_version == result.version
+    check_healed(fleet, "actor-2", model)
     with Traffic(fleet) as traffic:
         while "actor-2" not in {slot for slot, _ in traffic.since(0.0)}:
             assert traffic._thread.is_alive()

@@ -1,13 +1,18 @@
-"""A trainer's publisher and one real SGLang of two tensor-parallel ranks, of which one can be made to lose a tensor."""
+"""A trainer's publisher and one real SGLang of two tensor-parallel ranks, of which one can be made to lose a tensor.
+
+Other engines join for single tests, which heal them or are healed by them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sabotage_plugin
+from heals import check_healed
 from models import changed, greedy
 
 import rlctl
@@ -31,14 +36,34 @@ def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(
+def up(
     sglang: str, tiny: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
-    """A fleet of one server of two ranks."""
+) -> Iterator[LaunchedFleet]:
+    """One server of two ranks and its coordinator."""
     environment = sabotage_plugin.environment(sabotage.parent)
     spec = EngineSpec("pair", str(tiny[1]), engine="sglang", tp_size=2, environment=environment)
-    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def pair(up: LaunchedFleet) -> Iterator[Fleet]:
+    """A client of the fleet."""
+    with up.connect() as fleet:
         yield fleet
+
+
+@contextlib.contextmanager
+def joined(up: LaunchedFleet, spec: EngineSpec) -> Iterator[None]:
+    """An engine joins the fleet, and is healed; it leaves at the end."""
+    before = list(up.engines)
+    up.want([*before, spec])
+    try:
+        up.settle()
+        yield
+    finally:
+        up.want(before)
+        up.settle()
 
 
 def generates_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
@@ -161,3 +186,34 @@ def test_a_flipped_bit_of_a_shadow_copy_is_named_before_anything_is_swapped(
         generates_like(pair, new, result.version)
     finally:
         publisher.close()
+
+
+def test_it_heals_a_torch_engine_and_is_healed_by_it_with_weights_that_no_disk_has(
+    pair: Fleet, up: LaunchedFleet, tiny: tuple[Any, Path], sabotage: Path
+) -> None:
+    first, second = changed(tiny[0], seed=21), changed(tiny[0], seed=22)
+    with pair.publisher("actor", trainer="test") as publisher:
+        publisher.update(first, version="before solo")
+        with joined(up, EngineSpec("solo", str(tiny[1]), engine="torch")):
+            check_healed(pair, "solo", first)
+            sabotage.write_text("drop:model.layers.1.mlp.down_proj.weight@1")
+            try:
+                result = publisher.update(second, version="without the pair", quorum=1)
+            finally:
+                sabotage.unlink()
+            outcomes = {stage.slot: stage.outcome for stage in result.operation.stage_results}
+            assert outcomes == {"pair": common.OUTCOME_DIRTY, "solo": common.OUTCOME_APPLIED}
+            pair.heal(["pair"])
+            check_healed(pair, "pair", second, ranks=2)
+    generates_like(pair, second, result.version)
+
+
+@pytest.mark.long
+def test_a_second_server_joins_late_and_is_healed_by_the_first_with_weights_that_no_disk_has(
+    pair: Fleet, up: LaunchedFleet, tiny: tuple[Any, Path]
+) -> None:
+    model = changed(tiny[0], seed=23)
+    with pair.publisher("actor", trainer="test") as publisher:
+        publisher.update(model, version="before twin")
+    with joined(up, EngineSpec("twin", str(tiny[1]), engine="sglang", tp_size=2)):
+        check_healed(pair, "twin", model, ranks=2)
