@@ -127,7 +127,8 @@ _DTYPES = {
 _TENSOR_CLASSES = [Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter")]
 _STORAGE_CLASSES = [*_named("torch.storage", "UntypedStorage", "TypedStorage"), Name("torch", "UntypedStorage")]
 
-_SIZE = Name("torch", "Size")
+SIZE = Name("torch", "Size")
+"""Class of shapes."""
 
 METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 """One tensor of a flattened bucket."""
@@ -141,6 +142,9 @@ LOCAL_TENSORS = frozenset(
 """One tensor as a pickle for each rank; the second name is that of earlier versions."""
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
+
+CUDA_TENSOR = Name(_REDUCTIONS, "rebuild_cuda_tensor")
+"""Makes a tensor from a CUDA IPC handle."""
 
 
 def is_instance(value: object, classes: frozenset[Name]) -> bool:
@@ -310,12 +314,12 @@ def _rebuild_cuda_tensor(arguments: tuple[Any, ...]) -> Tensor:
 
 
 CONSTRUCTORS: Mapping[Name, Constructor] = {
-    _SIZE: _size,
+    SIZE: _size,
     Name(_REDUCTIONS, "rebuild_tensor"): _rebuild_tensor,
     Name(_REDUCTIONS, "rebuild_typed_storage"): _rebuild_typed_storage,
     Name(_REDUCTIONS, "rebuild_storage_filename"): _rebuild_storage_filename,
     Name(_REDUCTIONS, "rebuild_storage_empty"): _rebuild_storage_empty,
-    Name(_REDUCTIONS, "rebuild_cuda_tensor"): _rebuild_cuda_tensor,
+    CUDA_TENSOR: _rebuild_cuda_tensor,
     Name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): _rebuild_cuda_tensor,
 }
 """Every name that a pickle may call, with the function that reads the arguments."""

@@ -88,9 +88,9 @@ def _read(text: str, flattened: bool, rank: int, budget: Budget, where: str) -> 
         raise reader.invalid(f"the payload has {len(tensors)} tensors; the limit is {MOST_TENSORS}")
     for name, tensor in tensors:
         if tensor.offset % tensor.dtype.itemsize:
-            raise reader.invalid(f"{_shown(name)} begins at byte {tensor.offset}, no multiple of its dtype's size")
+            raise reader.invalid(f"{shown(name)} begins at byte {tensor.offset}, no multiple of its dtype's size")
         if isinstance(tensor.storage, EmptyStorage) or not tensor.nbytes:
-            raise reader.invalid(f"{_shown(name)} has no elements")
+            raise reader.invalid(f"{shown(name)} has no elements")
     return _by_storage(tensors)
 
 
@@ -116,12 +116,12 @@ def _flattened(value: Any) -> list[tuple[str, Tensor]]:
         if not is_instance(entry, frozenset([METADATA])):
             raise ValueError("metadata has an entry that is no FlattenedTensorMetadata")
         state = entry.state
-        name = _name(state.get("name"))
+        name = tensor_name(state.get("name"))
         kind, dims = dtype(state.get("dtype")), shape(state.get("shape"))
         start, end = number(state.get("start_idx"), "start_idx"), number(state.get("end_idx"), "end_idx")
         tensor = Tensor(kind, dims, whole.offset + start, whole.storage)
         if end - start != tensor.nbytes or end > whole.nbytes:
-            raise ValueError(f"{_shown(name)} lies at bytes {start} to {end}, which do not fit its shape or the bucket")
+            raise ValueError(f"{shown(name)} lies at bytes {start} to {end}, which do not fit its shape or the bucket")
         tensors.append((name, tensor))
     return tensors
 
@@ -135,11 +135,11 @@ def _pairs(value: Any, rank: int, budget: Budget, where: str) -> list[tuple[str,
     for pair in value:
         if type(pair) is not tuple or len(pair) != 2:
             raise ValueError("the payload has an entry that is no name and tensor")
-        name, tensor = _name(pair[0]), pair[1]
+        name, tensor = tensor_name(pair[0]), pair[1]
         if is_instance(tensor, LOCAL_TENSORS):
             tensor = _local(tensor.state.get("values"), rank, budget, where)
         if type(tensor) is not Tensor:
-            raise ValueError(f"{_shown(name)} is no tensor")
+            raise ValueError(f"{shown(name)} is no tensor")
         tensors.append((name, tensor))
     return tensors
 
@@ -151,11 +151,13 @@ def _local(values: Any, rank: int, budget: Budget, where: str) -> Any:
     return PickleReader(NAMES, budget, where).read(values[rank])
 
 
-def _name(value: Any) -> str:
+def tensor_name(value: Any) -> str:
+    """A tensor's name. Raises ValueError."""
     if type(value) is not str or not 0 < len(value) <= 1000:
         raise ValueError("a tensor's name is no text of 1 to 1000 characters")
     return value
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
+    """A name as errors have it."""
     return repr(name[:100])

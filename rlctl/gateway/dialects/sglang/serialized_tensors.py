@@ -27,7 +27,7 @@ def segments_by_stage(payloads: Sequence[list[Placed]], stages: Sequence[Stage])
     On a GPU, a payload is for the rank on its GPU, whatever the order. Raises LENGTH_MISMATCH, NOT_COLOCATED and
     FIELD_INVALID.
     """
-    readers = [(stage.registration.slot, worker) for stage in stages for worker in _workers(stage)]
+    readers = readers_of(stages)
     if len(payloads) != len(readers):
         names = ", ".join(stage.registration.slot for stage in stages)
         raise Reason.LENGTH_MISMATCH.error(
@@ -36,13 +36,15 @@ def segments_by_stage(payloads: Sequence[list[Placed]], stages: Sequence[Stage])
             next_step="Send one payload for each rank, to each engine at its own address.",
         )
     made: dict[str, list[TensorSegment]] = {}
-    for number, (placed, (slot, worker)) in enumerate(_matched(payloads, readers)):
-        if placed and not worker.host_id:
-            raise Reason.NOT_COLOCATED.error(
-                f"rank {worker.rank} of {slot} shares no memory with another process", field=f"{FIELD}[{number}]"
-            )
-        made.setdefault(slot, []).extend(_segment(each, slot, worker) for each in placed)
+    for number, (placed, reader) in enumerate(_matched(payloads, readers)):
+        segments = [segment(each, reader, f"{FIELD}[{number}]") for each in placed]
+        made.setdefault(reader[0], []).extend(segments)
     return made
+
+
+def readers_of(stages: Sequence[Stage]) -> list[Reader]:
+    """The ranks of stages, in their order."""
+    return [(stage.registration.slot, worker) for stage in stages for worker in _workers(stage)]
 
 
 def _workers(stage: Stage) -> list[WorkerCoordinates]:
@@ -77,8 +79,14 @@ def _gpu(placed: Sequence[Placed], number: int) -> str:
     return devices[0] if devices else ""
 
 
-def _segment(placed: Placed, slot: str, worker: WorkerCoordinates) -> TensorSegment:
-    segment = TensorSegment(
+def segment(placed: Placed, reader: Reader, where: str) -> TensorSegment:
+    """The segment in which a rank reads a storage; ``where``: the field with it. Raises NOT_COLOCATED."""
+    slot, worker = reader
+    if not worker.host_id:
+        raise Reason.NOT_COLOCATED.error(
+            f"rank {worker.rank} of {slot} shares no memory with another process", field=where
+        )
+    made = TensorSegment(
         node=worker.host_id,
         device=worker.device,
         size=placed.storage.size,
@@ -100,7 +108,7 @@ def _segment(placed: Placed, slot: str, worker: WorkerCoordinates) -> TensorSegm
             event=storage.event,
             event_sync_required=storage.event_sync_required,
         )
-        segment.torch_cuda_memory.CopyFrom(memory)
+        made.torch_cuda_memory.CopyFrom(memory)
     else:
-        segment.torch_shared_memory.CopyFrom(TorchSharedMemory(name=storage.name))
-    return segment
+        made.torch_shared_memory.CopyFrom(TorchSharedMemory(name=storage.name))
+    return made

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
-from rlctl.contract.serialized_tensors.payload import FLATTENED, read_payloads
-from rlctl.gateway.dialects.sglang import serialized_tensors
+from rlctl.contract.serialized_tensors.payload import FLATTENED, Placed, read_payloads
+from rlctl.gateway.dialects.sglang import checkpoint_engine, serialized_tensors
 from rlctl.gateway.dialects.sglang.admin import SELECTORS
 from rlctl.gateway.dialects.sglang.reads import fleet_of
 from rlctl.gateway.dialects.sglang.replies import done, saying_success
@@ -21,6 +22,8 @@ from rlctl.sglang_api.rows import rows_of
 from rlctl.v1 import common_pb2, update_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
+
+log = logging.getLogger(__name__)
 
 UPDATE_S = 600.0
 """Longest time that ending an update may take."""
@@ -57,17 +60,24 @@ async def from_disk(asked: Asked) -> Reply:
 @saying_success()
 async def begin_weight_update(asked: Asked) -> Reply:
     """Open an update that later writes join, without pausing anything yet."""
+    return done("Begin weight update succeeded.", update_id=await _begin(asked, _kind(asked), _selector(asked)))
+
+
+async def _begin(
+    asked: Asked, kind: verbs_pb2.UpdateKind.ValueType, selector: common_pb2.WeightSelector.ValueType
+) -> str:
+    """Open an update; returns its id."""
     request = update_pb2.BeginWeightUpdateRequest(
         header=await asked.header(),
         implicit=True,
         may_be_partial=True,
         model=asked.model(),
-        kind=_kind(asked),
-        options=verbs_pb2.UpdateOptions(selector=_selector(asked), flush_cache=False),
+        kind=kind,
+        options=verbs_pb2.UpdateOptions(selector=selector, flush_cache=False),
     )
     request.header.ClearField("target")
     plan = await asked.call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
-    return done("Begin weight update succeeded.", update_id=plan.update_id)
+    return str(plan.update_id)
 
 
 @saying_success()
@@ -195,11 +205,42 @@ async def _from_segments(asked: Asked, segments: Sequence[verbs_pb2.TensorSegmen
 
 
 @saying_success()
-async def from_ipc(_: Asked) -> Reply:
-    """Not supported: checkpoint-engine's sockets."""
-    raise Reason.UNSUPPORTED.error(
-        "checkpoint-engine's sockets belong to one engine's own processes", next_step="Send over a group, or from disk."
-    )
+async def from_ipc(asked: Asked) -> Reply:
+    """Take tensors in from checkpoint-engine's parameter servers: a whole update, buffer by buffer."""
+    peers, readers = checkpoint_engine.peers_of(asked["zmq_handles"], await _stages(asked))
+    async with checkpoint_engine.Conversation(peers) as conversation:
+        begun = await _begin(asked, verbs_pb2.UPDATE_KIND_UNSPECIFIED, common_pb2.WEIGHT_SELECTOR_ALL)
+        try:
+            number = 0
+            async for placed in conversation.buckets():
+                await _from_buffers(asked, readers, placed, number)
+                number += 1
+            operation = await _commit(asked, _label(asked["weight_version"]), partial=True)
+        except RlctlError as error:
+            await _give_up(asked, begun, error)
+            raise
+        await conversation.confirm()
+    return done(f"Succeeded to update model weights.{_versioned(operation)}")
+
+
+async def _from_buffers(
+    asked: Asked, readers: Sequence[serialized_tensors.Reader], placed: Sequence[Placed], number: int
+) -> None:
+    """Let every rank read what lies in its buffer."""
+    by_slot: dict[str, list[verbs_pb2.TensorSegment]] = {}
+    for each, reader in zip(placed, readers, strict=True):
+        if each.tensors:
+            by_slot.setdefault(reader[0], []).append(serialized_tensors.segment(each, reader, checkpoint_engine.FIELD))
+    parts = [(dataclasses.replace(asked, slot=slot), segments) for slot, segments in by_slot.items()]
+    await asyncio.gather(*(_from_segments(part, segments, f"{part.slot}/{number}") for part, segments in parts))
+
+
+async def _give_up(asked: Asked, update_id: str, cause: RlctlError) -> None:
+    """Abort the update; where every engine has an address of its own, another call may have done it."""
+    try:
+        await asked.call.fleet.abort_update(update_id, reason=str(cause)[:200])
+    except RlctlError as error:
+        log.info("update %s is not aborted: %s", update_id, error)
 
 
 async def get_weights_by_name(asked: Asked) -> Reply:
@@ -252,7 +293,7 @@ async def post_process_weights(_: Asked) -> Reply:
 def _options(asked: Asked) -> verbs_pb2.UpdateOptions:
     values = asked.values
     return verbs_pb2.UpdateOptions(
-        abort_all_requests=values["abort_all_requests"],
+        abort_all_requests=values.get("abort_all_requests", False),
         flush_cache=values["flush_cache"],
         torch_empty_cache=values["torch_empty_cache"],
         selector=_selector(asked) if "selector" in values else common_pb2.WEIGHT_SELECTOR_UNSPECIFIED,
@@ -264,7 +305,7 @@ def _selector(asked: Asked) -> common_pb2.WeightSelector.ValueType:
 
 
 def _kind(asked: Asked) -> verbs_pb2.UpdateKind.ValueType:
-    kind = asked["update_kind"]
+    kind = asked.values.get("update_kind")
     return verbs_pb2.UpdateKind.Value(f"UPDATE_KIND_{kind.upper()}") if kind else verbs_pb2.UPDATE_KIND_UNSPECIFIED
 
 
@@ -380,8 +421,9 @@ ROWS = (
         ],
         note="handles in `serialized_named_tensors` are read as data, and nothing is unpickled",
     ),
-    Row("POST", "/update_weights_from_ipc", from_ipc, "",
-        [Field("zmq_handles", dict), _FLUSH, _VERSION, _EMPTY], answers={400: "not supported"}, note="refused"),
+    Row("POST", "/update_weights_from_ipc", from_ipc, "BeginWeightUpdate, UpdateWeightsFromTensor, CommitWeightUpdate",
+        [Field("zmq_handles", dict), _FLUSH, _VERSION, _EMPTY],
+        note="checkpoint-engine's; the gateway replies to its sockets, and runs on its host"),
     Row("GET POST", "/get_weights_by_name", get_weights_by_name, "CheckWeights",
         [Field("name", str), Field("truncate_size", int, 100, doc="most rows")],
         note="for debugging; a tensor's name is its checkpoint's, and at most 524288 values are returned"),
