@@ -7,5 +7,6 @@ Imports: rollout.picking, client, contract, runtime, transport.
 
 Start with ``rollout.py`` (``AsyncRollout.generate_batch``; ``AsyncRollout._attempts`` sends the requests of one sample
 and repeats them), ``dispatch.py`` (``Dispatch.attempt`` waits for a stage) and ``continuation.py`` (``Progress``: one
-sample over several requests). ``stage_stream.py`` is the stream to one stage.
+sample over several requests). ``stage_stream.py`` is the stream to one stage. ``forwarding.py`` picks stages for
+requests that the gateway sends itself, and ``running.py`` stops requests by their names.
 """

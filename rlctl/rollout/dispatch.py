@@ -157,6 +157,10 @@ class Attempt:
         """It was taken."""
         self._router.answered(self._picked)
 
+    def on_loss(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Call it when the coordinator declares the stage lost, until the returned function is called."""
+        return self._lines.view.on_loss(self.stage, call)
+
     def failed(self, failure: RlctlError) -> bool:
         """It met a failure; returns whether that was the stage's, so that another one may be asked."""
         return self._router.failed(self._picked, failure, asyncio.get_running_loop().time(), at=self._met_at)

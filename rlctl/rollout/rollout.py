@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Unpack
 
 from rlctl.contract.errors import (
     InvalidRequest,
@@ -21,32 +21,22 @@ from rlctl.contract.errors import (
 )
 from rlctl.rollout.continuation import Progress, begin, check_continuable, check_resumable
 from rlctl.rollout.dispatch import Attempt, Dispatch, Lines
+from rlctl.rollout.forwarding import Forwarding
 from rlctl.rollout.picking.admission import Admission, parse
 from rlctl.rollout.picking.policies import policy as policy_of
 from rlctl.rollout.picking.router import FAULTS, Router, Wanted
 from rlctl.rollout.requests import GENERATE_S, Sampling, batch_of, build_request
+from rlctl.rollout.running import STOP_S, Metadata, Running, stop
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
-from rlctl.rollout.stage_stream import Line
 from rlctl.transport.channel import bearer
 from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
-STOP_S = 2.0
-"""How long a sample that is stopped may take to end at its engine, which then says what else belongs to it."""
-
-OVERTAKEN_S = 0.02
-"""After so long an abort that has overtaken its request is repeated."""
-
 RETRIES = 4
 """Failures of stages that one sample survives: one that brings down whoever takes it meets no more of them."""
 
-T = TypeVar("T")
-
 Prompt = str | Sequence[int]
 Resume = Literal["continue", "return"]
-Metadata = tuple[tuple[str, str], ...]
-
-
 _REFUSALS = (InvalidRequest, NotFound, Unauthenticated, Unsupported)
 
 
@@ -84,34 +74,22 @@ class Place:
 ANYWHERE = Place()
 
 
-class _Job:
+class _Job(Running):
     """One sample under way.
 
     Attributes:
-        metadata: what its calls carry.
         place: where it is to be generated.
         told: called with what comes.
-        running: line and id of the request that runs now.
-        stopped: the caller wants no more of it.
-        waiting: ends what it waits for while nothing runs.
     """
 
     def __init__(
         self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
     ) -> None:
+        super().__init__(metadata)
         self.sample = sample
-        self.metadata = metadata
         self.place = place
         self.told = told
         self.progress = Progress(sample)
-        self.running: tuple[Line, str] | None = None
-        self.stopped = False
-        self.waiting: asyncio.Timeout | None = None
-
-    def stop_waiting(self) -> None:
-        """It is stopped, and not generated anywhere."""
-        if self.waiting is not None and not self.waiting.expired():
-            self.waiting.reschedule(asyncio.get_running_loop().time())
 
 
 class AsyncRollout:
@@ -152,7 +130,7 @@ class AsyncRollout:
             policy_of(policy, session_idle_s=session_idle_s), prefill=policy_of(policy, session_idle_s=session_idle_s)
         )
         self._dispatch = Dispatch(lines, self._router)
-        self._named: dict[str, _Job] = {}
+        self._named: dict[str, Running] = {}
 
     @property
     def latest(self) -> int:
@@ -238,7 +216,7 @@ class AsyncRollout:
                     finished += task.result().finished
                 if any(_refused(task.result()) for task in done):
                     break
-            await self._stop([tasks[task] for task in running])
+            await stop([tasks[task] for task in running])
             if running:
                 await asyncio.wait(running, timeout=STOP_S)
         finally:
@@ -272,25 +250,75 @@ class AsyncRollout:
         first request to a stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
         """
         job = _Job(sample, bearer(token), told, place)
-        rid = sample.request.rid
+        with self._naming(sample.request.rid, job):
+            return await self._run(job, _deadline(timeout_s), timeout_s)
+
+    @contextlib.contextmanager
+    def forwarding(
+        self,
+        *,
+        adapter: str = "",
+        rid: str = "",
+        session_id: str = "",
+        min_version: int = 0,
+        timeout_s: float = GENERATE_S,
+        token: str | None = None,
+        place: Place = ANYWHERE,
+    ) -> Iterator[Forwarding]:
+        """A request that the caller sends to stages itself, in a form of their engines.
+
+        Load, failures of stages, sessions and names are shared with samples. A request without ``session_id`` has a
+        session of its own, which ends with it. Raises RID_IN_USE.
+        """
+        session = session_id or secrets.token_hex(16)
+
+        def wanting() -> Wanted:
+            return self._wanting(adapter, min_version, session, place)
+
+        forwarding = Forwarding(
+            self._dispatch,
+            wanting,
+            bearer(token),
+            rid=rid,
+            deadline=_deadline(timeout_s),
+            timeout_s=timeout_s,
+            retries=self._retries,
+        )
+        with self._naming(rid, forwarding):
+            try:
+                yield forwarding
+            finally:
+                if not session_id:
+                    self._router.finish(session)
+
+    @contextlib.contextmanager
+    def _naming(self, rid: str, request: Running) -> Iterator[None]:
+        """Find the request by its name ("": none) while it runs. Raises RID_IN_USE."""
         if rid in self._named:
             raise Reason.RID_IN_USE.error(f"Duplicate request ID: {rid!r} is running", field="rid")
         if rid:
-            self._named[rid] = job
+            self._named[rid] = request
         try:
-            return await self._run(job, _deadline(timeout_s), timeout_s)
+            yield
         finally:
             if rid:
                 del self._named[rid]
+
+    @property
+    def data_routes(self) -> frozenset[str]:
+        """Routes that the data port of every stage of the model has, as "POST /generate"; none if stages form pairs."""
+        return self._router.candidates(self._lines.view.stages, self.model).data_routes
 
     def inflight_at(self, slot: str) -> int:
         """Samples of this rollout that run at a stage."""
         return self._router.load[slot]
 
     async def stop(self, rids: Sequence[str]) -> list[str]:
-        """End samples of :meth:`complete` by their rids; returns those that ran here. They come back cut."""
+        """End samples of :meth:`complete`, and requests of :meth:`forwarding`, by their rids; returns those that ran
+        here. Samples come back cut.
+        """
         ours = [rid for rid in rids if rid in self._named]
-        await self._stop([self._named[rid] for rid in ours])
+        await stop([self._named[rid] for rid in ours])
         return ours
 
     async def finish_session(self, session_id: str) -> None:
@@ -342,7 +370,7 @@ class AsyncRollout:
         placed: bool | None = False
         try:
             if self._places is not None or not self._lines.view.is_known:
-                placed = await self._wait(job, self._place(deadline, timeout_s))
+                placed = await job.wait(self._place(deadline, timeout_s))
             error = await self._attempts(job, deadline, timeout_s)
         except RlctlError as failure:
             error = without_frames(failure)
@@ -352,18 +380,6 @@ class AsyncRollout:
             if job.sample.own_session:
                 self._router.finish(job.sample.session_id)
         return job.progress.result(self.latest, error)
-
-    async def _wait(self, job: _Job, work: Awaitable[T]) -> T | None:
-        """What comes of something that is waited for; None: the sample was stopped meanwhile."""
-        try:
-            async with asyncio.timeout(0 if job.stopped else None) as job.waiting:
-                return await work
-        except TimeoutError:
-            if not job.stopped:
-                raise
-            return None
-        finally:
-            job.waiting = None
 
     async def _place(self, deadline: float, timeout_s: float) -> bool:
         """Wait until the fleet is known, and for one of the places that ``max_inflight_samples`` leaves, if it does;
@@ -383,8 +399,8 @@ class AsyncRollout:
         """Try until the sample has ended, or may not be tried again; returns why."""
         progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
-            found = self._dispatch.at_once(self._wanted(job), deadline) or await self._wait(
-                job, self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s)
+            found = self._dispatch.at_once(self._wanted(job), deadline) or await job.wait(
+                self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s)
             )
             if found is None:
                 return None
@@ -413,15 +429,16 @@ class AsyncRollout:
 
     def _wanted(self, job: _Job) -> Wanted:
         request = job.sample.request
-        floor = self.admission.floor(self._known, request.min_version_seq)
-        place = job.place
+        return self._wanting(request.adapter, request.min_version_seq, job.sample.session_id, job.place)
+
+    def _wanting(self, adapter: str, min_version: int, session: str, place: Place) -> Wanted:
         return Wanted(
             self.model,
-            adapter=request.adapter,
+            adapter=adapter,
             slot=place.slot if place.only else "",
             preferred="" if place.only else place.slot,
-            floor=floor,
-            session=job.sample.session_id,
+            floor=self.admission.floor(self._known, min_version),
+            session=session,
             prefill=place.prefill,
         )
 
@@ -445,27 +462,6 @@ class AsyncRollout:
         finally:
             job.running = None
         return None
-
-    async def _stop(self, jobs: Sequence[_Job]) -> None:
-        """End samples at their engines, which then say what else belongs to them."""
-        calls = []
-        for job in jobs:
-            job.stopped = True
-            if job.running is not None:
-                calls.append(self._abort(job, *job.running))
-            else:
-                job.stop_waiting()
-        for ended in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(ended, BaseException) and not isinstance(ended, RlctlError):
-                raise ended  # otherwise its stage is gone: what is had is had
-
-    async def _abort(self, job: _Job, line: Line, rid: str) -> None:
-        """End the request of a sample at its engine, also where it comes there after its abort."""
-        until = _deadline(STOP_S)
-        while not await line.abort(rid, job.metadata, STOP_S):
-            await asyncio.sleep(OVERTAKEN_S)
-            if job.running != (line, rid) or asyncio.get_running_loop().time() >= until:
-                return
 
     def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
         """Raise what is wrong with a request, and, unless they are to be returned, what cut samples."""

@@ -83,6 +83,7 @@ class Candidates:
         members: slots of those that are there and generate.
         prefill_members: of those that compute prompts for others.
         paired: some generate in pairs.
+        data_routes: routes that the data port of each has, as "POST /generate"; none if they form pairs.
     """
 
     def __init__(self, stages: Sequence[Stage], model: str) -> None:
@@ -91,3 +92,12 @@ class Candidates:
         self.members = [each.slot for each in self.all if each.member and not each.prefills]
         self.prefill_members = [each.slot for each in self.all if each.member and each.prefills]
         self.paired = any(each.prefills or each.decodes for each in self.all)
+        self.data_routes: frozenset[str] = (
+            frozenset() if self.paired else _common_routes([each.stage for each in self.all])
+        )
+
+
+def _common_routes(stages: Sequence[Stage]) -> frozenset[str]:
+    registered = [stage.registration for stage in stages]
+    routes = [frozenset(each.data_routes if each.data_address else ()) for each in registered]
+    return routes[0].intersection(*routes[1:]) if routes else frozenset()

@@ -96,11 +96,7 @@ class Router:
 
         ``stages`` is looked at anew only when it is another list: it must not be changed.
         """
-        if stages is not self._stages:
-            self._stages, self._models = stages, {}
-        ours = self._models.get(wanted.model)
-        if ours is None:
-            ours = self._models[wanted.model] = Candidates(stages, wanted.model)
+        ours = self.candidates(stages, wanted.model)
         able = [each for each in ours.all if self._may_take(each, wanted, now)]
         givers: Sequence[Candidate] = ()
         if ours.paired:
@@ -124,6 +120,14 @@ class Router:
                 self._health.trying(each.slot, now)
                 self.load[each.slot] += 1
         return Picked(chosen.stage, now, None if prefill is None else prefill.stage)
+
+    def candidates(self, stages: Sequence[Stage], model: str) -> Candidates:
+        """The stages of a model; read anew only when ``stages`` is another list."""
+        if stages is not self._stages:
+            self._stages, self._models = stages, {}
+        if model not in self._models:
+            self._models[model] = Candidates(stages, model)
+        return self._models[model]
 
     def _choose(
         self, policy: Policy, able: Sequence[Candidate], members: Sequence[str], wanted: Wanted, now: float

@@ -96,6 +96,24 @@ def test_who_may_be_picked_is_of_the_model_enabled_there_and_of_its_kind() -> No
     assert not Candidates(stages, "ref").paired
 
 
+def test_data_routes_are_those_that_every_stage_of_the_model_has() -> None:
+    def with_port(
+        slot: str, *routes: str, kind: WorkerType.ValueType = WORKER_TYPE_REGULAR, address: str = "h:1"
+    ) -> Stage:
+        made = stage(slot, kind=kind)
+        made.registration.data_address = address
+        made.registration.data_routes.extend(routes)
+        return made
+
+    generate, embed = "POST /generate", "POST /v1/embeddings"
+    both, one = with_port("a", generate, embed), with_port("b", generate)
+    assert Candidates([both, one, stage("ref", model="ref")], "actor").data_routes == {generate}
+    assert Candidates([both], "actor").data_routes == {generate, embed}
+    for other in (stage("c"), with_port("c", generate, address=""), with_port("c", generate, kind=WORKER_TYPE_DECODE)):
+        assert not Candidates([both, other], "actor").data_routes
+    assert not Candidates([], "actor").data_routes
+
+
 def test_one_that_is_preferred_is_picked_as_long_as_it_may_be_asked() -> None:
     router = Router(policy("round_robin", session_idle_s=1.0))
     stages = [stage("a"), stage("b")]
