@@ -1,5 +1,8 @@
 """HTTP in front of a fleet. It holds no state of the fleet: coordinator and stages decide.
 
+Requests to engines with HTTP of their own are forwarded (``generation/passthrough.py``). Requests to other engines are
+translated.
+
 ``server.py`` listens, runs one dialect and drains at its end; ``prefork.py`` shares one port between processes.
 Packages, from bottom to top: backend, http, generation, dialects; router and radix are options in front.
 

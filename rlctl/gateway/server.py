@@ -7,16 +7,18 @@ import contextlib
 import functools
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 
 from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.gateway import dialects
 from rlctl.gateway.backend.service import Generation, Settings
+from rlctl.gateway.generation import passthrough
 from rlctl.gateway.http import middleware
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
@@ -88,6 +90,7 @@ class GatewayServer:
         self._runner: web.AppRunner | None = None
         self._keeper: Keeper | None = None
         self._fleet: AsyncFleet | None = None
+        self._generation: Generation | None = None
         self._lasting: set[asyncio.Task[Any]] = set()
         self._warming: asyncio.Task[None] | None = None
 
@@ -99,7 +102,7 @@ class GatewayServer:
         classes = [middleware.load(path) for path in config.middleware_paths]
         self.fleet = self._fleet = await aio.connect(config.coordinator, token=config.token or "")
         await self.fleet.status()  # whoever may not watch the fleet could serve nobody
-        self.generation = Generation(self.fleet, config.generation)
+        self.generation = self._generation = Generation(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
         self.generation.any_model = self.dialect.any_model
         self.bodies = Bodies(self.dialect.body_bytes)
@@ -133,6 +136,8 @@ class GatewayServer:
             await self._runner.cleanup()
         if self._lasting:
             await asyncio.wait(self._lasting, timeout=self.config.drain_s)
+        if self._generation is not None:
+            await self._generation.ports.close()
         if self._fleet is not None:
             await self._fleet.close()
 
@@ -161,6 +166,12 @@ class GatewayServer:
             if said.status not in (404, 405):
                 raise
             without_frames(said)
+            try:
+                route = await passthrough.unlisted(self.generation, request.method, str(request.rel_url))
+            except RlctlError as error:
+                return _response(self.dialect.fail(without_frames(error)))
+            if route is not None:
+                return await self._serve(route, request)
             failure = Reason.VERB_UNKNOWN.error(f"there is no {request.method} {request.path} here")
             failure.http_status = said.status
             allowed = {name: value for name, value in said.headers.items() if name == "Allow"}
@@ -214,20 +225,20 @@ class GatewayServer:
         try:
             # What is wrong with the request is an answer of its own, not an event.
             first = await anext(chunks, b"")
-            headers = {"Cache-Control": "no-cache", **answer.headers, **call.notes}
-            response = web.StreamResponse(headers=headers)
-            response.content_type = answer.content_type
+            own = {"Cache-Control": "no-cache", "Content-Type": answer.content_type} if answer.content_type else {}
+            response = web.StreamResponse(status=answer.status, headers=_headers(answer, own, call.notes))
             await response.prepare(request)
             await response.write(first)
             try:
                 async for chunk in chunks:
                     await response.write(chunk)
-            except RlctlError as error:
-                await response.write(answer.fail(without_frames(error)))
             except ConnectionError:
                 raise
             except Exception as error:  # noqa: BLE001 it is logged
-                await response.write(answer.fail(_defect(request, error)))
+                failure = without_frames(error) if isinstance(error, RlctlError) else _defect(request, error)
+                if answer.fail is None:
+                    raise ConnectionAbortedError(str(failure)) from None
+                await response.write(answer.fail(failure))
             await response.write_eof()
             return response
         finally:
@@ -273,9 +284,14 @@ def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Resp
         body, content_type = body.encode(), content_type or "text/plain"
     elif body is not None and not isinstance(body, bytes):
         body, content_type = orjson.dumps(body), content_type or "application/json"
-    return web.Response(
-        body=body or b"",
-        status=answer.status,
-        headers={**answer.headers, **(headers or {})},
-        content_type=content_type or "application/octet-stream",
-    )
+    own = {"Content-Type": content_type or "application/octet-stream"}
+    return web.Response(body=body or b"", status=answer.status, headers=_headers(answer, own, headers or {}))
+
+
+def _headers(answer: Answer, own: Mapping[str, str], notes: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers of an answer, which come before those of the server."""
+    headers = CIMultiDict(answer.headers)
+    for name, value in own.items():
+        headers.setdefault(name, value)
+    headers.update(notes)
+    return headers

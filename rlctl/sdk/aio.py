@@ -125,6 +125,9 @@ class AsyncFleet(AsyncAdmin):
         return list(self._lines.view.stages)
 
     async def _told(self, timeout_s: float) -> None:
+        if self._lines.view.is_known:
+            self._lines.view.check()
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await self._lines.view.known()

@@ -3,8 +3,8 @@
 Decides how many samples run at a time, which model a request means, and which tokenizer renders a chat. Picks and
 retries are those of rlctl.rollout.
 
-Imports: sdk, rollout, contract, transport.
+Imports: sdk, rollout, contract, runtime, transport.
 
 Start with ``service.py`` (``Generation.complete``). ``tokenizers.py`` loads tokenizers when they are first
-needed.
+needed. ``data_ports.py`` (``Exchange``) sends one HTTP request to the data port of a stage.
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import MOST_SAMPLES
+from rlctl.gateway.backend.data_ports import DataPorts
 from rlctl.gateway.backend.tokenizers import Tokenizers
 from rlctl.rollout.picking.admission import Admission
 from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
@@ -38,11 +40,11 @@ class Settings:
         model: for requests that name none; "": the fleet's only one.
         policy: see :meth:`rlctl.sdk.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
         resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
-        timeout_s: how long a request may take, waiting for a stage included.
+        timeout_s: how long a request may take, waiting for a stage included; a forwarded one, until its answer begins.
         max_cuts: cuts that a sample goes on from, with resume="continue"; None: any number.
         admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
         tokenizer: directory of the models' tokenizer, instead of their checkpoints.
-        max_inflight: most samples that are under way here at a time; more are refused.
+        max_inflight: most samples and forwarded requests that are under way here at a time; more are refused.
     """
 
     model: str = ""
@@ -65,7 +67,8 @@ class Generation:
         fleet: the fleet, with the gateway's own token.
         settings: as given.
         tokenizers: of its models.
-        inflight: samples under way.
+        ports: the client of the data ports of stages.
+        inflight: samples and forwarded requests under way.
         inflight_bytes: of their requests.
         any_model: OpenAI's ``model`` may be any text where it can mean one model only.
     """
@@ -74,14 +77,15 @@ class Generation:
         self.fleet = fleet
         self.settings = settings or Settings()
         self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
+        self.ports = DataPorts()
         self.inflight = self.inflight_bytes = 0
         self.any_model = False
         self._rollouts: dict[str, AsyncRollout] = {}
 
     def with_settings(self, settings: Settings) -> Generation:
-        """Generates otherwise, with the same models and tokenizers."""
+        """Generates otherwise, with the same models, tokenizers and connections to stages."""
         other = Generation(self.fleet, settings)
-        other.tokenizers, other.any_model = self.tokenizers, self.any_model
+        other.tokenizers, other.ports, other.any_model = self.tokenizers, self.ports, self.any_model
         return other
 
     async def model(self, named: str = "") -> str:
@@ -197,9 +201,21 @@ class Generation:
 
         Raises what it failed with, unless it has tokens: those are not lost; and TOO_MANY_REQUESTS.
         """
+        with self.under_way(sample.request.ByteSize()):
+            ended = await self.rollout(sample.request.model).complete(
+                sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
+            )
+        if ended.error is not None and not ended.output_ids:
+            if ended.error.reason is Reason.PROMPT_TOO_LONG:
+                ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
+            raise ended.error
+        return ended
+
+    @contextlib.contextmanager
+    def under_way(self, size: int) -> Iterator[None]:
+        """Count a sample, or a forwarded request, of these bytes. Raises TOO_MANY_REQUESTS."""
         if self.inflight >= self.settings.max_inflight:
             raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
-        size = sample.request.ByteSize()
         if self.inflight_bytes + size > MOST_INFLIGHT_BYTES:
             raise Reason.TOO_MANY_REQUESTS.error(
                 f"the requests of the samples under way in this gateway have {self.inflight_bytes} bytes, this one has "
@@ -208,24 +224,17 @@ class Generation:
         self.inflight += 1
         self.inflight_bytes += size
         try:
-            ended = await self.rollout(sample.request.model).complete(
-                sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
-            )
+            yield
         finally:
             self.inflight -= 1
             self.inflight_bytes -= size
-        if ended.error is not None and not ended.output_ids:
-            if ended.error.reason is Reason.PROMPT_TOO_LONG:
-                ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
-            raise ended.error
-        return ended
 
     def inflight_at(self, slot: str) -> int:
         """Samples under way from here at a stage."""
         return sum(rollout.inflight_at(slot) for rollout in self._rollouts.values())
 
     async def stop(self, rids: Sequence[str]) -> list[str]:
-        """End samples by their rids; returns those that ran here."""
+        """End samples and forwarded requests by their rids; returns those that ran here."""
         stopped = await asyncio.gather(*(rollout.stop(rids) for rollout in self._rollouts.values()))
         return [rid for each in stopped for rid in each]
 

@@ -1,9 +1,10 @@
 """The routes that generate, the same in every dialect: SGLang's ``/generate`` and OpenAI's completions and chats.
 
-Decides how fields become requests and how samples become replies and events.
+Decides which requests are forwarded to the data ports of stages. For others, decides how fields become requests and
+how samples become replies and events.
 
-Imports: gateway.backend, gateway.http, rollout, sglang_api, contract.
+Imports: gateway.backend, gateway.http, rollout, sglang_api, contract, runtime.
 
-Start with ``routes.py`` (``routes``), ``sglang.py`` (``generate``) and ``openai.py`` (``completions``,
-``chat``). ``samples.py`` runs the samples of one call side by side.
+Start with ``routes.py`` (``routes``), ``passthrough.py`` (``passing``), ``sglang.py`` (``generate``) and ``openai.py``
+(``completions``, ``chat``). ``samples.py`` runs the samples of one call side by side.
 """

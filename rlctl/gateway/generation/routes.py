@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlctl.gateway.generation.openai import chat, completions
+from rlctl.gateway.generation.passthrough import passing
 from rlctl.gateway.generation.sglang import generate
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply, Route, Scope
@@ -17,9 +18,9 @@ def routes(prefix: str = "") -> tuple[Route, ...]:
     """
     assert not prefix or f"{{{SLOT}}}" in prefix or f"{{{PREFERRED}}}" in prefix
     return (
-        Route("POST PUT", f"{prefix}/generate", generate, Scope.ROLLOUT),
-        Route("POST", f"{prefix}/v1/completions", completions, Scope.ROLLOUT),
-        Route("POST", f"{prefix}/v1/chat/completions", chat, Scope.ROLLOUT),
+        Route("POST PUT", f"{prefix}/generate", passing(generate), Scope.ROLLOUT),
+        Route("POST", f"{prefix}/v1/completions", passing(completions), Scope.ROLLOUT),
+        Route("POST", f"{prefix}/v1/chat/completions", passing(chat), Scope.ROLLOUT),
         Route("GET", f"{prefix}/v1/models", models, Scope.VIEWER),
         Route("GET", f"{prefix}/v1/models/{{id:.+}}", model, Scope.VIEWER),
     )

@@ -83,7 +83,7 @@ def _joined(parts: Sequence[Sample]) -> Sample:
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
-    place = await _place(call)
+    place = await place_of(call)
     tasks: list[asyncio.Task[RolloutSample]] = []
     try:
         await _start(tasks, (call.generation.complete(sample, token=call.token, place=place) for sample in samples))
@@ -102,7 +102,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
     prompts = [sample.prompt_ids for sample in samples]
     changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
     ended: dict[int, RolloutSample] = {}
-    place = await _place(call)
+    place = await place_of(call)
 
     async def run(index: int) -> None:
         def tell(progress: Progress, part: Sample) -> None:
@@ -149,8 +149,8 @@ async def _start(tasks: list[asyncio.Task[T]], works: Iterable[Coroutine[Any, An
             await asyncio.sleep(0)
 
 
-async def _place(call: Call) -> Place:
-    """Where the address says. Raises STAGE_NOT_FOUND: nobody waits for an engine that there is not."""
+async def place_of(call: Call) -> Place:
+    """The stage that the address names. Raises STAGE_NOT_FOUND: a request does not wait for an unknown engine."""
     if PREFERRED in call.path:
         return Place(call.path[PREFERRED], only=False, prefill=call.path.get(PREFILL, ""))
     slot = call.path.get(SLOT, "")

@@ -10,6 +10,7 @@ import orjson
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.json_values import of_kind
+from rlctl.v1.rollout_pb2 import TokenIds
 
 _MISSING: Any = object()
 T = TypeVar("T")
@@ -18,9 +19,16 @@ T = TypeVar("T")
 def dump(value: Any, field: str = "body") -> bytes:
     """What was read, as JSON. Raises FIELD_INVALID: less may be nested in it than can be read."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=_listed)
     except TypeError as error:
         raise Reason.FIELD_INVALID.error(f"it cannot be passed on: {error}", field=field) from None
+
+
+def _listed(value: object) -> list[int]:
+    """The list for a prompt of a large body."""
+    if isinstance(value, TokenIds):
+        return list(value.ids)
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 class Fields:

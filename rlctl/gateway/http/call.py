@@ -11,7 +11,7 @@ from rlctl.contract.enums import short_name
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.gateway.backend.service import Generation
 from rlctl.gateway.http import identity
-from rlctl.gateway.http.bodies import Fields
+from rlctl.gateway.http.bodies import Fields, dump
 from rlctl.ports import new_uuid7
 from rlctl.runtime.http_bodies import LARGE, Bodies, Body
 from rlctl.sdk.aio import AsyncFleet
@@ -76,6 +76,7 @@ class Call:
         self._data: bytes | None = None
         self.size = 0
         self._value: Any = _UNREAD
+        self._replaced = False
         self._parsed: Fields | None = None
         self._fields: list[Fields] = []
         self._unknown: list[str] = []
@@ -107,7 +108,19 @@ class Call:
 
     def replace_json(self, value: Any) -> None:
         """Give handlers another parsed body from now on; for middleware."""
-        self._value, self._parsed = value, None
+        self._value, self._parsed, self._replaced = value, None, True
+
+    async def take_body(self) -> bytes:
+        """The body to pass on: as it came, or the JSON that has replaced it. A large body cannot be read again.
+
+        Raises as :meth:`body`, and FIELD_INVALID for a value that JSON cannot have.
+        """
+        data = await self.body()
+        if self._replaced:
+            value = self._value
+            data = await self.beside(lambda: dump(value))
+        self.forget()
+        return data
 
     async def fields(self) -> Fields:
         """The fields of the body, an object; {} if there is none. Raises as :meth:`json`.

@@ -32,7 +32,7 @@ class Reply:
 
     Attributes:
         body: bytes go as they are, a str as text, None as nothing, anything else as JSON.
-        content_type: instead of the one that follows from the body.
+        content_type: instead of the one that follows from the body. The headers may have it.
     """
 
     body: Any = None
@@ -48,13 +48,15 @@ class Stream:
     Attributes:
         chunks: bytes to be written as they come. What the first one raises is answered as an error; what a later one
             raises is given to ``fail``. Closed when the caller leaves.
-        fail: the last chunk after a failure.
+        fail: the last chunk after a failure; None: the connection breaks.
+        content_type: "": the headers have it, if any.
     """
 
     chunks: AsyncIterator[bytes]
-    fail: Callable[[RlctlError], bytes]
+    fail: Callable[[RlctlError], bytes] | None
     headers: Mapping[str, str] = field(default_factory=dict)
     content_type: str = "text/event-stream"
+    status: int = 200
 
 
 Answer = Reply | Stream

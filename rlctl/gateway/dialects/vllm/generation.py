@@ -8,6 +8,7 @@ from rlctl.contract.errors import Reason
 from rlctl.gateway.backend.tokenizers import Tokenizer, beside
 from rlctl.gateway.dialects.vllm import tokens as vllm_tokens
 from rlctl.gateway.generation import openai, sessions
+from rlctl.gateway.generation.passthrough import passing
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply, Route, Scope
@@ -79,10 +80,10 @@ async def finish_session(call: Call) -> Reply:
 
 
 ROUTES = (
-    Route("POST", "/inference/v1/generate", vllm_tokens.generate, Scope.ROLLOUT),
+    Route("POST", "/inference/v1/generate", passing(vllm_tokens.generate), Scope.ROLLOUT),
     Route("POST", "/skyrl/v1/generate", generate_routed, Scope.ROLLOUT),
-    Route("POST", "/v1/chat/completions/render", render, Scope.ROLLOUT),
-    Route("POST", "/tokenize", tokenize, Scope.ROLLOUT),
-    Route("POST", "/detokenize", detokenize, Scope.ROLLOUT),
+    Route("POST", "/v1/chat/completions/render", passing(render), Scope.ROLLOUT),
+    Route("POST", "/tokenize", passing(tokenize), Scope.ROLLOUT),
+    Route("POST", "/detokenize", passing(detokenize), Scope.ROLLOUT),
     Route("POST", "/finish_session", finish_session, Scope.ROLLOUT),
 )

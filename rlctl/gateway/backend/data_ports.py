@@ -1,0 +1,183 @@
+"""Requests to the data ports of stages: one HTTP client for all requests of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+from multidict import CIMultiDict
+from yarl import URL
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout.dispatch import Attempt
+from rlctl.runtime.http_errors import REASON, error_in
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+
+CONNECT_S = 5.0
+"""Longest time to connect to a data port."""
+
+KEPT_S = 60.0
+"""A connection without a request is kept for so long. Data ports keep connections longer."""
+
+_STALE = 3
+"""Kept connections that one request may find closed, before that counts as a failure of the stage."""
+
+_AT_ONCE = 1 << 20
+"""A body of fewer bytes is written in one piece."""
+
+_HOP_BY_HOP = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    }
+)
+
+_PLACEHOLDER = re.compile(r"\{\w+(?::((?:[^{}]|\{[^{}]*\})+))?\}")
+
+T = TypeVar("T")
+
+
+def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> CIMultiDict[str]:
+    """The headers that a proxy passes on, less those named here in lower case."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    dropped = {*_HOP_BY_HOP, *named, *without}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+def lists(routes: Collection[str], method: str, path: str) -> bool:
+    """Whether a request is one of the routes of a data port."""
+    if f"{method} {path}" in routes:
+        return True
+    return any("{" in route and _pattern(route).fullmatch(f"{method} {path}") for route in routes)
+
+
+@functools.lru_cache(1024)
+def _pattern(route: str) -> re.Pattern[str]:
+    parts = _PLACEHOLDER.split(route)
+    literals, rules = map(re.escape, parts[::2]), [rule or "[^{}/]+" for rule in parts[1::2]]
+    return re.compile("".join(each for pair in zip(literals, [*rules, ""], strict=True) for each in pair))
+
+
+class DataPorts:
+    """The client. On one event loop."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def at(self, attempt: Attempt) -> Exchange:
+        """A request to the stage of an attempt."""
+        if self._session is None:
+            tracing = aiohttp.TraceConfig()
+            tracing.on_connection_reuseconn.append(_reused)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+                auto_decompress=False,
+                trace_configs=[tracing],
+            )
+        return Exchange(self._session, attempt)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _reused(_: Any, context: SimpleNamespace, __: Any) -> None:
+    context.trace_request_ctx.append(True)
+
+
+class Exchange:
+    """One request to a data port, and its answer. To be closed, however it ended.
+
+    Attributes:
+        status: of the answer, once it has begun; as ``headers``.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, attempt: Attempt) -> None:
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self._session = session
+        self._registration = attempt.stage.registration
+        self._response: aiohttp.ClientResponse | None = None
+        self._lost: RlctlError | None = None
+        self._scope: asyncio.Timeout | None = None
+        self._forget = attempt.on_loss(self._lose)
+
+    async def begin(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes, deadline: float | None
+    ) -> None:
+        """Send the request and wait for the head of the answer.
+
+        Raises what the stage refuses it with; UNREACHABLE; DEADLINE_EXCEEDED at the ``deadline``.
+        """
+        if not self._registration.data_address:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self._registration.slot} has no data port")
+        url = URL(f"http://{self._registration.data_address}{target}", encoded=True)
+        response = await self._within(deadline, lambda: self._send(method, url, headers, body))
+        self._response = response
+        if (reason := response.headers.get(REASON)) is not None:
+            raise await self._within(deadline, lambda: _refusal(reason, response))
+        self.status, self.headers = response.status, end_to_end(response.headers)
+
+    async def _send(self, method: str, url: URL, headers: Mapping[str, str], body: bytes) -> aiohttp.ClientResponse:
+        for more in reversed(range(_STALE)):
+            reused: list[bool] = []
+            data = body if len(body) < _AT_ONCE else io.BytesIO(body)
+            try:
+                return await self._session.request(
+                    method, url, headers=headers, data=data, allow_redirects=False, trace_request_ctx=reused
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not reused or not more:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def read(self, deadline: float | None = None) -> bytes:
+        """The next piece of the body; b"" at its end. Raises UNREACHABLE if the connection ends before the body."""
+        assert self._response is not None
+        return await self._within(deadline, self._response.content.readany)
+
+    async def _within(self, deadline: float | None, work: Callable[[], Awaitable[T]]) -> T:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            async with asyncio.timeout_at(deadline) as self._scope:
+                return await work()
+        except aiohttp.ClientError as error:
+            slot, kind = self._registration.slot, type(error).__name__
+            raise Reason.UNREACHABLE.error(f"{slot}: {kind}: {error}", outcome=OUTCOME_UNKNOWN) from None
+        except TimeoutError:
+            raise self._lost or Reason.DEADLINE_EXCEEDED.error(
+                f"{self._registration.slot} did not answer in time", outcome=OUTCOME_UNKNOWN
+            ) from None
+        finally:
+            self._scope = None
+
+    def _lose(self) -> None:
+        self._lost = Reason.UNREACHABLE.error(f"the coordinator has lost {self._registration.slot}")
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """End the request; its connection is closed unless the answer has ended."""
+        self._forget()
+        if self._response is not None:
+            self._response.close()
+
+
+async def _refusal(reason: str, response: aiohttp.ClientResponse) -> RlctlError:
+    try:
+        body = orjson.loads(await response.read())
+    except ValueError:
+        body = None
+    return error_in(reason, body)

@@ -1,0 +1,242 @@
+"""Requests that are forwarded to the data ports of stages, instead of being translated.
+
+Body and answer stay as they are, byte for byte. Of a body, the gateway reads only the fields that select a stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import unquote
+
+import orjson
+from multidict import CIMultiDict
+
+from rlctl.contract.errors import Reason, RlctlError, without_frames
+from rlctl.gateway.backend.data_ports import Exchange, end_to_end, lists
+from rlctl.gateway.backend.service import Generation
+from rlctl.gateway.generation import sessions
+from rlctl.gateway.generation.samples import place_of
+from rlctl.gateway.http.call import Call
+from rlctl.gateway.http.dialect import Answer, Handler, Reply, Route, Scope, Stream
+from rlctl.gateway.http.placeholders import PREFERRED, SLOT
+from rlctl.rollout.rollout import Place
+from rlctl.runtime.http_errors import body_of
+
+WAIT = "X-RLCTL-Wait"
+"""Header of a request to a data port: seconds that it may wait for the gate of the stage."""
+
+WHOLE_BYTES = 1 << 20
+"""A JSON answer of at most so many bytes is read before any of it is sent, so that another stage can take over."""
+
+_EVENT_BYTES = 16 << 10
+"""The end of a stream in which the stage's own error event is looked for."""
+
+_OWN = frozenset({"host", "content-length", "content-encoding", "expect", sessions.MIN_VERSION.lower(), WAIT.lower()})
+"""Headers of a request that the gateway writes itself. Its bodies are decompressed."""
+
+_PREFIX = re.compile(r"/(engines|routed)/([^/?]+)(/.*)")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request to forward.
+
+    Attributes:
+        target: path and query as they came, without the prefix that names a stage.
+        rid: the name by which its caller may abort it.
+    """
+
+    target: str
+    headers: CIMultiDict[str]
+    model: str
+    adapter: str
+    session: str
+    min_version: int
+    rid: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The beginning of an answer. ``whole``: the next piece is all of its body."""
+
+    status: int
+    headers: CIMultiDict[str]
+    whole: bool
+
+
+def passing(handler: Handler) -> Handler:
+    """Forward requests where every stage of the model has the route at its data port. The handler translates others,
+    and all requests of a gateway that continues them after a cut.
+    """
+
+    @functools.wraps(handler)
+    async def answer(call: Call) -> Answer:
+        if call.generation.settings.resume == "return" and await _passes(call.generation, call.method, _path(call)):
+            request = await _read(call)
+            if request is not None:
+                return await _forward(call, request)
+        return await handler(call)
+
+    return answer
+
+
+async def unlisted(generation: Generation, method: str, url: str) -> Route | None:
+    """A route for a path that the dialect does not have, if the data ports of a model's stages have it."""
+    prefixed = _PREFIX.fullmatch(url)
+    path = (prefixed[3] if prefixed else url).partition("?")[0]
+    if method != "POST" or not await _passes(generation, method, path):
+        return None
+    named = {SLOT if prefixed[1] == "engines" else PREFERRED: unquote(prefixed[2])} if prefixed else {}
+
+    async def forward(call: Call) -> Answer:
+        """Forward to a stage."""
+        call.path = named
+        request = await _read(call)
+        if request is None:
+            failure = Reason.VERB_UNKNOWN.error(f"not every stage of the model has {method} {path}")
+            failure.http_status = 404
+            raise failure
+        return await _forward(call, request)
+
+    return Route(method, path, forward, Scope.ROLLOUT)
+
+
+async def _passes(generation: Generation, method: str, path: str) -> bool:
+    """Whether requests to any model are forwarded."""
+    models = await generation.fleet.models()
+    return any(lists(generation.rollout(model.name).data_routes, method, path) for model in models)
+
+
+async def _read(call: Call) -> _Request | None:
+    """The request, from the fields that select a stage; None if its model does not have the route.
+
+    Raises FIELD_INVALID, MODEL_NOT_FOUND, STAGE_NOT_FOUND, and as :meth:`Call.json`.
+    """
+    body = {} if call.headers.get("Content-Type", "").lower().startswith("multipart/") else await call.json()
+    fields = body if isinstance(body, dict) else {}
+    model, adapter = await _model(call, fields)
+    if not lists(call.generation.rollout(model).data_routes, call.method, _path(call)):
+        return None
+    return _Request(
+        target=_target(call),
+        headers=end_to_end(call.headers, _OWN),
+        model=model,
+        adapter=adapter,
+        session=sessions.named(call, fields),
+        min_version=sessions.min_version(call),
+        rid=_text(fields.get("rid")) or _text(fields.get("request_id")),
+        place=await place_of(call),
+    )
+
+
+async def _model(call: Call, fields: Mapping[str, Any]) -> tuple[str, str]:
+    """The model and the adapter of a body, in SGLang's fields or OpenAI's. The stage refuses values of other types."""
+    name, path = _text(fields.get("model")), fields.get("lora_path")
+    paths = path if isinstance(path, list) else [path]
+    adapter = next((each for each in paths if each and isinstance(each, str)), "")
+    if _path(call) == "/generate":
+        return await call.generation.model(name), adapter
+    model, named = await call.generation.named(name)
+    return model, named or adapter
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _target(call: Call) -> str:
+    prefixed = _PREFIX.fullmatch(call.url) if SLOT in call.path or PREFERRED in call.path else None
+    return prefixed[3] if prefixed else call.url
+
+
+def _path(call: Call) -> str:
+    return _target(call).partition("?")[0]
+
+
+async def _forward(call: Call, request: _Request) -> Answer:
+    """The answer of a stage. Raises what all stages refuse the request with, and TOO_MANY_REQUESTS."""
+    pieces = _pieces(call, request)
+    head = cast(_Head, await anext(pieces))
+    body = cast(AsyncGenerator[bytes, None], pieces)
+    if not head.whole:
+        return Stream(body, None, head.headers, content_type="", status=head.status)
+    async with contextlib.aclosing(body):
+        head.headers.popall("Content-Length", None)
+        return Reply(await anext(body), head.status, head.headers)
+
+
+async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes, None]:
+    """The head of the answer, then its body. Closing it ends the request at the engine.
+
+    Another stage is tried only before the head.
+    """
+    generation, body = call.generation, await call.take_body()
+    forwarded = generation.rollout(request.model).forwarding(
+        adapter=request.adapter,
+        rid=request.rid,
+        session_id=request.session,
+        min_version=request.min_version,
+        timeout_s=generation.settings.timeout_s,
+        token=call.token,
+        place=request.place,
+    )
+    with generation.under_way(len(body)), forwarded as forwarding:
+        while (attempt := await forwarding.attempt()) is not None:
+            with attempt, contextlib.closing(generation.ports.at(attempt)) as exchange:
+                headers = CIMultiDict(request.headers)
+                headers.update({sessions.MIN_VERSION: str(attempt.floor), WAIT: "0"})
+                try:
+                    await exchange.begin(call.method, request.target, headers, body, forwarding.deadline)
+                    first, whole = await _beginning(exchange, forwarding.deadline)
+                except RlctlError as failure:
+                    if not forwarding.again(attempt, without_frames(failure)):
+                        raise
+                    continue
+                attempt.answered()
+                body = b""
+                yield _Head(exchange.status, exchange.headers, whole)
+                yield first
+                if not whole:
+                    async for piece in _rest(exchange, first):
+                        yield piece
+                return
+    aborted = Reason.CANCELLED.error("the request was aborted before a stage accepted it", field="rid")
+    aborted.http_status = 400  # OpenAI's client repeats a 409
+    raise aborted
+
+
+async def _beginning(exchange: Exchange, deadline: float) -> tuple[bytes, bool]:
+    """The first bytes of an answer, and whether they are all. A JSON document is read as a whole if it is small."""
+    document = _has_type(exchange, "application/json")
+    pieces: list[bytes] = []
+    size = 0
+    while piece := await exchange.read(deadline):
+        pieces.append(piece)
+        size += len(piece)
+        if not document or size > WHOLE_BYTES:
+            return b"".join(pieces), False
+    return b"".join(pieces), True
+
+
+async def _rest(exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
+    """The other bytes. Raises RlctlError where the stage breaks off; its last event is then an error."""
+    end = first[-_EVENT_BYTES:]
+    try:
+        while piece := await exchange.read():
+            end = (end + piece)[-_EVENT_BYTES:]
+            yield piece
+    except RlctlError as error:
+        events = _has_type(exchange, "text/event-stream") and "Content-Encoding" not in exchange.headers
+        if events and b'data: {"error"' not in end.rstrip().rpartition(b"\n\n")[2]:
+            yield b"%sdata: %s\n\n" % (b"" if end.endswith(b"\n\n") else b"\n\n", orjson.dumps(body_of(error)))
+        raise
+
+
+def _has_type(exchange: Exchange, content_type: str) -> bool:
+    return exchange.headers.get("Content-Type", "").lower().startswith(content_type)
