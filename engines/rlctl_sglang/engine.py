@@ -17,6 +17,7 @@ from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import WRITES
 from rlctl_servers.updates import reload_trial
 from rlctl_servers.updates.checkpoints import digest_at
+from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 
@@ -115,7 +116,7 @@ class SGLangEngine(ServerEngine):
         probes = self._server.launched and facts.mode == "null"
         self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
         # Other weights than the checkpoint's can be read where those of a checkpoint once were.
-        readable = bool(self._proof or (self._digest and self._confirmed))
+        readable = bool(self._proof or (self._met.digest and self._confirmed))
         self._layout = facts.layout(self._config, readable=readable).workers
         # A server that was updated may hold what a trainer has sent.
         checkpoint = "" if self._updated and not self._proof else self._checkpoint
@@ -124,7 +125,7 @@ class SGLangEngine(ServerEngine):
             layout=facts.layout(self._config, readable=readable),
             capabilities=facts.capabilities(
                 readable=readable,
-                staged=self._confirmed and not facts.draft,
+                staged=self._staged(),
                 probes=self._prober is not None,
                 unproven=self._unproven(refuted),
             ),
@@ -146,7 +147,7 @@ class SGLangEngine(ServerEngine):
         if self._server.launched and not facts.ranks and ABSENT in facts.unsupported.values():
             raise Reason.ENGINE_FAILED.error(ABSENT, next_step="SGLang's log says why it has not loaded the plug-in.")
         self._ranks = ranks if facts.ranks else None
-        self._digest = self._proof = ""
+        self._met, self._proof = Met(), ""
         self._state.paired = facts.mode != "null"
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
@@ -182,11 +183,11 @@ class SGLangEngine(ServerEngine):
         self._on_disk = await asyncio.to_thread(digest_at, self._checkpoint) if ranks else ""
         self._confirmed = bool(ranks) and all(rank["confirmed"] for rank in ranks)
         if self._ranks is not None and all(rank["learned"] for rank in ranks):
-            self._digest = await self._ranks.meet(ranks, self._checkpoints.reference, call, self._on_disk)
+            self._met = await self._ranks.meet(ranks, self._checkpoints.reference, call, self._on_disk)
         elif self._ranks is not None and not set(WRITES) & self._facts.unsupported.keys():
             refuted = await self._trial(self._learn, call)
-        if self._digest and self._digest == self._on_disk:
-            self._proof = self._digest
+        if self._met.digest and self._met.digest == self._on_disk:
+            self._proof = self._met.digest
         self._confirmed |= bool(self._proof)
         if self._proof or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
             return refuted  # each update is read back, or there is nothing to compare with
@@ -202,6 +203,12 @@ class SGLangEngine(ServerEngine):
             return refuted.why
         alone = self._state.paired and not self._confirmed
         return "one of a pair computes nothing alone, so no second load was compared with the first" if alone else ""
+
+    def _staged(self) -> bool:
+        """Whether updates can be staged."""
+        if self._met.unstaged:
+            log.info("SGLang's updates are not staged: %s", self._met.unstaged)
+        return not self._met.unstaged
 
     async def _trial(self, load: Callable[[Call], Awaitable[None]], call: Call) -> reload_trial.Refuted | None:
         async def load_paused() -> None:
@@ -228,7 +235,7 @@ class SGLangEngine(ServerEngine):
         """Have the ranks find the places of the checkpoint's elements."""
         assert self._ranks is not None
         await self._updates.marking.begin_trial(call)
-        self._digest = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call, self._on_disk)
+        self._met = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call, self._on_disk)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
         """Have SGLang itself load a checkpoint."""

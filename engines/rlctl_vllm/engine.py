@@ -18,6 +18,7 @@ from rlctl_servers.server.admin_calls import LEAVING_S, Control
 from rlctl_servers.server.http import Http
 from rlctl_servers.updates import reload_trial
 from rlctl_servers.updates.checkpoints import digest_at
+from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import WRITING, Stamps
 
@@ -73,6 +74,7 @@ class VLLMEngine(ServerEngine):
         self._server = Server(self._config, self._options, self._failed)
         self._control = Control(self._server.http, self._wedged)
         self._state = State()
+        self._met, self._on_disk = Met(), ""
 
     # The life of the engine.
 
@@ -84,9 +86,7 @@ class VLLMEngine(ServerEngine):
         """
         await self._launch()
         facts = self._facts
-        digest = ""
-        if facts.digest and facts.digest == await asyncio.to_thread(digest_at, self._config.model_path):
-            digest = facts.digest
+        digest = facts.digest if facts.digest == self._on_disk else ""
         refuted = None if digest else await self._tried()
         if refuted is not None and refuted.loaded:
             if not self._server.launched:
@@ -113,7 +113,10 @@ class VLLMEngine(ServerEngine):
         # Weights of another origin, or that a trainer has sent, are the checkpoint's only where the digest says so.
         known = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
         capabilities = facts.capabilities(
-            readable=self._readable, probes=self._prober is not None, unproven=refuted.why if refuted else ""
+            readable=self._readable,
+            staged=self._staged(),
+            probes=self._prober is not None,
+            unproven=refuted.why if refuted else "",
         )
         return EngineInfo(
             layout=facts.layout(self._config),
@@ -140,8 +143,11 @@ class VLLMEngine(ServerEngine):
 
         async def attach() -> list[dict[str, Any]]:
             ranks = await workers.attach(reference, host, call)
-            digest = await workers.meet(ranks, reference, call) if ranks else ""
-            return [{**rank, "digest": digest} for rank in ranks]
+            if ranks:
+                self._on_disk = await asyncio.to_thread(digest_at, self._config.model_path)
+                meeting = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
+                self._met = await workers.meet(ranks, reference, meeting, self._on_disk)
+            return [{**rank, "digest": self._met.digest} for rank in ranks]
 
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
         if not self._server.launched:
@@ -173,6 +179,12 @@ class VLLMEngine(ServerEngine):
         """Have vLLM's own workers load a checkpoint."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
+
+    def _staged(self) -> bool:
+        """Whether updates can be staged."""
+        if self._met.unstaged:
+            log.info("vLLM's updates are not staged: %s", self._met.unstaged)
+        return not self._met.unstaged
 
     async def _launch_again(self) -> None:
         """Put a new server in the place of one that was launched."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sabotage_plugin
 from heals import check_healed
+from interrupted_weights import Interrupted
 from models import changed, greedy
 
 import rlctl
@@ -179,7 +180,17 @@ def test_a_flipped_bit_of_a_shadow_copy_is_named_before_anything_is_swapped(
         assert now.report.state == common.STAGE_STATE_READY
         assert now.report.model_digest == rlctl.model_digest(old)
         generates_like(pair, old, before)
-        result = publisher.update(new, version=f"whole {path}", apply="staged")
+        served: list[tuple[bool, bool]] = []
+
+        def serve() -> None:
+            generates_like(pair, old, before)
+            (now,) = pair.status().stages
+            served.append((now.routable, bool(now.staging_update_id)))
+
+        result = publisher.update(Interrupted(new, serve), version=f"whole {path}", apply="staged")
+        # Segments are filled before the stage is told of the first one, and maybe before it has prepared.
+        assert served == [(True, path == "broadcast" or served[0][1])]
+        assert 0 < result.pause_s < result.total_s
         (stage,) = result.operation.stage_results
         assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
         assert [rank.evidence for rank in stage.rank_results] == [common.EVIDENCE_VERIFIED] * 2

@@ -9,7 +9,7 @@ import torch
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
-from rlctl.weights.shards.load_hooks import Load, LoadHooks
+from rlctl.weights.shards.load_hooks import Load, LoadHooks, Loading
 from rlctl.weights.shards.shard_map import Shard, ShardMap
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl_servers.ranks.shadow_copy import ShadowCopy
@@ -76,9 +76,24 @@ class RankModel(LoadHooks, abc.ABC):
         """Where an update's tensors go. By default to :meth:`load`."""
         return LoaderMap(reference, self)
 
+    def unstaged(self, reference: Mapping[str, TensorMeta]) -> str:  # noqa: ARG002
+        """Why updates cannot be staged; "": they can."""
+        return f"where {self.product} has its weights is not known"
+
     def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:  # noqa: ARG002
-        """A copy for a staged update, not allocated yet. Raises UNSUPPORTED where the update cannot be staged."""
-        raise no_shadow(f"where {self.product} has its weights is not known")
+        """A copy for a staged update, not allocated yet. Raises UNSUPPORTED where updates cannot be staged."""
+        raise no_shadow(self.unstaged(reference))
+
+    def swap(self, load: Load, copy: Callable[[], None]) -> None:
+        """Have a shadow copy written into the weights by ``copy``, with what the engine does around a load."""
+        loading = Loading(self, load)
+        loading.prepare()
+        try:
+            copy()
+            loading.finalise()
+        except BaseException:
+            loading.abandon()
+            raise
 
 
 def no_shadow(cause: str) -> RlctlError:

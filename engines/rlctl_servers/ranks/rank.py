@@ -129,24 +129,34 @@ class Rank:
         return json.dumps(me).encode()
 
     def _meet(self, request: dict[str, Any], timeout_s: float) -> bytes:
-        """Take the address where the ranks meet. Returns the model digest of their weights, "" if it cannot be had."""
+        """Take the address where the ranks meet. Returns "digest", the model digest of their weights or "", and
+        "unstaged", why updates cannot be staged.
+        """
+        digest = self._learn(request, timeout_s)
+        try:
+            unstaged = self._model.unstaged(self._reference)
+        except RlctlError as error:
+            unstaged = error.message
+        return json.dumps({"digest": digest, "unstaged": unstaged}).encode()
+
+    def _learn(self, request: dict[str, Any], timeout_s: float) -> str:
         host, port = request["store"]
         self._together.store = self._background_together.store = (host, port)
         try:
             with self._together.exchanging(self._number, timeout_s) as exchange:
                 agreed(exchange, partial(self._model.learn, self._reference))
                 if not request["digest"]:
-                    return b""
+                    return ""
                 digest = model_digest(self._held(exchange), exchange).digest
         except RlctlError as error:
             if error.outcome == OUTCOME_DIRTY:
                 raise
             log.warning("rlctl: the weights of %s cannot be read: %s", self._model.product, error)
-            return b""
+            return ""
         if digest == request["expected"]:
             self._model.confirm()
             self._place()
-        return digest.encode()
+        return digest
 
     def _place(self) -> None:
         self._shards = self._model.places(self._reference)

@@ -17,7 +17,7 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.group.rank_groups import Groups
 from rlctl.weights.receiver import Receiver
-from rlctl.weights.shards.load_hooks import Load, Loading
+from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.shards.shard_map import ShardMap
 from rlctl.weights.shared_memory import segment as segments
 from rlctl.weights.shared_memory.reader import SegmentReader
@@ -133,13 +133,18 @@ class StagedUpdate:
         if not self._sealed:
             raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
         targets = self._shadow.targets()
-        loading = Loading(self._model, self.load)
-        loading.prepare()
-        try:
+        begun = False
+
+        def copy() -> None:
+            nonlocal begun
+            begun = True
             self._shadow.swap(targets)
-            loading.finalise()
+
+        try:
+            self._model.swap(self.load, copy)
         except Exception as error:
-            loading.abandon()
+            if isinstance(error, RlctlError) and not begun:
+                raise
             cause = f"the swap failed: {type(error).__name__}: {error}"
             raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
         return self._report

@@ -8,6 +8,7 @@ import base64
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -31,6 +32,19 @@ MOST_GATHERED = 1_000_000_000
 seconds for each 4 GB, at every check, and nothing is generated meanwhile."""
 
 Reply = TypeVar("Reply", bound=Message)
+
+
+@dataclass(frozen=True)
+class Met:
+    """What the ranks say once they have looked for the places of the tensors.
+
+    Attributes:
+        digest: model digest of their weights; "" where they cannot read them, or the model is too large to be gathered.
+        unstaged: why updates cannot be staged; "": they can.
+    """
+
+    digest: str = ""
+    unstaged: str = "its ranks were not asked"
 
 
 class RankCalls(abc.ABC):
@@ -77,17 +91,17 @@ class RankCalls(abc.ABC):
 
     async def meet(
         self, ranks: Sequence[Mapping[str, Any]], reference: Mapping[str, TensorMeta], call: Call, expected: str = ""
-    ) -> str:
+    ) -> Met:
         """Connect the ranks that :meth:`attach` has described, and have them find the places of the tensors.
 
-        Returns the model digest of their weights, "" where the ranks cannot read them, or the model is too large to be
-        gathered. ``expected``: digest of the checkpoint on disk.
+        ``expected``: digest of the checkpoint on disk.
         """
         large = len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED
         meeting = json.dumps({"store": ranks[0]["store"], "digest": not large, "expected": expected}).encode()
         answers = _good(await self._call("Meet", meeting, call))
-        digests = {base64.b64decode(answer["answer"]).decode() for answer in answers}
-        return digests.pop() if len(digests) == 1 else ""
+        said = [json.loads(base64.b64decode(answer["answer"])) for answer in answers]
+        digests = {each["digest"] for each in said}
+        return Met(digests.pop() if len(digests) == 1 else "", next(filter(None, (e["unstaged"] for e in said)), ""))
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """The answer of every rank, in their order.

@@ -169,17 +169,23 @@ class SGLangModel(RankModel):
             self._layout, self._confirmed, self._why = None, False, error.message
             return LoaderMap(reference, self)
 
+    def unstaged(self, reference: Mapping[str, TensorMeta]) -> str:
+        """Why SGLang's loaders take the tensors of all updates. Raises MEMORY_RELEASED."""
+        if not isinstance(self.places(reference), MemoryMap):
+            return f"SGLang's loaders take its tensors, and {self._why}"
+        if len(self._manager._select_runners("all")) > 1:
+            return "SGLang's loaders take the tensors of its draft model"
+        return ""
+
     def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:
         """A copy of the parameters that the tensors lie in, where their layout is known.
 
         Raises UNSUPPORTED, ILLEGAL_STATE, MEMORY_RELEASED.
         """
-        runners = self._refuse(_SELECTORS.get(load.selector, "all"))
-        if not isinstance(self.places(reference), MemoryMap) or self._layout is None:
-            raise no_shadow(f"SGLang's loaders take its tensors, and {self._why}")
-        if runners != [self._runner]:
-            raise no_shadow("it is for a draft model, whose tensors SGLang's loaders take")
-        layout = self._layout
+        self._refuse(_SELECTORS.get(load.selector, "all"))
+        unstaged, layout = self.unstaged(reference), self._layout
+        if unstaged or layout is None:
+            raise no_shadow(unstaged)
         written = {piece.parameter for pieces in layout.pieces.values() for piece in pieces}
 
         def parameters() -> dict[str, torch.Tensor]:

@@ -182,8 +182,11 @@ class Facts:
             ],
         )
 
-    def capabilities(self, *, readable: bool, probes: bool, unproven: str = "") -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed.
+    def capabilities(
+        self, *, readable: bool, probes: bool, staged: bool = False, unproven: str = ""
+    ) -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed; ``staged``: its
+        ranks can make shadow copies.
 
         ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
         """
@@ -234,6 +237,7 @@ class Facts:
             ],
             unsupported=unsupported,
             keeps_weights=bool(self.memory_tags),
+            staged_apply=staged and not set(WRITES) & unsupported.keys(),
             answers_for_ranks=answers_for_ranks,
         )
 

@@ -9,14 +9,16 @@ Reading: :mod:`.parts_held`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from rlctl_servers.ranks.model import RankModel
+from rlctl_servers.ranks.model import RankModel, no_shadow
+from rlctl_servers.ranks.parameter_views import ParameterViews
+from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
 from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.shards.shard_map import ShardMap
@@ -37,6 +39,7 @@ class VLLMModel(RankModel):
         self.size = int(worker.vllm_config.parallel_config.world_size)
         self.device = torch.device(worker.device)
         repack_on_reload(self._module, self.device)
+        self._confirmed = False
 
     @property
     def _module(self) -> Any:
@@ -87,6 +90,49 @@ class VLLMModel(RankModel):
         for name in reference:
             layers.setdefault(self._layer_of(name)[0], []).append(name)
         return [tuple(names) for names in layers.values() if len(names) > 1]
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the parts have given the digest of the checkpoint that vLLM itself had loaded."""
+        return self._confirmed
+
+    def confirm(self) -> None:
+        """The parts have given the digest of the checkpoint."""
+        self._confirmed = True
+
+    def unstaged(self, reference: Mapping[str, TensorMeta]) -> str:
+        """Why vLLM's loaders take the tensors of all updates."""
+        if not self._confirmed:
+            return "what vLLM holds did not have the digest of a checkpoint"
+        quantization = self._worker.vllm_config.model_config.quantization
+        if quantization:
+            return f"weights of quantization {quantization} are processed after a load"
+        try:
+            self._views(reference)
+        except RlctlError as error:
+            return error.message
+        return ""
+
+    def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:  # noqa: ARG002
+        """A copy of the parameters, where all tensors are views of them. Raises UNSUPPORTED."""
+        unstaged = self.unstaged(reference)
+        if unstaged:
+            raise no_shadow(unstaged)
+        views = self._views(reference)
+        return ShadowCopy(lambda: views.written(self._parameters()), views.bind, device=self.device, ranks=self.size)
+
+    def swap(self, load: Load, copy: Callable[[], None]) -> None:
+        """Copy first: a load begins by taking the parameters away. Without a tensor it gives them back, and derives
+        anew what attention layers derive from them.
+        """
+        copy()
+        super().swap(load, lambda: None)
+
+    def _views(self, reference: Mapping[str, TensorMeta]) -> ParameterViews:
+        return ParameterViews(self.held(reference).shards, self._parameters())
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
 
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
         """What this rank computes with, as parts of the reference's tensors.

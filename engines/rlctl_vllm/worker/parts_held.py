@@ -56,7 +56,7 @@ def _weight(layer: Any, leaf: str) -> torch.Tensor:
     """A parameter as it is computed with."""
     held: torch.Tensor = getattr(layer, leaf)
     compute = getattr(layer, "cpu_linear", None)
-    if leaf != "weight" or compute is None:
+    if leaf != "weight" or compute in (None, torch.nn.functional.linear):
         return held
     width = held.shape[1] if held.numel() else int(layer.input_size_per_partition)
     with torch.inference_mode():

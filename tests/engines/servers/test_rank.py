@@ -105,7 +105,9 @@ def meet(rank: Rank, expected: str, *, digests: bool = True) -> str:
     request = {"store": ["127.0.0.1", 1], "digest": digests, "expected": expected}
     answer = rank.call("2", "Meet", json.dumps(request).encode(), "", 5)
     assert isinstance(answer, bytes)
-    return answer.decode()
+    said = json.loads(answer)
+    assert said["unstaged"]
+    return str(said["digest"])
 
 
 def test_the_model_is_confirmed_by_the_digest_of_the_checkpoint_only(rank: Rank, toy: Toy) -> None:

@@ -42,7 +42,8 @@ class Ranks:
         else:
             request = json.loads(base64.b64decode(body["kwargs"]["request"]))
             assert request["store"] == ["10.0.0.1", 1234]
-            said = list(self.digests) if request["digest"] else [""] * len(self.digests)
+            digests = self.digests if request["digest"] else [""] * len(self.digests)
+            said = [json.dumps({"digest": digest, "unstaged": ""}) for digest in digests]
         number = body["kwargs"]["number"]
         results = [{"number": number, "answer": base64.b64encode(each.encode()).decode()} for each in said]
         return Answer(200, {"results": results})
@@ -68,7 +69,7 @@ async def test_what_ranks_hold_is_read_back_where_all_say_the_same(
     workers = Workers(ranks)  # type: ignore[arg-type]
     found = await workers.attach(reference, "10.0.0.1", call)
     assert [rank["rank"] for rank in found] == list(range(len(digests)))
-    assert await workers.meet(found, reference, call) == read
+    assert (await workers.meet(found, reference, call)).digest == read
 
 
 class OneFails:
