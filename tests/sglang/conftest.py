@@ -56,6 +56,12 @@ def driver(one: Driver) -> Iterator[Driver]:
     assert not one.engine._state.stopped
 
 
+@pytest.fixture(scope="module")
+def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with orders for a rank of :mod:`tests.sglang.sabotage_plugin`."""
+    return tmp_path_factory.mktemp("sabotage") / "now"
+
+
 @pytest.fixture(scope="session")
 def three(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
     """Three servers of one rank and their coordinator, for all modules: actor-0 to actor-2."""

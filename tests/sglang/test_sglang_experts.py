@@ -31,12 +31,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.fixture(scope="module")
-def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what a rank is to do instead."""
-    return tmp_path_factory.mktemp("sabotage") / "now"
-
-
-@pytest.fixture(scope="module")
 def fleet(
     sglang: str, experts: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:

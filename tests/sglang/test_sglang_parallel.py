@@ -31,12 +31,6 @@ PROMPTS = [encode("1+2=3"), encode("45+6=51")]
 
 
 @pytest.fixture(scope="module")
-def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what a rank is to do instead."""
-    return tmp_path_factory.mktemp("sabotage") / "now"
-
-
-@pytest.fixture(scope="module")
 def up(
     sglang: str, tiny: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LaunchedFleet]:
