@@ -33,6 +33,7 @@ from rlctl_servers.requests.probe import Prober, Turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server import Server
+from rlctl_servers.server.state import ServerState
 from rlctl_servers.updates.checkpoints import Checkpoints
 from rlctl_servers.updates.updates import Ranks, Updates
 from rlctl_servers.updates.version_labels import Stamps
@@ -94,16 +95,6 @@ class Ending(Protocol):
         """End requests: how many, and the ids that were not found."""
 
 
-class State(Protocol):
-    """The state of a server."""
-
-    released: set[common_pb2.MemoryTag.ValueType]
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it generates nothing."""
-
-
 class ServerEngine(Engine):
     """One engine server, with all of its ranks.
 
@@ -114,7 +105,7 @@ class ServerEngine(Engine):
 
     _server: Server
     _control: Control
-    _state: State
+    _state: ServerState
     _facts: Facts
     _stamps: Stamps
     _requests: Requests
@@ -363,6 +354,29 @@ class ServerEngine(Engine):
         """Raise ACTIVE_REQUESTS where a staged update would change the weights under requests that are not paused."""
         if self._updates.staged and not self._state.stopped:
             await self._settle(call, abort=False)
+
+    @takes_turn
+    async def commit_update(
+        self, request: verbs_pb2.CommitUpdateRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
+        """Close the update; the server's weight version comes last."""
+        self._check("CommitUpdate")
+        call.accept()
+        if self._adapters.open:
+            return await self._adapters.commit(call)
+        await self._refuse_swap(call)
+        label = self._stamps.of(request.version)
+        self._stamps.bind(request.version, label)
+        report = await self._commit(request, label, call)
+        if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
+            await self._adapters.drop_all()
+        return report
+
+    @abc.abstractmethod
+    async def _commit(
+        self, request: verbs_pb2.CommitUpdateRequest, label: str, call: Call
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
+        """Let the server have the new weights under this label. Raises what :meth:`Updates.commit` raises."""
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
         """Drop the update."""

@@ -383,29 +383,17 @@ class SGLangEngine(ServerEngine):
         finally:
             await self._leave_unbegun()
 
-    @takes_turn
-    async def commit_update(
-        self, request: verbs_pb2.CommitUpdateRequest, call: Call
+    async def _commit(
+        self, request: verbs_pb2.CommitUpdateRequest, label: str, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Close the update; SGLang's weight version comes last."""
-        self._check("CommitUpdate")
-        call.accept()
-        if self._adapters.open:
-            return await self._adapters.commit(call)
-        await self._refuse_swap(call)
-        label = self._stamps.of(request.version)
-        self._stamps.bind(request.version, label)
         was_open = self._updates.open
         before, self._stamps.label = self._stamps.label, label  # while the update is open, see _admit
         try:
-            report = await self._updates.commit(request, label, call)
+            return await self._updates.commit(request, label, call)
         except BaseException:
             if not was_open or self._updates.open:
                 self._stamps.label = before
             raise
-        if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
-            await self._adapters.drop_all()
-        return report
 
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call

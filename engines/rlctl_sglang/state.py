@@ -7,9 +7,10 @@ refused here, or turned into one that is harmless, before it is sent.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rlctl_servers.server.server_info import check_tags
+from rlctl_servers.server.state import ServerState
 
 from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import (
@@ -20,7 +21,6 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_ABORT,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
-    PAUSE_MODE_UNSPECIFIED,
     MemoryTag,
     PauseMode,
 )
@@ -36,27 +36,14 @@ TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights", MEMORY_T
 
 
 @dataclass
-class State:
-    """The server's state as the calls so far have left it.
+class State(ServerState):
+    """SGLang's state after the calls so far.
 
     Attributes:
         paired: it is a prefill or a decode server.
-        paused: mode in which generation is paused, or UNSPECIFIED.
-        holding: paused by the plug-in itself, for an update or because memory is released.
-        updating: an update is open, and needs the pause.
-        released: regions that are released.
     """
 
     paired: bool = False
-    paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
-    holding: bool = False
-    updating: bool = False
-    released: set[MemoryTag.ValueType] = field(default_factory=set)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nothing is generated: requests that are active are frozen or held back."""
-        return self.holding or self.paused != PAUSE_MODE_UNSPECIFIED
 
     def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
         """The mode to send for a pause, with so many requests active.
@@ -87,13 +74,6 @@ class State:
             return MODES[PAUSE_MODE_RETRACT]  # nothing is active: the same, without the danger
         return MODES[mode]
 
-    def refuse_continue(self, *, updating: bool) -> None:
-        """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on."""
-        if self.released:
-            raise Reason.MEMORY_RELEASED.error(f"released: {_names(self.released)}; generation needs every region")
-        if updating:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
-
     def release(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
         """Names of the regions to release, those that are not released yet. Empty tags: all that are known.
 
@@ -109,7 +89,3 @@ class State:
         """
         check_tags("SGLang", tags, known)
         return [TAGS[tag] for tag in sorted(set(tags or known) & self.released)]
-
-
-def _names(tags: Collection[MemoryTag.ValueType]) -> str:
-    return ", ".join(TAGS[tag] for tag in sorted(tags))

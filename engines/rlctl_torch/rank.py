@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, not_written
 from rlctl.engine import EngineConfig
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, MemoryTag, PauseMode
@@ -108,10 +108,7 @@ class OpenUpdate:
             raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the tensors")
         missing = self.receiver.incomplete()
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise Reason.WEIGHTS_INCOMPLETE.error(
-                f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
-            )
+            raise not_written(missing)
 
     def take_in(self, receive: Callable[[], ReceiveStats]) -> ReceiveStats:
         """Let tensors come. Of an adapter, which nothing uses yet, either all ranks have taken them in or none has."""

@@ -326,24 +326,13 @@ class VLLMEngine(ServerEngine):
 
     # Weights.
 
-    @takes_turn
-    async def commit_update(
-        self, request: verbs_pb2.CommitUpdateRequest, call: Call
+    async def _commit(
+        self, request: verbs_pb2.CommitUpdateRequest, label: str, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Close the update; vLLM's weight version comes last."""
-        self._check("CommitUpdate")
-        call.accept()
-        if self._adapters.open:
-            return await self._adapters.commit(call)
-        await self._refuse_swap(call)
-        label = self._stamps.of(request.version)
-        self._stamps.bind(request.version, label)
         report = await self._updates.commit(request, label, call)
         self._stamps.label = label
         if self._state.paused == PAUSE_MODE_RETRACT:
             self._stamps.flushed()  # that has emptied the cache, and nothing was computed since
-        if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
-            await self._adapters.drop_all()
         return report
 
     # Reads.

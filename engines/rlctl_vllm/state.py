@@ -7,9 +7,9 @@ pause back.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from rlctl_servers.server.server_info import check_tags
+from rlctl_servers.server.state import ServerState
 
 from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import (
@@ -39,26 +39,8 @@ TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights"}
 EVERYTHING = frozenset(TAGS)
 
 
-@dataclass
-class State:
-    """The server's state as the calls so far have left it.
-
-    Attributes:
-        paused: mode in which generation is paused, or UNSPECIFIED.
-        held: paused by the plug-in itself, for an update or because memory is released.
-        updating: an update is open, and needs the pause.
-        released: regions that are released.
-    """
-
-    paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
-    held: bool = False
-    updating: bool = False
-    released: set[MemoryTag.ValueType] = field(default_factory=set)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether vLLM starts nothing new."""
-        return self.held or self.paused != PAUSE_MODE_UNSPECIFIED
+class State(ServerState):
+    """vLLM's state after the calls so far."""
 
     def pause(self, mode: PauseMode.ValueType) -> PauseMode.ValueType:
         """The mode to pause in. Raises UNSUPPORTED (SKIPPED) for one that vLLM does not have."""
@@ -79,14 +61,6 @@ class State:
                 f"{frozen} requests are frozen in place; drain would let them go on with weights that are not whole",
                 field="mode",
             )
-
-    def refuse_continue(self, *, updating: bool) -> None:
-        """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on: it would end the server."""
-        if self.released:
-            names = ", ".join(TAGS[tag] for tag in sorted(self.released))
-            raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")
-        if updating:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
 
     def release(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]

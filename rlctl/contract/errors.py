@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import errno
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlctl.v1 import common_pb2
@@ -512,6 +512,14 @@ def without_frames(error: E) -> E:
             each.__traceback__ = None
             pending += [each.__cause__, each.__context__]
     return error
+
+
+def not_written(missing: Sequence[str]) -> RlctlError:
+    """The error for an update that lacks these tensors."""
+    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    return Reason.WEIGHTS_INCOMPLETE.error(
+        f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
+    )
 
 
 def unbound(listen: str, error: OSError) -> RlctlError:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rlctl.contract.durations import duration, seconds
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, not_written
 from rlctl.v1.verbs_pb2 import WeightsReport
 from rlctl.weights.group.process_group import WeightGroup
 from rlctl.weights.group.rank_groups import Groups
@@ -46,12 +46,10 @@ def receive(
 def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
     """Raise WEIGHTS_INCOMPLETE unless everything was written that the update must write."""
     missing = receiver.incomplete()
-    if missing or not (receiver.written or may_be_nothing):
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise Reason.WEIGHTS_INCOMPLETE.error(
-            f"{len(missing)} tensors were not written: {shown}" if missing else "nothing was written",
-            metadata={"missing": "\n".join(missing)},
-        )
+    if missing:
+        raise not_written(missing)
+    if not (receiver.written or may_be_nothing):
+        raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
 
 
 def add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:

@@ -17,7 +17,9 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_REPLICA,
     MemoryTag,
     VerificationLevel,
+    WorkerCoordinates,
 )
+from rlctl.v1.fleet_pb2 import StageLayout
 from rlctl.v1.verbs_pb2 import ServerInfo
 from rlctl.version import __version__
 
@@ -78,6 +80,57 @@ def without_levels(
     }
     named = {level: VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower() for level in reasons}
     return {f"verify={named[level]}": why for level, why in reasons.items() if level not in levels}
+
+
+def levels_of(
+    *, ranks: bool, world_size: int, readable: bool, probes: bool, unproven: str
+) -> list[VerificationLevel.ValueType]:
+    """The levels at which a server's updates are verified. ``ranks``: rlctl runs in the server's ranks.
+
+    ``readable``: its model digest can be had; ``probes``: it can be probed; ``unproven``: why it is not known that its
+    loads repeat. Then bytes that arrived prove no update.
+    """
+    return [
+        # One answer for several ranks is no evidence for each of them.
+        *([VERIFICATION_LEVEL_NONE] if ranks or world_size == 1 else []),
+        *([VERIFICATION_LEVEL_RECEIVED] if ranks and not unproven else []),
+        *([VERIFICATION_LEVEL_REPLICA, VERIFICATION_LEVEL_EXPECTED] if readable else []),
+        *([VERIFICATION_LEVEL_PROBE] if probes else []),
+    ]
+
+
+def stage_layout(
+    node: str,
+    places: Iterable[Mapping[str, Any]],
+    *,
+    tp_size: int,
+    pp_size: int,
+    dp_size: int,
+    ep_size: int,
+    store: tuple[str, int],
+) -> StageLayout:
+    """The layout of a server on a node. ``places``: rank, device and host id of each rank; ``store``: of rank 0, where
+    groups in which it sends its weights meet; ("", 0): it sends none.
+    """
+    return StageLayout(
+        tp_size=tp_size,
+        pp_size=pp_size,
+        dp_size=dp_size,
+        ep_size=ep_size,
+        store_host=store[0],
+        store_port=store[1],
+        workers=[
+            WorkerCoordinates(
+                rank=place["rank"],
+                tp=place["rank"] % tp_size,
+                pp=place["rank"] // tp_size,
+                node=node,
+                device=place["device"],
+                host_id=place["host_id"],
+            )
+            for place in places
+        ],
+    )
 
 
 def check_tags(product: str, tags: Sequence[MemoryTag.ValueType], known: Iterable[MemoryTag.ValueType]) -> None:

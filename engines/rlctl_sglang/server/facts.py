@@ -9,7 +9,14 @@ from urllib.parse import urlsplit
 
 from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
 from rlctl_servers.server.admin_calls import Control
-from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
+from rlctl_servers.server.server_info import (
+    WRITES,
+    levels_of,
+    server_info,
+    stage_layout,
+    without_code,
+    without_levels,
+)
 from rlctl_servers.server.update_blockers import keepers_in
 
 from rlctl.contract.errors import Reason
@@ -158,28 +165,16 @@ class Facts:
 
         ``readable``: they can send what they hold, so groups meet at rank 0's store.
         """
-        tp_size = self._number("tp_size")
         unknown = {"device": CPU if self.cpu else "", "host_id": ""}
         places = self.ranks or [{"rank": rank, **unknown} for rank in range(self.world_size)]
-        store = self.ranks[0]["store"] if self.ranks and readable else ("", 0)
-        return fleet_pb2.StageLayout(
-            tp_size=tp_size,
+        return stage_layout(
+            config.node,
+            places,
+            tp_size=self._number("tp_size"),
             pp_size=self._number("pp_size"),
             dp_size=self._number("dp_size"),
             ep_size=self._number("ep_size"),
-            store_host=store[0],
-            store_port=store[1],
-            workers=[
-                common_pb2.WorkerCoordinates(
-                    rank=place["rank"],
-                    tp=place["rank"] % tp_size,
-                    pp=place["rank"] // tp_size,
-                    node=config.node,
-                    device=place["device"],
-                    host_id=place["host_id"],
-                )
-                for place in places
-            ],
+            store=self.ranks[0]["store"] if self.ranks and readable else ("", 0),
         )
 
     def unwritable(self, why: str) -> Facts:
@@ -195,8 +190,9 @@ class Facts:
         ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
         """
         transports = [common_pb2.TRANSPORT_DISK]
-        # One answer for several ranks is no evidence for each of them.
-        verification = [common_pb2.VERIFICATION_LEVEL_NONE] if self.ranks or self.world_size == 1 else []
+        verification = levels_of(
+            ranks=bool(self.ranks), world_size=self.world_size, readable=readable, probes=probes, unproven=unproven
+        )
         actions: list[CheckAction.ValueType] = [CHECK_ACTION_RESET_TENSORS]
         if "UpdateWeightsFromDistributed" not in self.unsupported:
             transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
@@ -206,15 +202,11 @@ class Facts:
             actions.append(CHECK_ACTION_CHECKSUM)
             if self.ranks[0]["host_id"]:
                 transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
-            if not unproven:
-                verification.append(common_pb2.VERIFICATION_LEVEL_RECEIVED)
         if readable:
             actions.append(CHECK_ACTION_READ)
-            verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
         unsupported = dict(self.unsupported)
         if probes:
             actions.append(CHECK_ACTION_PROBE)
-            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
             unsupported.pop("CheckWeights", None)
         if not readable:
             unsupported["SendWeights"] = "what this server holds cannot be read, so it cannot be sent"

@@ -8,7 +8,14 @@ from typing import Any
 
 from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
 from rlctl_servers.server.admin_calls import Control
-from rlctl_servers.server.server_info import WRITES, server_info, without_code, without_levels
+from rlctl_servers.server.server_info import (
+    WRITES,
+    levels_of,
+    server_info,
+    stage_layout,
+    without_code,
+    without_levels,
+)
 
 from rlctl.contract.verbs import VERBS
 from rlctl.contract.vllm_groups import BACKEND
@@ -162,24 +169,14 @@ class Facts:
     def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
         """Every rank's coordinates; those of a server without the extension share no memory with other processes."""
         places = self.ranks or [{"rank": rank, "device": "", "host_id": ""} for rank in range(self.world_size)]
-        return fleet_pb2.StageLayout(
+        return stage_layout(
+            config.node,
+            places,
             tp_size=self.tp_size,
             pp_size=int(self._of("parallel_config", "pipeline_parallel_size") or 1),
             dp_size=int(self._of("parallel_config", "data_parallel_size") or 1),
             ep_size=1,
-            store_host=self.ranks[0]["store"][0] if self.digest else "",
-            store_port=self.ranks[0]["store"][1] if self.digest else 0,
-            workers=[
-                common_pb2.WorkerCoordinates(
-                    rank=place["rank"],
-                    tp=place["rank"] % self.tp_size,
-                    pp=place["rank"] // self.tp_size,
-                    node=config.node,
-                    device=place["device"],
-                    host_id=place["host_id"],
-                )
-                for place in places
-            ],
+            store=self.ranks[0]["store"] if self.digest else ("", 0),
         )
 
     def capabilities(
@@ -191,26 +188,20 @@ class Facts:
         ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
         """
         transports = [common_pb2.TRANSPORT_DISK]
-        verification = []
         if self.ranks:
             transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
             if self.ranks[0]["host_id"]:
                 transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
             if not self.cpu:
                 transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
-            verification = [common_pb2.VERIFICATION_LEVEL_NONE]
-            if not unproven:
-                verification.append(common_pb2.VERIFICATION_LEVEL_RECEIVED)
-        elif self.world_size == 1:
-            verification = [common_pb2.VERIFICATION_LEVEL_NONE]
-        if readable:
-            verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
+        verification = levels_of(
+            ranks=bool(self.ranks), world_size=self.world_size, readable=readable, probes=probes, unproven=unproven
+        )
         actions = [CHECK_ACTION_CHECKSUM, CHECK_ACTION_READ] if readable else []
         if self.native:
             transports.insert(0, common_pb2.TRANSPORT_VLLM_NCCL)
         unsupported = dict(self.unsupported)
         if probes:
-            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
             actions.append(CHECK_ACTION_PROBE)
             unsupported.pop("CheckWeights", None)
         answers_for_ranks = self.world_size > 1 and not self.ranks

@@ -65,7 +65,7 @@ async def resume(
         await control.must(f"/wake_up?{names}", {}, call=call)
         state.released -= wanted
         if not state.released:
-            state.held = state.updating and not state.paused
+            state.holding = state.updating and not state.paused
             if state.paused or state.updating:
                 await control.must(f"/pause?{MODES[state.paused or PAUSE_MODE_IN_PLACE]}", {}, call=call)
     else:
@@ -87,17 +87,17 @@ def own_pause(control: Control, state: State) -> OwnPause:
 async def hold(control: Control, state: State, call: Call) -> None:
     """Pause, unless the server is paused: requests of any sender wait."""
     if not state.stopped:
-        state.held = True
+        state.holding = True
         try:
             await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call)
         except RlctlError as error:
-            state.held = error.outcome == OUTCOME_UNKNOWN
+            state.holding = error.outcome == OUTCOME_UNKNOWN
             raise
 
 
 async def let_go(control: Control, state: State, call: Call) -> None:
     """End the own pause, unless the fleet has paused the server meanwhile."""
-    if state.held and not state.released and not state.updating:
+    if state.holding and not state.released and not state.updating:
         if not state.paused:
             await control.must("/resume", {}, call=call)
-        state.held = False
+        state.holding = False

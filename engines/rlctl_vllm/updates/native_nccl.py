@@ -25,7 +25,7 @@ from rlctl_servers.updates.rank_calls import out_of_step
 from rlctl_servers.updates.version_labels import WRITING
 
 from rlctl.contract.durations import duration
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, not_written
 from rlctl.contract.vllm_groups import BACKEND
 from rlctl.engine import Call
 from rlctl.v1 import verbs_pb2 as v
@@ -269,10 +269,7 @@ class Native:
     async def _commit(self, call: Call) -> None:
         missing = sorted(self._reference.keys() - self._written)
         if missing:
-            raise Reason.WEIGHTS_INCOMPLETE.error(
-                f"{len(missing)} tensors were not written: {', '.join(missing[:5])}",
-                metadata={"missing": "\n".join(missing)},
-            )
+            raise not_written(missing)
         await self._close(call)
         if not await _in_step(self._control, self._ranks, call):
             raise out_of_step(self._control)

@@ -45,7 +45,7 @@ def test_modes() -> None:
 def test_a_state_of_its_own_for_pauses_and_memory() -> None:
     state = State()
     assert not state.stopped
-    state.held = True
+    state.holding = True
     assert state.stopped
     state = State(paused=PAUSE_MODE_IN_PLACE, released={MEMORY_TAG_KV_CACHE})
     assert state.stopped
@@ -169,7 +169,7 @@ async def test_a_resume_of_memory_keeps_the_pause_of_an_update(paused: PauseMode
             sent.append(path)
 
     server: Any = Server()
-    state = State(paused=paused, held=not paused, released={MEMORY_TAG_KV_CACHE})
+    state = State(paused=paused, holding=not paused, released={MEMORY_TAG_KV_CACHE})
     call = Call("c", math.inf)
     pause = memory.own_pause(server, state)
     await pause.begin(call)

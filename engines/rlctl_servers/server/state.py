@@ -1,0 +1,38 @@
+"""What the states of all engine servers have in common. Pure: no I/O, no time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.common_pb2 import PAUSE_MODE_UNSPECIFIED, MemoryTag, PauseMode
+
+
+@dataclass
+class ServerState:
+    """A server's state after the calls so far.
+
+    Attributes:
+        paused: mode in which generation is paused, or UNSPECIFIED.
+        holding: paused by the plug-in itself, for an update or because memory is released.
+        updating: an update is open, and needs the pause.
+        released: regions that are released.
+    """
+
+    paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
+    holding: bool = False
+    updating: bool = False
+    released: set[MemoryTag.ValueType] = field(default_factory=set)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing new is generated: requests that are active are frozen or held back."""
+        return self.holding or self.paused != PAUSE_MODE_UNSPECIFIED
+
+    def refuse_continue(self, *, updating: bool) -> None:
+        """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on: it would end some servers."""
+        if self.released:
+            names = (MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in sorted(self.released))
+            raise Reason.MEMORY_RELEASED.error(f"released: {', '.join(names)}; generation needs every region")
+        if updating:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
