@@ -97,7 +97,7 @@ class VLLMEngine(ServerEngine):
         table = LoraTable()
         self._requests = self._ending = Requests(TokensInOut(self._server.http, self._limits, self._stamps, table))
         served = await self._served_name()
-        reader = passing.Reader(served, lambda: (self._config.model_path, self._updates.checkpoint), table)
+        reader = passing.Reader(self._limits, served, self._checkpoint_paths, table)
         self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
         self._adapters = Adapters(
             self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
@@ -126,6 +126,9 @@ class VLLMEngine(ServerEngine):
             fenced=self._server.launched,
             http_routes=passing.routes(),
         )
+
+    def _checkpoint_paths(self) -> tuple[str, str]:
+        return self._config.model_path, self._updates.checkpoint
 
     async def _served_name(self) -> str:
         """vLLM's name of the model."""

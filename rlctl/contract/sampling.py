@@ -12,6 +12,11 @@ from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 MOST_SAMPLES = 4096
+
+LEAST_PENALTY = 0.001
+"""Smallest repetition penalty. A logit that is divided by a smaller one may leave float32. Its probability is then no
+number, which ends an engine.
+"""
 MOST_LEVELS = 24
 """Objects and lists within each other in ``engine_fields``. Each takes up to three of the hundred messages within each
 other that protobuf reads, and one that it does not read breaks the stream that many requests share.
@@ -38,8 +43,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         "frequency_penalty": (-2 <= params.frequency_penalty <= 2, "from -2 to 2"),
         "presence_penalty": (-2 <= params.presence_penalty <= 2, "from -2 to 2"),
         "repetition_penalty": (
-            not params.HasField("repetition_penalty") or 0 < params.repetition_penalty <= 2,
-            "above 0 and at most 2",
+            not params.HasField("repetition_penalty") or LEAST_PENALTY <= params.repetition_penalty <= 2,
+            f"from {LEAST_PENALTY:g} to 2",
         ),
         "min_new_tokens": (
             params.min_new_tokens

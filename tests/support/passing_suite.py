@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 from server_stage import Driver
+from yarl import URL
 
 from rlctl.engine import HttpRoute
 from rlctl.ports import SystemClock
@@ -94,7 +95,7 @@ async def post(
     """One request."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     given = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {}), **headers}
-    async with session.request(method, url, data=data, headers=given) as response:
+    async with session.request(method, URL(url, encoded=True), data=data, headers=given) as response:
         parts = b""
         try:
             async for part in response.content.iter_any():

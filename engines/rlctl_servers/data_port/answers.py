@@ -14,15 +14,15 @@ from rlctl_servers.updates.version_labels import Stamps
 _EVENTS = "text/event-stream"
 _JSON = "application/json"
 
-_NAMED = re.compile(rb'"(weight_version|version|model|lora_path)":( ?)("(?:[^"\\]|\\.)*")')
+_NAMED = re.compile(rb'"(weight_version|version|model|lora_path|id|root)":( ?)("(?:[^"\\]|\\.)*")')
 """A key and its text. In a text of JSON every quotation mark has a backslash before it, so none of its content fits."""
 
 
 class Labels:
-    """What an answer calls versions and models."""
+    """What an answer calls versions, models and requests."""
 
     def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True) -> None:
-        """``names``: of models, by the server's. ``strict``: every version must be one of rlctl's."""
+        """``names``: of models, and ids, by the server's. ``strict``: every version must be one of rlctl's."""
         self._stamps = stamps
         self._strict = strict
         self._since = stamps.present
@@ -38,7 +38,7 @@ class Labels:
     def _named(self, found: re.Match[bytes]) -> bytes:
         key, text = found[1].decode(), orjson.loads(found[3])
         name: Any
-        if key in ("model", "lora_path"):
+        if key not in ("weight_version", "version"):
             name = self._names.get(text, text)
         elif self._stamps.version(text) is None and (not self._strict or (key == "version" and not Stamps.ours(text))):
             return found[0]  # not of the weights, or not known

@@ -39,14 +39,13 @@ class Passing:
     def read(self, request: HttpRequest) -> HttpExchange:
         """Read a request. Raises as :meth:`Reader.read`."""
         reading = self._reader.read(request) if request.gated else Reading()
-        return _Exchange(
-            reading, lambda: self._gated(request, reading) if request.gated else self._open(request, reading)
-        )
+        answer = self._gated if request.gated else self._open
+        return _Exchange(reading, lambda: answer(request, reading))
 
     async def _open(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        labels = Labels(self._stamps, reading.names, strict=False)
-        sent = self._send(request, reading)
-        labelled = relabelled(sent, labels)
+        names = {held.name: name for name, held in self._adapters.by_name.items()}
+        sent = self._sent(request, reading)
+        labelled = relabelled(sent, Labels(self._stamps, names, strict=False))
         async with aclosing(sent), aclosing(labelled):
             async for part in labelled:
                 yield part
@@ -55,23 +54,33 @@ class Passing:
         with self._adapters.using(reading.adapter) as held:
             if held is not None:
                 reading = self._reader.with_adapter(request, reading, held)
-            passed = self._requests.pass_on(reading, lambda: self._send(request, reading))
-            labelled = relabelled(passed, Labels(self._stamps, reading.names))
-            async with aclosing(passed), aclosing(labelled):
-                async for part in labelled:
+            sent = self._sent(request, reading)
+            del request  # a large body is not kept for as long as its answer takes
+            parts = self._requests.pass_on(reading, sent)
+            if reading.labelled:
+                parts = relabelled(parts, Labels(self._stamps, reading.names))
+            async with aclosing(parts):
+                async for part in parts:
                     yield part
 
-    async def _send(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
+    def _sent(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
+        """The answer of the server, which gets the request with the first part that is asked for."""
+        replaced = {name.lower() for name in reading.headers}
+        kept = {name: value for name, value in request.headers.items() if name.lower() not in replaced}
         body = overridden(request.body, reading.fields)
-        sent = self._http.forward(request.method, request.target, {**request.headers, **reading.headers}, body)
-        try:
-            async with aclosing(sent):
-                async for part in sent:
-                    yield part
-        except RlctlError as error:
-            if error.reason is not Reason.UNREACHABLE:
-                raise
-            raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+        return _unreached(self._http.forward(request.method, request.target, {**kept, **reading.headers}, body))
+
+
+async def _unreached(parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[HttpHead | bytes, None]:
+    """The same parts. A server that cannot be reached does not serve, for the caller."""
+    try:
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
+    except RlctlError as error:
+        if error.reason is not Reason.UNREACHABLE:
+            raise
+        raise Reason.STAGE_NOT_SERVING.error(error.message) from error
 
 
 class _Exchange(HttpExchange):
@@ -80,8 +89,10 @@ class _Exchange(HttpExchange):
     def __init__(self, reading: Reading, answer: Callable[[], AsyncGenerator[HttpHead | bytes, None]]) -> None:
         self.adapter = reading.adapter
         self.model = reading.model
-        self._answer = answer
+        self._answer: Callable[[], AsyncGenerator[HttpHead | bytes, None]] | None = answer
 
     def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        """See :meth:`rlctl.engine.HttpExchange.answer`."""
-        return self._answer()
+        """See :meth:`rlctl.engine.HttpExchange.answer`. Once."""
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        return answer()

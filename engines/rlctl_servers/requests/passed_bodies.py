@@ -12,6 +12,9 @@ from rlctl.contract.errors import Reason
 from rlctl.contract.sampling import MOST_SAMPLES
 from rlctl.v1.rollout_pb2 import TokenIds
 
+MOST_BIAS = 1000.0
+"""Largest logit bias. Beyond the range of float32 a probability is no number, which ends SGLang."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -23,9 +26,11 @@ class Reading:
         adapter: rlctl's name of its adapter, or "".
         model: name of the base model where the server checks it, or "".
         prepared: the server may have it without having begun, where a pause leaves it stuck.
+        samples: how many it is for the server.
         fields: of the body, in place of what it says of them.
-        headers: beside those that came.
-        names: names in the answer, by the server's.
+        headers: in place of those that came.
+        names: names and ids in the answer, by the server's.
+        labelled: the answer may name versions and models of the server.
     """
 
     rids: Sequence[str] = ()
@@ -33,9 +38,11 @@ class Reading:
     adapter: str = ""
     model: str = ""
     prepared: bool = False
+    samples: int = 1
     fields: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    labelled: bool = True
 
 
 def overridden(body: bytes, fields: Mapping[str, Any]) -> bytes:
@@ -58,17 +65,36 @@ def text_field(document: Mapping[str, Any], name: str) -> str:
     return value or ""
 
 
-def check_count(value: object, name: str) -> None:
-    """Raise FIELD_INVALID for more samples of a prompt than may be."""
-    if isinstance(value, bool) or not isinstance(value, int | None) or (value or 0) > MOST_SAMPLES:
-        raise Reason.FIELD_INVALID.error(f"{name} is {value}; it must be a number up to {MOST_SAMPLES}", field=name)
+def check_count(value: object, name: str) -> int:
+    """A number of samples of a prompt, 1 by default. Raises FIELD_INVALID for one that is none, or too large."""
+    if value is None:
+        return 1
+    if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
+        raise Reason.FIELD_INVALID.error(f"{name} is {value!r}; it must be a number up to {MOST_SAMPLES}", field=name)
+    return max(value, 1)
 
 
-def check_token_ids(value: object, vocab_size: int, name: str) -> None:
+def check_number(value: object, name: str, least: float, most: float) -> None:
+    """Raise FIELD_INVALID for a number outside of a range, and for what a server might take for a number."""
+    if value is not None and (type(value) not in (int, float) or not least <= value <= most):  # type: ignore[operator]
+        raise Reason.FIELD_INVALID.error(f"{name} is {value!r}; it must be from {least:g} to {most:g}", field=name)
+
+
+def check_bias(value: object, vocab_size: int, name: str) -> None:
+    """Raise FIELD_INVALID for a logit bias of a token that the vocabulary has not, or one that is too large."""
+    if value is None:
+        return
+    if not isinstance(value, dict) or not all(token.isascii() and token.isdigit() for token in value):
+        raise Reason.FIELD_INVALID.error(f"{name} must be an object by token ids", field=name)
+    _check_range([int(token) for token in value], vocab_size, name)
+    for bias in value.values():
+        check_number(bias, name, -MOST_BIAS, MOST_BIAS)
+
+
+def check_token_ids(value: object, vocab_size: int, name: str, *, texts: bool = False) -> None:
     """Raise FIELD_INVALID for token ids, in a list or in lists of lists, that are not numbers of the vocabulary.
 
-    Texts, and lists of texts or of objects, pass. A number that is written as a text does not, among numbers: servers
-    would take it for one.
+    ``texts``: a text, and lists of texts or objects, pass. Elsewhere they do not: servers take "7" for a number.
     """
     if isinstance(value, TokenIds):
         _check_range(value.ids, vocab_size, name)
@@ -76,13 +102,18 @@ def check_token_ids(value: object, vocab_size: int, name: str) -> None:
         kinds = set(map(type, value))
         if kinds == {int}:
             _check_range(value, vocab_size, name)
-        elif kinds <= {list, TokenIds, type(None)} or kinds == {list, str}:
+        elif kinds <= {list, TokenIds, type(None)} or (texts and kinds == {list, str}):
             for each in value:
-                check_token_ids(each, vocab_size, name)
-        elif kinds not in ({str}, {dict}, {str, dict}):
-            raise Reason.FIELD_INVALID.error(f"{name} must be a text or a list of token ids", field=name)
-    elif not isinstance(value, str | list | dict | None):
-        raise Reason.FIELD_INVALID.error(f"{name} must be a text or a list of token ids", field=name)
+                check_token_ids(each, vocab_size, name, texts=texts)
+        elif not texts or kinds not in ({str}, {dict}, {str, dict}):
+            raise _no_ids(name, texts=texts)
+    elif not (value is None or value == [] or (texts and isinstance(value, str | dict))):
+        raise _no_ids(name, texts=texts)
+
+
+def _no_ids(name: str, *, texts: bool) -> Exception:
+    what = "a text or a list of token ids" if texts else "a list of token ids"
+    return Reason.FIELD_INVALID.error(f"{name} must be {what}", field=name)
 
 
 def _check_range(ids: Sequence[int], vocab_size: int, name: str) -> None:

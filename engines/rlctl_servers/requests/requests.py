@@ -6,7 +6,7 @@ import abc
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
@@ -23,6 +23,9 @@ else for seconds. Less than the deadline of AbortRequests.
 
 HELD_S = 0.05
 """How often a request whose output is held back looks whether it still is."""
+
+LEFT_S = 5.0
+"""SGLang ends requests whose connection was closed within so long (``_REQUEST_STATE_WAIT_TIMEOUT``, 4 s, 0.5.23)."""
 
 ABORT_S = 2.0
 """How long an aborted request waits for the server's own end of it: one that the server holds back has none."""
@@ -100,8 +103,13 @@ class Running(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def unbegun(self) -> Sequence[str]:
-        """Ids of the samples that the server may not have begun."""
+    def not_heard(self) -> Sequence[str]:
+        """Ids of the samples that the server has said nothing of."""
+
+    @property
+    @abc.abstractmethod
+    def unbegun(self) -> bool:
+        """Whether the server may not have begun with all of it."""
 
     @abc.abstractmethod
     def cut_off(self) -> None:
@@ -139,8 +147,12 @@ class _Samples(Running):
         return engine_rid in self.heard_of
 
     @property
-    def unbegun(self) -> Sequence[str]:
+    def not_heard(self) -> Sequence[str]:
         return [rid for index, rid in enumerate(self.engine_rids) if not self.sent or index in self.silent]
+
+    @property
+    def unbegun(self) -> bool:
+        return bool(self.not_heard)
 
     def cut_off(self) -> None:
         self.cut.set()
@@ -162,20 +174,23 @@ class _Passed(Running):
     """
 
     def __init__(self, reading: Reading) -> None:
-        super().__init__(
-            reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=max(len(reading.engine_rids), 1)
-        )
+        super().__init__(reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=reading.samples)
         self.begun = False
         self.is_cut = False
         self.waiting: asyncio.Timeout | None = None
+        self._until: float | None = None
         self._over = asyncio.Event()
 
     def heard(self, engine_rid: str) -> bool:  # noqa: ARG002
         return self.begun
 
     @property
-    def unbegun(self) -> Sequence[str]:
-        return () if self.sent and self.begun else self.engine_rids
+    def not_heard(self) -> Sequence[str]:
+        return () if self.begun else self.engine_rids
+
+    @property
+    def unbegun(self) -> bool:
+        return not self.begun
 
     def cut_off(self) -> None:
         self.is_cut = True
@@ -192,13 +207,14 @@ class _Passed(Running):
         self._over.set()
 
     def _end_wait(self, within_s: float) -> None:
+        self._until = asyncio.get_running_loop().time() + within_s
         if self.waiting is not None and not self.waiting.expired():
-            self.waiting.reschedule(asyncio.get_running_loop().time() + within_s)
+            self.waiting.reschedule(self._until)
 
     async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
         """The next part of the answer, or None at its end. Raises CANCELLED where its end was asked for."""
         try:
-            async with asyncio.timeout(ABORT_S if self.is_cut else None) as self.waiting:
+            async with asyncio.timeout_at(self._until) as self.waiting:
                 return await anext(parts, None)
         except TimeoutError:
             raise Reason.CANCELLED.error("the request was aborted") from None
@@ -317,18 +333,18 @@ class Requests:
             self._forget([rid])
 
     async def pass_on(
-        self, reading: Reading, send: Callable[[], AsyncGenerator[HttpHead | bytes, None]]
+        self, reading: Reading, answer: AsyncGenerator[HttpHead | bytes, None]
     ) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Pass a request on as it came. ``send`` sends it: the head of the answer, then the body in pieces.
+        """Pass a request on as it came. ``answer`` sends it and gives the head of the answer, then the body in pieces.
 
-        Closing it ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as ``send``.
+        Closing it ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as ``answer``.
         """
         running, rids = _Passed(reading), list(reading.rids) or [uuid.uuid4().hex]
         self._register(rids, running)
         try:
             self._dialect.admit_passed(prepared=reading.prepared)
             self._refuse_paused(reading.adapter)
-            async with aclosing(send()) as parts:
+            async with aclosing(answer) as parts:
                 running.sent = True
                 while (part := await running.next(parts)) is not None:
                     running.begun = True
@@ -368,6 +384,12 @@ class Requests:
         """End samples that the server may only prepare yet, before it is stopped; whether they have ended by
         ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
         """
+        without_id = [each for each in self._all() if each.prepared and each.unbegun and not each.engine_rids]
+        if without_id:
+            if asyncio.get_running_loop().time() + LEFT_S >= deadline:
+                return False
+            await asyncio.gather(*(each.leave() for each in without_id))
+            await asyncio.sleep(LEFT_S)
         while rids := self._prepared():
             if asyncio.get_running_loop().time() >= deadline:
                 return False
@@ -376,38 +398,24 @@ class Requests:
         return True
 
     def _prepared(self) -> list[str]:
-        return [rid for running in self._all() if running.prepared for rid in running.unbegun]
+        return [rid for running in self._all() if running.prepared and running.unbegun for rid in running.not_heard]
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
         """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""
         with self._lock:
             chosen = list(self._running) if all_of_them else list(dict.fromkeys(rids))
             found = {rid: self._running[rid] for rid in chosen if rid in self._running}
-        ending = [
-            each
-            for running in found.values()
-            for each in running.engine_rids
-            if self._dialect.ends(heard=running.heard(each)) and self._ends_alone(each, running)
-        ]
+        ended = list({id(running): running for running in found.values()}.values())
         # First of all: one that reaches the server after the call that follows is ended when it is heard of.
-        for running in found.values():
+        for running in ended:
             running.end()
         if all_of_them:
             await self._dialect.end(None)
-        elif ending:
-            await self._dialect.end(ending)
-        return len(found), [rid for rid in chosen if rid not in found]
-
-    def _ends_alone(self, engine_rid: str, its: Running) -> bool:
-        """Whether asking the server for the end of a sample ends no other request: SGLang takes an id for the beginning
-        of ids.
-        """
-        return not any(
-            other.startswith(engine_rid)
-            for running in self._all()
-            if running is not its
-            for other in running.engine_rids
-        )
+        else:
+            ids = ((running, each) for running in ended for each in running.engine_rids)
+            if ending := [each for running, each in ids if self._dialect.ends(heard=running.heard(each))]:
+                await self._dialect.end(ending)
+        return len(ended), [rid for rid in chosen if rid not in found]
 
 
 async def _pump(

@@ -136,7 +136,9 @@ class Http:
         if key := self._keys[False]:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            async with await self._forwarded(method, self.url + target, headers, body) as response:
+            response = await self._forwarded(method, self.url + target, headers, body)
+            del body  # the answer may take long
+            async with response:
                 answered = [(name, value) for name, value in response.headers.items() if name.lower() not in _OF_LINK]
                 yield HttpHead(response.status, answered)
                 async for part in response.content.iter_any():

@@ -4,42 +4,63 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlctl_servers.adapters.lora_table import Held
-from rlctl_servers.requests.passed_bodies import Reading, check_count, check_token_ids, text_field
+from rlctl_servers.requests.passed_bodies import (
+    Reading,
+    check_bias,
+    check_count,
+    check_number,
+    check_token_ids,
+    text_field,
+)
 
 from rlctl.contract.errors import Reason
+from rlctl.contract.sampling import LEAST_PENALTY
 from rlctl.engine import HttpRequest, HttpRoute
+from rlctl.v1.rollout_pb2 import TokenIds
 from rlctl_sglang.requests.bodies import GRAMMARS, Limits
 
-_WITH_ID = (
-    *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
-    "/v1/classify",
-)
-_GATED = (*_WITH_ID, "/v1/score", "/v1/rerank", "/v1/messages")
+_NATIVE = ("/generate", "/encode", "/classify")
+_PROMPTS = {
+    **dict.fromkeys(_NATIVE, ("input_ids", "text")),
+    "/v1/completions": ("prompt",),
+    "/v1/chat/completions": (),
+    "/v1/embeddings": ("input",),
+    "/v1/classify": ("input",),
+}
+"""Routes whose requests have ids, and the fields that may have several prompts."""
+
+_MESSAGES = "/v1/messages"
+_GATED = (*_PROMPTS, "/v1/score", "/v1/rerank", _MESSAGES)
 _OPEN = (
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
     *("/parse_function_call", "/separate_reasoning"),
 )
 _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/models/{model}")
 
-_NATIVE = ("/generate", "/encode", "/classify")
-_PUT = _NATIVE
-"""SGLang takes them by PUT, too."""
-
-_IDS = ("input_ids", "prompt", "token_ids_logprob", "stop_token_ids", "input")
+_IDS = ("input_ids", "token_ids_logprob", "stop_token_ids", "label_token_ids")
+_IDS_OR_TEXTS = ("prompt", "input", "query", "items")
 _COUNTS = ("top_logprobs_num", "top_logprobs", "logprobs")
 
 _CLOSED = {
     "background": "the answer would not be under the gate",
     "session_params": "sessions are opened by a route that is closed here",
     **dict.fromkeys(
-        ("input_embeds", "positional_embed_overrides", "embed_overrides"), "a wrong shape would end the server"
+        (
+            *("input_embeds", "positional_embed_overrides", "embed_overrides", "query_embed_overrides"),
+            *("item_embed_overrides", "embed_override_token_id", "multi_item_delimiter_indices"),
+            "token_indices_to_pool",
+        ),
+        "a wrong shape or position would end the server",
     ),
     **dict.fromkeys(
-        ("lora_id", "need_wait_for_mm_inputs", "num_items_assigned", "token_indices_to_pool", "encoder_urls"),
+        (
+            *("lora_id", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "http_worker_ipc"),
+            "kv_hints",
+        ),
         "SGLang's own processes use it among themselves",
     ),
 }
@@ -50,7 +71,7 @@ def routes(*, metrics: bool) -> list[HttpRoute]:
     """The routes of the data port; ``metrics``: SGLang was started with its own."""
     return [
         *(HttpRoute("POST", path) for path in _GATED),
-        *(HttpRoute("PUT", path) for path in _PUT),
+        *(HttpRoute("PUT", path) for path in _NATIVE),
         *(HttpRoute("POST", path, gated=False) for path in _OPEN),
         *(HttpRoute("GET", path, gated=False) for path in (*_READS, *["/metrics"] * metrics)),
     ]
@@ -69,100 +90,124 @@ class Reader:
         document = request.document
         if not isinstance(document, dict):
             return Reading()  # which SGLang refuses
-        self._check(document)
         sampling = _sampling(document)
-        counts = [document.get("n"), *(each.get("n") for each in sampling)]
-        for count in counts:
-            check_count(count, "n")
-        adapter = self._adapter(document, native=request.path in _NATIVE)
-        prepared = _has_grammar(document) or any(_has_grammar(each) for each in sampling)
-        if request.path not in _WITH_ID:
-            return Reading(adapter=adapter, prepared=prepared)
-        rids, fields = _ids(document), {}
-        engine_rids = rids
-        if not rids:
-            engine_rids = [uuid.uuid4().hex]
-            fields["rid"] = engine_rids[0]
-        if any((count or 1) > 1 for count in counts):
-            engine_rids = []  # SGLang gives its samples ids of their own
-        return Reading(rids, engine_rids, adapter, prepared=prepared, fields=fields)
+        self._check(document, sampling)
+        n = max(check_count(fields.get("n"), "n") for fields in (document, *sampling))
+        reading = self._routed(request, document)
+        prepared = _has_grammar(document) or any(map(_has_grammar, sampling))
+        reading = dataclasses.replace(reading, prepared=prepared, labelled=request.path != _MESSAGES)
+        return self._identified(document, reading, _PROMPTS[request.path], n) if request.path in _PROMPTS else reading
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
         """The same with SGLang's name of the adapter."""
-        document = request.document
-        assert isinstance(document, dict)
         fields = {**reading.fields, "lora_path": held.name}
-        model = document.get("model")
-        if request.path in _NATIVE or not isinstance(model, str):
-            return dataclasses.replace(reading, fields=fields, names={held.name: reading.adapter})
-        # SGLang takes what comes after a colon for the adapter, before ``lora_path``.
-        sent = fields["model"] = f"{self._served_name}:{held.name}"
-        return dataclasses.replace(reading, fields=fields, names={sent: model, held.name: reading.adapter})
+        names = {**reading.names, held.name: reading.adapter}
+        if "model" in fields:
+            assert isinstance(request.document, dict)
+            fields["model"] = f"{self._served_name}:{held.name}"
+            names[fields["model"]] = request.document["model"]
+        return dataclasses.replace(reading, fields=fields, names=names)
 
-    def _check(self, document: Mapping[str, Any]) -> None:
+    def _check(self, document: Mapping[str, Any], sampling: Iterable[Mapping[str, Any]]) -> None:
+        vocab_size = self._limits.vocab_size
         for name, why in _CLOSED.items():
             if document.get(name) not in (None, False, [], {}):
                 raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {why}", field=name)
-        for where, fields in (("", document), *(("sampling_params.", each) for each in _sampling(document))):
+        for where, fields in (("", document), *(("sampling_params.", each) for each in sampling)):
             for name in _IDS:
-                check_token_ids(fields.get(name), self._limits.vocab_size, where + name)
+                check_token_ids(fields.get(name), vocab_size, where + name)
             for name in _COUNTS:
                 self._check_tops(fields.get(name), where + name)
-            self._check_bias(fields.get("logit_bias"), f"{where}logit_bias")
+            check_bias(fields.get("logit_bias"), vocab_size, f"{where}logit_bias")
+            penalty = fields.get("repetition_penalty")
+            if isinstance(penalty, float) and 0 < penalty < LEAST_PENALTY:  # SGLang itself refuses others
+                check_number(penalty, f"{where}repetition_penalty", LEAST_PENALTY, 2.0)
+        for name in _IDS_OR_TEXTS:
+            check_token_ids(document.get(name), vocab_size, name, texts=True)
 
     def _check_tops(self, value: object, name: str) -> None:
         """More than the vocabulary has end the server."""
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, bool | None):
-                continue
-            if type(each) is not int or not -1 <= each <= self._limits.vocab_size:
-                raise Reason.FIELD_INVALID.error(
-                    f"{name} is {each}; it must be a number up to {self._limits.vocab_size}", field=name
-                )
+            if not isinstance(each, bool | None):
+                check_number(each, name, -1, self._limits.vocab_size)
 
-    def _check_bias(self, value: object, name: str) -> None:
-        if value is None:
-            return
-        known = isinstance(value, dict) and all(
-            isinstance(token, str) and token.isascii() and token.isdigit() and int(token) < self._limits.vocab_size
-            for token in value
-        )
-        if not known:
-            raise Reason.FIELD_INVALID.error(
-                f"{name} is an object by token ids below {self._limits.vocab_size}", field=name
-            )
+    def _routed(self, request: HttpRequest, document: Mapping[str, Any]) -> Reading:
+        """With the adapter: after a colon in ``model``, or ``lora_path``.
 
-    def _adapter(self, document: Mapping[str, Any], *, native: bool) -> str:
-        """rlctl's name of the adapter: after a colon in ``model``, or ``lora_path``."""
-        model = "" if native else text_field(document, "model")
+        Both are replaced, so that SGLang finds no other adapter than the gate.
+        """
+        fields: dict[str, Any] = {"lora_path": None} if "lora_path" in document else {}
+        names: dict[str, str] = {}
+        adapter = ""
+        model = "" if request.path in _NATIVE else text_field(document, "model")
         if ":" in model and model != self._served_name:
             base = f"{self._served_name}:"
-            return (model.removeprefix(base) if model.startswith(base) else model.partition(":")[2]).strip()
-        paths = document.get("lora_path")
-        named: Collection[object] = {*paths} if isinstance(paths, list) else {paths}
-        if len(named) > 1:
-            raise Reason.UNSUPPORTED.error("the prompts of one request have one adapter", field="lora_path")
-        [path] = named or [None]
-        return text_field({"lora_path": path}, "lora_path")
+            adapter = (model.removeprefix(base) if model.startswith(base) else model.partition(":")[2]).strip()
+            fields["model"] = self._served_name
+            names[self._served_name] = model
+        adapter = adapter or _one_of(document.get("lora_path"), "lora_path")
+        return Reading(adapter=adapter, fields=fields, names=names)
+
+    def _identified(self, document: Mapping[str, Any], reading: Reading, prompts: Iterable[str], n: int) -> Reading:
+        """With ids by which SGLang can be asked to end it.
+
+        SGLang ends requests by the beginnings of their ids, so those of callers get their length before them: none is
+        then the beginning of another.
+        """
+        given: Any = document.get("rid")
+        rids = list(given) if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(each, str) and each for each in rids):
+            raise Reason.FIELD_INVALID.error("rid must be a text, or a list of texts", field="rid")
+        count = next((found for name in prompts if (found := _count(document.get(name))) is not None), None)
+        several = count is not None
+        if not rids:
+            ids = [uuid.uuid4().hex for _ in range(count or 1)]
+            names = {}
+        else:
+            each_id = [f"{given}_{index}" for index in range(count or 1)] if several and len(rids) == 1 else rids
+            ids = [f"{len(rid)}:{rid}" for rid in each_id]
+            names = dict(zip(ids, each_id, strict=True))
+        sent: Any = ids if several or isinstance(given, list) else ids[0]
+        return dataclasses.replace(
+            reading,
+            rids=rids,
+            engine_rids=[] if n > 1 else ids,  # SGLang gives several samples of a prompt ids of their own
+            samples=n * (count or 1),
+            fields={**reading.fields, "rid": sent},
+            names={**reading.names, **names},
+        )
 
 
-def _sampling(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _count(value: object) -> int | None:
+    """How many prompts a field has; None: it is one prompt, or none."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list | TokenIds | dict):
+        return len(value)
+    return None
+
+
+def _one_of(value: object, name: str) -> str:
+    """The only text of a field. Raises FIELD_INVALID, UNSUPPORTED."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str | None) for each in values):
+        raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
+    named = {str(each or "") for each in values}
+    if len(named) > 1:
+        raise Reason.UNSUPPORTED.error("the prompts of one request have one adapter", field=name)
+    return next(iter(named), "")
+
+
+def _sampling(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     value = document.get("sampling_params")
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
 
 
 def _has_grammar(fields: Mapping[str, Any]) -> bool:
     """Whether SGLang may compile something before it begins with the request."""
-    shape, tools = fields.get("response_format"), fields.get("tools") or ()
+    shape, output, tools = fields.get("response_format"), fields.get("output_config"), fields.get("tools")
     shaped = isinstance(shape, dict) and shape.get("type") not in (None, "text")
-    called = bool(tools) and fields.get("tool_choice") not in (None, "auto", "none")
-    strict = any(isinstance(tool, dict) and (tool.get("function") or {}).get("strict") for tool in tools)
-    return shaped or called or strict or any(fields.get(name) for name in GRAMMARS)
-
-
-def _ids(document: Mapping[str, Any]) -> list[str]:
-    given: Any = document.get("rid")
-    rids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(isinstance(each, str) and each for each in rids):
-        raise Reason.FIELD_INVALID.error("rid must be a text, or a list of texts", field="rid")
-    return rids
+    shaped |= isinstance(output, dict) and bool(output.get("format"))
+    if isinstance(tools, list) and tools:
+        functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+        strict = [each.get("strict") for each in (*tools, *functions) if isinstance(each, dict)]
+        shaped |= any(strict) or fields.get("tool_choice") not in (None, "auto", "none")
+    return shaped or any(fields.get(name) for name in GRAMMARS)

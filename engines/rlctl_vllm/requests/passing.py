@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlctl_servers.adapters.lora_table import Held, LoraTable
-from rlctl_servers.requests.passed_bodies import Reading, check_count, text_field
+from rlctl_servers.requests.passed_bodies import Reading, check_count, check_token_ids, text_field
 
 from rlctl.contract.errors import Reason
 from rlctl.engine import HttpRequest, HttpRoute
+from rlctl_vllm.requests.bodies import Limits
 
 _IDS = {
     "/v1/completions": "cmpl-",
@@ -33,6 +34,7 @@ _READS = ("/v1/models", "/version", "/metrics")
 
 _CLOSED = {"kv_transfer_params": "it is between the servers of a pair"}
 _COUNTS = ("n", "best_of")
+_PROMPTS = ("prompt", "token_ids", "input")
 _HEADER = "X-Request-Id"
 DEFAULT = "default"
 """Model name of clients that have none."""
@@ -50,8 +52,11 @@ def routes() -> list[HttpRoute]:
 class Reader:
     """See :class:`rlctl_servers.data_port.passing.Reader`."""
 
-    def __init__(self, served_name: str, checkpoints: Callable[[], Collection[str]], adapters: LoraTable) -> None:
+    def __init__(
+        self, limits: Limits, served_name: str, checkpoints: Callable[[], Collection[str]], adapters: LoraTable
+    ) -> None:
         """``served_name``: vLLM's name of its model. ``checkpoints``: paths that name the model, too."""
+        self._limits = limits
         self._served_name = served_name
         self._checkpoints = checkpoints
         self._adapters = adapters
@@ -65,10 +70,13 @@ class Reader:
             if document.get(name):
                 raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {why}", field=name)
         sampling = document.get("sampling_params")
-        for fields in (document, sampling if isinstance(sampling, dict) else {}):
-            for name in _COUNTS:
-                check_count(fields.get(name), name)
-        reading = self._named(text_field(document, "model"))
+        every = (document, sampling if isinstance(sampling, dict) else {})
+        samples = max(check_count(fields.get(name), name) for fields in every for name in _COUNTS)
+        if not self._limits.tokenizer:  # with one vLLM looks itself
+            for name in _PROMPTS:
+                check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
+        named = self._named(text_field(document, "model"))
+        reading = dataclasses.replace(named, samples=samples, labelled=request.path != "/v1/messages")
         return self._identified(request, document, reading) if request.path in _IDS else reading
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
@@ -96,11 +104,17 @@ class Reader:
         of_caller = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
         own = text_field(document, "request_id")
         rid = of_caller or own or uuid.uuid4().hex
-        headers = {} if of_caller or own else {_HEADER: rid}
+        headers = {} if own and not of_caller else {_HEADER: rid}
         engine_rid = _IDS[request.path] + rid
         prompt = document.get("prompt")
         engine_rids = [engine_rid]
         if request.path == "/v1/completions":
             prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
             engine_rids = [f"{engine_rid}-{index}" for index in range(prompts)]
-        return dataclasses.replace(reading, engine_rids=engine_rids, headers=headers, rids=[own] if own else [])
+        return dataclasses.replace(
+            reading,
+            engine_rids=engine_rids,
+            samples=reading.samples * len(engine_rids),
+            headers=headers,
+            rids=[own] if own else [],
+        )

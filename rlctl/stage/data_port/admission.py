@@ -21,6 +21,7 @@ class Admission:
         self._clock = clock
         self._changed: asyncio.Future[None] | None = None
         self._seen: Serving | None = None
+        self._leased = False
 
     async def admit(self, wait_s: float, *, model: str, min_version_seq: int, adapter: str) -> Serving:
         """The state at which a request is let in.
@@ -38,14 +39,16 @@ class Admission:
                     raise
             else:
                 return serving
-            await self._change(until - now)
+            await self._change(serving, until - now)
 
-    async def _change(self, within_s: float) -> None:
-        """Return when the state of the stage is another one, or the time is up."""
+    async def _change(self, seen: Serving, within_s: float) -> None:
+        """Return when the state of the stage is another one than ``seen``, or the time is up."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
-            self._seen = self._serving()
+            self._seen, self._leased = seen, seen.lease_until > self._clock.now()
             self._look_later()
+        elif seen != self._seen:
+            return  # it has changed since the others looked
         await asyncio.wait([self._changed], timeout=within_s)
 
     def _look_later(self) -> None:
@@ -54,7 +57,8 @@ class Admission:
     def _look(self) -> None:
         changed = self._changed
         assert changed is not None
-        if self._serving() == self._seen and self._seen.lease_until > self._clock.now():
+        serving = self._serving()
+        if serving == self._seen and self._leased == (serving.lease_until > self._clock.now()):
             self._look_later()
             return
         self._changed = None

@@ -152,7 +152,7 @@ class DataPort:
         """Pass a request on whose answer does not depend on the weights."""
         self._serving()
         with closing(Body(request, self._bodies)) as body:
-            exchange = await self._read(request, body, gated=False)
+            exchange = await self._engine().exchange(await self._read(request, body, gated=False))
             async with aclosing(exchange.answer()) as parts:
                 head = await anext(parts)
                 assert isinstance(head, HttpHead)
@@ -160,15 +160,8 @@ class DataPort:
 
     async def _gated(self, request: web.Request) -> web.StreamResponse:
         """Pass a request on that the engine computes with its weights."""
-        min_version, wait_s = _number(request, MIN_VERSION, 0), _number(request, WAIT, WAIT_S)
         with closing(Body(request, self._bodies)) as body:
-            exchange = await self._read(request, body, gated=True)
-            serving = await self._admission.admit(
-                min(wait_s, MOST_WAIT_S),
-                model=exchange.model,
-                min_version_seq=int(min_version),
-                adapter=exchange.adapter,
-            )
+            exchange, serving = await self._admitted(request, await self._read(request, body, gated=True))
             ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
             try:
                 async with aclosing(exchange.answer()) as parts:
@@ -179,13 +172,35 @@ class DataPort:
             finally:
                 self._ongoing.end(ongoing)
 
-    async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpExchange:
+    async def _admitted(self, request: web.Request, passed: HttpRequest) -> tuple[HttpExchange, Serving]:
+        """The request as the engine has read it, once the gate has let it in."""
+        min_version, wait_s = _number(request, MIN_VERSION, 0), _number(request, WAIT, WAIT_S)
+        while True:
+            engine = self._engine()
+            exchange = await engine.exchange(passed)
+            serving = await self._admission.admit(
+                min(wait_s, MOST_WAIT_S),
+                model=exchange.model,
+                min_version_seq=int(min_version),
+                adapter=exchange.adapter,
+            )
+            if self._engine() is engine:  # otherwise it was started again meanwhile
+                return exchange, serving
+
+    async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpRequest:
         data = await body.read()
         document = await self._bodies.parse(data) if data and not data.isspace() else None
         headers = {name: value for name, value in request.headers.items() if _passes(name.lower())}
-        return await self._engine().exchange(
-            HttpRequest(request.method, request.raw_path, headers, data, document, gated)
-        )
+        return HttpRequest(request.method, _target(request), headers, data, document, gated)
+
+
+def _target(request: web.Request) -> str:
+    """Path and query as the engine gets them: the path is that of the route, however the caller has written it."""
+    route = request.match_info.route.resource
+    assert route is not None
+    path = route.canonical.format_map({name: quote(value, safe="") for name, value in request.match_info.items()})
+    _, mark, query = request.raw_path.partition("?")
+    return path + mark + query
 
 
 def _passes(name: str) -> bool:

@@ -51,7 +51,14 @@ def test_fields_are_put_into_an_object_and_the_rest_stays(
     ],
 )
 def test_prompts_of_the_vocabulary_pass(value: object) -> None:
-    check_token_ids(value, 10, "prompt")
+    check_token_ids(value, 10, "prompt", texts=True)
+
+
+@pytest.mark.parametrize("value", ["7", ["7"], [["7"]], [{}], {}])
+def test_texts_are_no_token_ids_where_only_these_are_taken(value: object) -> None:
+    check_token_ids([[1], [2]], 10, "stop_token_ids")
+    with pytest.raises(RlctlError):
+        check_token_ids(value, 10, "stop_token_ids")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ def test_prompts_of_the_vocabulary_pass(value: object) -> None:
 )
 def test_other_prompts_are_refused(value: object) -> None:
     with pytest.raises(RlctlError) as refused:
-        check_token_ids(value, 10, "prompt")
+        check_token_ids(value, 10, "prompt", texts=True)
     assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "prompt")
 
 

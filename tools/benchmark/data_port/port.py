@@ -47,7 +47,7 @@ class _Engine:
         stamps.bind(SERVING.version)
         limits = Limits(VOCABULARY, CONTEXT, CONTEXT)
         requests = Requests(TokensInOut(http, limits, stamps, table))
-        self._passing = Passing(http, passing.Reader("fake", tuple, table), requests, stamps, table)
+        self._passing = Passing(http, passing.Reader(limits, "fake", tuple, table), requests, stamps, table)
 
     async def exchange(self, request: HttpRequest) -> HttpExchange:
         return self._passing.read(request)

@@ -1,0 +1,199 @@
+"""The data port before an engine that answers as a test wants: routes, gate and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from passing_suite import Gate, post
+from rlctl_servers.requests import requests as requests_
+from rlctl_servers.requests.passed_bodies import Reading
+from rlctl_servers.requests.requests import Requests
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import HttpExchange, HttpHead, HttpRequest, HttpRoute
+from rlctl.ports import SystemClock
+from rlctl.runtime.http_errors import REASON
+from rlctl.stage.data_port.server import DataPort
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY
+
+ROUTES = [HttpRoute("POST", "/generate"), HttpRoute("GET", "/v1/models/{id}", gated=False)]
+
+
+class Echo(HttpExchange):
+    """Says what the engine got."""
+
+    def __init__(self, name: str, request: HttpRequest) -> None:
+        self._text = f"{name} {request.target} {request.path} {sorted(request.headers)}"
+
+    async def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
+        yield HttpHead(200, [("Content-Type", "text/plain")])
+        yield self._text.encode()
+
+
+class Engine:
+    """An engine of this name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def exchange(self, request: HttpRequest) -> HttpExchange:
+        return Echo(self.name, request)
+
+
+class World:
+    """A port, its gate and its engine."""
+
+    def __init__(self) -> None:
+        self.gate = Gate("step", 7)
+        self.engine: Any = Engine("first")
+        self.looks = 0
+        self.url = ""
+
+    def serving(self) -> Any:
+        self.looks += 1
+        return self.gate.serving
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    port = DataPort(lambda: world.engine, world.serving, SystemClock(), token="secret")
+    world.url = f"http://{await port.start('127.0.0.1:0', ROUTES)}"
+    yield world
+    await port.stop()
+
+
+@pytest.fixture
+async def call() -> AsyncIterator[Callable[..., Any]]:
+    async with aiohttp.ClientSession() as session:
+        yield lambda url, **more: post(session, url, more.pop("body", {}), "secret", **more)
+
+
+@pytest.mark.parametrize("path", ["/generate?a=%31", "/%67enerate?a=%31"])
+async def test_the_engine_gets_the_path_of_the_route(world: World, call: Any, path: str) -> None:
+    answer = await call(world.url + path, **{"X-Api-Key": "k", "X-RLCTL-Wait": "1", "X-Mine": "m"})
+    first, target, read, *headers = answer.body.decode().split(" ", 3)
+    assert (first, target, read) == ("first", "/generate?a=%31", "/generate")
+    assert "X-Mine" in headers[0]
+    assert not {"X-Api-Key", "Authorization", "X-RLCTL-Wait", "Host"} & set(headers[0].split("'"))
+
+
+async def test_a_name_in_the_path_stays_one_segment(world: World, call: Any) -> None:
+    answer = await call(world.url + "/v1/models/..%2Fflush", method="GET")
+    assert b"/v1/models/..%2Fflush " in answer.body
+
+
+async def test_a_token_is_asked_for_but_not_for_the_health(world: World) -> None:
+    async with aiohttp.ClientSession() as session:
+        assert (await post(session, world.url + "/generate", {})).headers[REASON] == "TOKEN_MISSING"
+        assert (await post(session, world.url + "/health", None, method="GET")).status == 200
+
+
+async def test_an_engine_that_was_started_again_meanwhile_gets_the_request(world: World, call: Any) -> None:
+    world.gate.put(state=STAGE_STATE_PAUSED)
+    waiting = asyncio.create_task(call(world.url + "/generate"))
+    await asyncio.sleep(0.1)
+    world.engine = Engine("second")
+    world.gate.put(state=STAGE_STATE_READY)
+    assert (await waiting).body.startswith(b"second")
+
+
+async def test_many_that_wait_are_looked_at_together(world: World, call: Any) -> None:
+    """Also where the lease is over, which no change of the state announces."""
+    world.gate.put(lease_until=0.0)
+    waiting = [asyncio.create_task(call(world.url + "/generate")) for _ in range(20)]
+    await asyncio.sleep(0.2)
+    before = world.looks
+    await asyncio.sleep(1.0)
+    assert world.looks - before < 100
+    world.gate.put(lease_until=float("inf"))
+    assert {answer.status for answer in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_a_gate_that_opens_while_a_request_is_refused_lets_it_in(world: World, call: Any) -> None:
+    world.gate.put(state=STAGE_STATE_PAUSED)
+    paused, seen = world.gate.serving, 0
+
+    def serving() -> Any:
+        """Opens after the first look of a request."""
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            world.gate.put(state=STAGE_STATE_READY)
+            return paused
+        return world.gate.serving
+
+    world.serving = serving  # type: ignore[method-assign]
+    port = DataPort(lambda: world.engine, serving, SystemClock())
+    url = f"http://{await port.start('127.0.0.1:0', ROUTES)}"
+    try:
+        began = time.monotonic()
+        assert (await call(url + "/generate")).status == 200
+        assert time.monotonic() - began < 10
+    finally:
+        await port.stop()
+
+
+class Dialect:
+    """A server that can end nothing."""
+
+    product = "fake"
+    ended: list[Any]
+
+    def __init__(self) -> None:
+        self.ended = []
+
+    def admit_passed(self, *, prepared: bool) -> None:
+        del prepared
+
+    def ends(self, *, heard: bool) -> bool:
+        return heard
+
+    async def end(self, rids: Any) -> None:
+        self.ended.append(rids)
+
+
+async def chatter() -> AsyncGenerator[HttpHead | bytes, None]:
+    yield HttpHead(200, [])
+    while True:
+        await asyncio.sleep(0.01)
+        yield b"."
+
+
+async def _rest_of(parts: AsyncGenerator[HttpHead | bytes, None]) -> list[HttpHead | bytes]:
+    return [part async for part in parts]
+
+
+async def test_a_stream_whose_end_was_asked_for_ends_though_it_goes_on_to_say_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests_, "ABORT_S", 0.2)
+    requests = Requests(Dialect())  # type: ignore[arg-type]
+    parts = requests.pass_on(Reading(rids=["r"]), chatter())
+    assert isinstance(await anext(parts), HttpHead)
+    assert await requests.abort(["r"], all_of_them=False) == (1, [])
+    rest = asyncio.ensure_future(asyncio.wait_for(_rest_of(parts), 5))
+    with pytest.raises(RlctlError) as ended:
+        await rest
+    assert ended.value.reason is Reason.CANCELLED
+    assert not requests.active
+
+
+async def test_a_batch_is_one_request_however_many_ids_it_has() -> None:
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    ids = [f"id-{index}" for index in range(2000)]
+    parts = requests.pass_on(Reading(rids=ids, engine_rids=ids, samples=2000), chatter())
+    await anext(parts)
+    assert (requests.active, requests.samples) == (1, 2000)
+    began = time.monotonic()
+    assert await requests.abort(["id-7", "other"], all_of_them=False) == (1, ["other"])
+    assert time.monotonic() - began < 1
+    assert dialect.ended == [ids]
+    await parts.aclose()
+    assert not requests.active
