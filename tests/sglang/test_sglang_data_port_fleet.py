@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ PROMPT = encode("1+2=")
 TOKENS = 24
 UPDATES = 9
 CALLERS = 6
+BETWEEN_S = 0.5
 
 
 def updates(fleet: Fleet, models: dict[str, Any], pauses: tuple[str, ...], done: threading.Event) -> None:
@@ -35,6 +37,7 @@ def updates(fleet: Fleet, models: dict[str, Any], pauses: tuple[str, ...], done:
         with contextlib.closing(fleet.publisher("actor", trainer="port")) as publisher:
             for (label, model), pause in zip(list(models.items())[1:], itertools.cycle(pauses), strict=False):
                 publisher.update(model, version=label, pause=pause)
+                time.sleep(BETWEEN_S)
     finally:
         done.set()
 
@@ -104,7 +107,7 @@ async def test_answers_under_updates_are_of_the_versions_that_they_name(
     updating = asyncio.create_task(asyncio.to_thread(updates, fleet, models, pauses, done))
     await asyncio.gather(*map(keep_calling, range(CALLERS)))
     await updating
-    assert ended["200"] > 3 * UPDATES, ended
+    assert ended["200"] >= 2 * UPDATES, ended
     assert set(ended) <= {"200", "STAGE_NOT_SERVING", "broken", "CANCELLED"}, ended
     for events in answers:
         check(events, expected, exact="in_place" not in pauses)
