@@ -41,6 +41,11 @@ _OPEN = (
 )
 _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/models/{model}")
 
+_ALONE = {"Connection": "close"}
+"""Of streams. SGLang's task that follows one fails 2 s later if the request was refused, and uvicorn then closes the
+connection, whatever other request it carries by then (``create_abort_task``, 0.5.23).
+"""
+
 _IDS = ("input_ids", "token_ids_logprob", "stop_token_ids", "label_token_ids")
 _IDS_OR_TEXTS = ("prompt", "input", "query", "items")
 _COUNTS = ("top_logprobs_num", "top_logprobs", "logprobs")
@@ -95,7 +100,8 @@ class Reader:
         n = max(check_count(fields.get("n"), "n") for fields in (document, *sampling))
         reading = self._routed(request, document)
         prepared = _has_grammar(document) or any(map(_has_grammar, sampling))
-        reading = dataclasses.replace(reading, prepared=prepared, labelled=request.path != _MESSAGES)
+        headers = _ALONE if document.get("stream") else {}
+        reading = dataclasses.replace(reading, prepared=prepared, headers=headers, labelled=request.path != _MESSAGES)
         return self._identified(document, reading, _PROMPTS[request.path], n) if request.path in _PROMPTS else reading
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:

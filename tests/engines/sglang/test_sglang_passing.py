@@ -129,3 +129,8 @@ def test_every_prompt_gets_an_id(path: str, document: dict[str, Any], count: int
 )
 def test_requests_with_a_grammar_are_known(document: dict[str, Any], prepared: bool) -> None:
     assert read("/v1/messages", document).prepared == prepared
+
+
+@pytest.mark.parametrize(("stream", "headers"), [(True, {"Connection": "close"}), (False, {}), (None, {})])
+def test_no_request_follows_a_stream_on_its_connection(stream: bool | None, headers: dict[str, str]) -> None:
+    assert read("/generate", {"text": "1", "stream": stream}).headers == headers
