@@ -61,9 +61,12 @@ class Forwarding(Running):
     def again(self, attempt: Attempt, failure: RlctlError) -> bool:
         """Record the failure of an attempt; returns whether another attempt may be made.
 
-        A refusal is repeated until the deadline, a fault ``retries`` times.
+        A refusal is repeated until the deadline, a fault ``retries`` times. A request that was aborted at the stage
+        (CANCELLED) is not repeated.
         """
         self.running = None
+        if failure.reason is Reason.CANCELLED:
+            return False
         if failure.reason is Reason.RID_IN_USE and self._faults:
             # An engine whose connection broke may not have ended the request yet.
             failure = Reason.STAGE_NOT_SERVING.error(failure.message)

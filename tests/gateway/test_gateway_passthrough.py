@@ -267,6 +267,18 @@ async def test_a_connection_that_breaks_before_the_answer_is_another_stages(
         assert server.generation.inflight == 0
 
 
+async def test_a_request_that_was_aborted_at_its_stage_is_not_repeated(
+    both: Any, make_gateway: Callable[..., Any]
+) -> None:
+    fleet, ports = both
+    for port in ports.values():
+        port.answering = refusing(Reason.CANCELLED.error("the request was aborted"))
+    async with make_gateway(fleet) as (_, http):
+        status, _, body = await ask(http)
+        assert (status, json.loads(body)["error"]["reason"]) == (409, "CANCELLED")
+    assert total(ports) == 1
+
+
 async def test_a_document_that_breaks_off_is_another_stages(both: Any, make_gateway: Callable[..., Any]) -> None:
     fleet, ports = both
     ports["a"].answering = streaming(b'{"half":', content_type="application/json", end=False)

@@ -217,7 +217,7 @@ class _Passed(Running):
             async with asyncio.timeout_at(self._until) as self.waiting:
                 return await anext(parts, None)
         except TimeoutError:
-            raise Reason.CANCELLED.error("the request was aborted") from None
+            raise _aborted() from None
         finally:
             self.waiting = None
 
@@ -350,7 +350,7 @@ class Requests:
                     running.begun = True
                     while self._held:
                         if running.is_cut:
-                            raise Reason.CANCELLED.error("the request was aborted")
+                            raise _aborted()
                         await asyncio.sleep(HELD_S)
                     yield part
         finally:
@@ -416,6 +416,12 @@ class Requests:
             if ending := [each for running, each in ids if self._dialect.ends(heard=running.heard(each))]:
                 await self._dialect.end(ending)
         return len(ended), [rid for rid in chosen if rid not in found]
+
+
+def _aborted() -> RlctlError:
+    error = Reason.CANCELLED.error("the request was aborted before the server had answered it")
+    error.http_status = 400  # OpenAI's client repeats a 409
+    return error
 
 
 async def _pump(
