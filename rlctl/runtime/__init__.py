@@ -2,9 +2,9 @@
 
 Decides how a server process announces itself and ends (``server_process.py``), which addresses need a token
 (``addresses.py``), and who may read the files that rlctl writes (``private_files.py``). For HTTP, it decides the time
-and the size that a request may take (``http_limits.py``, ``http_bodies.py``), and how an answer carries a typed error
-(``http_errors.py``). ``shielding.py`` lets accepted work
-continue after its caller disconnects. ``zmq_reply.py`` is the replying end of a ZeroMQ connection.
+and the size that a request may take (``http_limits.py``, ``http_bodies.py``), how an answer carries a typed error
+(``http_errors.py``), and which headers a forwarded request keeps (``http_forwarding.py``). ``shielding.py`` lets
+accepted work continue after its caller disconnects. ``zmq_reply.py`` is the replying end of a ZeroMQ connection.
 
 Imports: contract, ports.
 

@@ -18,8 +18,8 @@ from models import changed, greedy
 
 from rlctl.demo.tiny import encode
 from rlctl.runtime.http_errors import REASON
+from rlctl.runtime.http_forwarding import SEQUENCE
 from rlctl.sdk.blocking import Fleet
-from rlctl.stage.data_port.server import SEQUENCE
 from rlctl.v1 import verbs_pb2 as v
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]

@@ -16,7 +16,8 @@ from yarl import URL
 from rlctl.engine import HttpRoute
 from rlctl.ports import SystemClock
 from rlctl.runtime.http_errors import REASON
-from rlctl.stage.data_port.server import SEQUENCE, SLOT, VERSION, DataPort
+from rlctl.runtime.http_forwarding import SEQUENCE, SLOT, VERSION
+from rlctl.stage.data_port.server import DataPort
 from rlctl.stage.serving_state import Serving
 from rlctl.v1.common_pb2 import STAGE_STATE_READY, WeightVersion
 

@@ -18,6 +18,7 @@ from yarl import URL
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.rollout.dispatch import Attempt
 from rlctl.runtime.http_errors import REASON, error_in
+from rlctl.runtime.http_forwarding import end_to_end
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
@@ -32,23 +33,9 @@ _STALE = 3
 _AT_ONCE = 1 << 20
 """A body of fewer bytes is written in one piece."""
 
-_HOP_BY_HOP = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
-        *("te", "trailer", "transfer-encoding", "upgrade"),
-    }
-)
-
 _PLACEHOLDER = re.compile(r"\{\w+(?::((?:[^{}]|\{[^{}]*\})+))?\}")
 
 T = TypeVar("T")
-
-
-def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> CIMultiDict[str]:
-    """The headers that a proxy passes on, less those named here in lower case."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    dropped = {*_HOP_BY_HOP, *named, *without}
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
 
 
 def lists(routes: Collection[str], method: str, path: str) -> bool:
@@ -127,7 +114,7 @@ class Exchange:
         self._response = response
         if (reason := response.headers.get(REASON)) is not None:
             raise await self._within(deadline, lambda: _refusal(reason, response))
-        self.status, self.headers = response.status, end_to_end(response.headers)
+        self.status, self.headers = response.status, CIMultiDict(end_to_end(response.headers))
 
     async def _send(self, method: str, url: URL, headers: Mapping[str, str], body: bytes) -> aiohttp.ClientResponse:
         for more in reversed(range(_STALE)):

@@ -17,7 +17,7 @@ import orjson
 from multidict import CIMultiDict
 
 from rlctl.contract.errors import Reason, RlctlError, without_frames
-from rlctl.gateway.backend.data_ports import Exchange, end_to_end, lists
+from rlctl.gateway.backend.data_ports import Exchange, lists
 from rlctl.gateway.backend.service import Generation
 from rlctl.gateway.generation import sessions
 from rlctl.gateway.generation.samples import place_of
@@ -26,9 +26,7 @@ from rlctl.gateway.http.dialect import Answer, Handler, Reply, Route, Scope, Str
 from rlctl.gateway.http.placeholders import PREFERRED, SLOT
 from rlctl.rollout.rollout import Place
 from rlctl.runtime.http_errors import body_of
-
-WAIT = "X-RLCTL-Wait"
-"""Header of a request to a data port: seconds that it may wait for the gate of the stage."""
+from rlctl.runtime.http_forwarding import MIN_VERSION, WAIT, end_to_end
 
 WHOLE_BYTES = 1 << 20
 """A JSON answer of at most so many bytes is read before any of it is sent, so that another stage can take over."""
@@ -36,7 +34,7 @@ WHOLE_BYTES = 1 << 20
 _EVENT_BYTES = 16 << 10
 """The end of a stream in which the stage's own error event is looked for."""
 
-_OWN = frozenset({"host", "content-length", "content-encoding", "expect", sessions.MIN_VERSION.lower(), WAIT.lower()})
+_OWN = frozenset({"host", "content-length", "content-encoding", "expect", MIN_VERSION.lower(), WAIT.lower()})
 """Headers of a request that the gateway writes itself. Its bodies are decompressed."""
 
 _PREFIX = re.compile(r"/(engines|routed)/([^/?]+)(/.*)")
@@ -125,7 +123,7 @@ async def _read(call: Call) -> _Request | None:
         return None
     return _Request(
         target=_target(call),
-        headers=end_to_end(call.headers, _OWN),
+        headers=CIMultiDict(end_to_end(call.headers, _OWN)),
         model=model,
         adapter=adapter,
         session=sessions.named(call, fields),
@@ -190,7 +188,7 @@ async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes
         while (attempt := await forwarding.attempt()) is not None:
             with attempt, contextlib.closing(generation.ports.at(attempt)) as exchange:
                 headers = CIMultiDict(request.headers)
-                headers.update({sessions.MIN_VERSION: str(attempt.floor), WAIT: "0"})
+                headers.update({MIN_VERSION: str(attempt.floor), WAIT: "0"})
                 try:
                     await exchange.begin(call.method, request.target, headers, body, forwarding.deadline)
                     first, whole = await _beginning(exchange, forwarding.deadline)

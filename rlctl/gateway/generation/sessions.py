@@ -7,10 +7,10 @@ from typing import Any
 
 from rlctl.contract.errors import Reason
 from rlctl.gateway.http.call import Call
+from rlctl.runtime.http_forwarding import MIN_VERSION
 
 HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 FIELDS = ("session_id", "routing_key")
-MIN_VERSION = "X-RLCTL-Min-Version"
 LONGEST = 8192
 """Characters of a session's name: what a header can have."""
 

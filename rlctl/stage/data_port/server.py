@@ -18,6 +18,7 @@ from rlctl.ports import Clock
 from rlctl.runtime import http_errors, http_limits
 from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies, Body
+from rlctl.runtime.http_forwarding import MIN_VERSION, SEQUENCE, SLOT, VERSION, WAIT, end_to_end
 from rlctl.stage.data_port.admission import Admission
 from rlctl.stage.generation.gate_watch import Ongoing, Request
 from rlctl.stage.serving_state import Serving
@@ -38,22 +39,17 @@ MOST_WAIT_S = 600.0
 ANSWER_S = 3600.0
 """Longest that an answer may take."""
 
-MIN_VERSION = "X-RLCTL-Min-Version"
-WAIT = "X-RLCTL-Wait"
-SLOT = "X-RLCTL-Slot"
-VERSION = "X-RLCTL-Weight-Version"
-SEQUENCE = "X-RLCTL-Weight-Version-Seq"
-
 _HEALTH = ("/health", "/health_generate", "/ready")
 """Answered by the gate: a proxy in front of the stages goes by them."""
 
-_OF_CONNECTION = frozenset(
+_NOT_PASSED = frozenset(
     {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect"),
+        *("host", "content-length", "content-encoding", "accept-encoding", "expect"),
+        *("authorization", "cookie", "x-api-key"),
     }
 )
-_CREDENTIALS = frozenset({"authorization", "cookie", "x-api-key"})
+"""Headers that the stage writes itself, and credentials."""
+
 _OWN = "x-rlctl-"
 
 _NUMBER = re.compile(r"\d{1,18}(\.\d{1,6})?", re.ASCII)
@@ -190,7 +186,8 @@ class DataPort:
     async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpRequest:
         data = await body.read()
         document = await self._bodies.parse(data) if data and not data.isspace() else None
-        headers = {name: value for name, value in request.headers.items() if _passes(name.lower())}
+        passed = end_to_end(request.headers, _NOT_PASSED)
+        headers = {name: value for name, value in passed if not name.lower().startswith(_OWN)}
         return HttpRequest(request.method, _target(request), headers, data, document, gated)
 
 
@@ -201,10 +198,6 @@ def _target(request: web.Request) -> str:
     path = route.canonical.format_map({name: quote(value, safe="") for name, value in request.match_info.items()})
     _, mark, query = request.raw_path.partition("?")
     return path + mark + query
-
-
-def _passes(name: str) -> bool:
-    return name not in _OF_CONNECTION and name not in _CREDENTIALS and not name.startswith(_OWN)
 
 
 def _number(request: web.Request, name: str, default: float) -> float:
