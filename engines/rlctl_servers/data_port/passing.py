@@ -17,10 +17,10 @@ from rlctl_servers.updates.version_labels import Stamps
 
 
 class Reader(Protocol):
-    """What one kind of server takes."""
+    """Reads request bodies for one kind of server."""
 
     def read(self, request: HttpRequest) -> Reading:
-        """What a body says. Raises FIELD_INVALID, UNSUPPORTED for what would harm the server."""
+        """Read a body. Raises FIELD_INVALID, UNSUPPORTED for a body that would harm the server."""
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
         """The same with the server's name of the adapter."""

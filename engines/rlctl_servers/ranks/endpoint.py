@@ -61,7 +61,7 @@ class Endpoint:
         return self._poll(number)
 
     def _poll(self, number: str) -> dict[str, Any]:
-        """The answer of a call that was begun. Another rank may still be at it, so the answer is kept."""
+        """The answer of a call that was begun. The answer is kept, since another rank may not be done."""
         if number not in self._later:
             return failed(Reason.INTERNAL.error(f"call {number} is not known at this rank", outcome=OUTCOME_UNKNOWN))
         verb, future = self._later[number]

@@ -80,7 +80,7 @@ class ShadowCopy:
         for name, target in targets.items():
             copy = self._copies[name]
             if copy.device == target.device and not torch.equal(bits_of(target), bits_of(copy)):
-                raise Reason.INTERNAL.error(f"the parameter {name} is not what was copied into it")
+                raise Reason.INTERNAL.error(f"the parameter {name} differs from the shadow copy after the swap")
 
     def _place(self, nbytes: int) -> tuple[torch.device, bool]:
         """Where there is room: on the parameters' device, else in page-locked memory of the host."""

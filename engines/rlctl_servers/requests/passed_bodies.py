@@ -18,18 +18,18 @@ MOST_BIAS = 1000.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What a body says that has to be known before the request is sent.
+    """The content of a body that decides how its request is sent.
 
     Attributes:
         rids: the caller's ids for the request; each is free until it ends.
         engine_rids: ids by which the server can be asked to end it; empty: closing its connection does.
         adapter: rlctl's name of its adapter, or "".
         model: name of the base model where the server checks it, or "".
-        prepared: the server may have it without having begun, where a pause leaves it stuck.
-        samples: how many it is for the server.
-        fields: of the body, in place of what it says of them.
-        headers: in place of those that came.
-        names: names and ids in the answer, by the server's.
+        prepared: the server prepares it before it begins, and a pause meanwhile would leave it stuck.
+        samples: how many samples the server computes for it.
+        fields: values that replace fields of the body.
+        headers: headers that replace the caller's.
+        names: the caller's names and ids, by the server's, for the answer.
         labelled: the answer may name versions and models of the server.
     """
 
@@ -81,7 +81,7 @@ def check_number(value: object, name: str, least: float, most: float) -> None:
 
 
 def check_bias(value: object, vocab_size: int, name: str) -> None:
-    """Raise FIELD_INVALID for a logit bias of a token that the vocabulary has not, or one that is too large."""
+    """Raise FIELD_INVALID for a logit bias of a token outside the vocabulary, or a bias that is too large."""
     if value is None:
         return
     if not isinstance(value, dict) or not all(token.isascii() and token.isdigit() for token in value):

@@ -119,6 +119,11 @@ class Running(abc.ABC):
     async def leave_silent(self) -> None:
         """Close the connections of samples that the server has said nothing of. On its loop."""
 
+    @property
+    def leaves(self) -> bool:
+        """Whether its connection is closed to end it, because the server must not be asked to."""
+        return False
+
     def end(self) -> None:
         """Its end was asked for; from any thread."""
         self._loop.call_soon_threadsafe(self.cut_off)
@@ -177,6 +182,7 @@ class _Passed(Running):
         super().__init__(reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=reading.samples)
         self.begun = False
         self.is_cut = False
+        self._is_left = False
         self.waiting: asyncio.Timeout | None = None
         self._until: float | None = None
         self._over = asyncio.Event()
@@ -192,13 +198,17 @@ class _Passed(Running):
     def unbegun(self) -> bool:
         return not self.begun
 
+    @property
+    def leaves(self) -> bool:
+        return self.prepared and not self.begun
+
     def cut_off(self) -> None:
         self.is_cut = True
-        self._end_wait(ABORT_S)
+        self._end_wait(0.0 if self.leaves else ABORT_S)
 
     async def leave_silent(self) -> None:
         if not self.begun:
-            self.is_cut = True
+            self._is_left = True
             self._end_wait(0.0)
             await self._over.wait()
 
@@ -212,11 +222,16 @@ class _Passed(Running):
             self.waiting.reschedule(self._until)
 
     async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
-        """The next part of the answer, or None at its end. Raises CANCELLED where its end was asked for."""
+        """The next part of the answer, or None at its end.
+
+        Raises CANCELLED where its end was asked for, STAGE_NOT_SERVING where the server is about to stop.
+        """
         try:
             async with asyncio.timeout_at(self._until) as self.waiting:
                 return await anext(parts, None)
         except TimeoutError:
+            if self._is_left and not self.is_cut:
+                raise Reason.STAGE_NOT_SERVING.error("the server is about to be paused") from None
             raise _aborted() from None
         finally:
             self.waiting = None
@@ -384,11 +399,11 @@ class Requests:
         """End samples that the server may only prepare yet, before it is stopped; whether they have ended by
         ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
         """
-        without_id = [each for each in self._all() if each.prepared and each.unbegun and not each.engine_rids]
-        if without_id:
+        leaving = [running for running in self._all() if running.leaves]
+        if leaving:
             if asyncio.get_running_loop().time() + LEFT_S >= deadline:
                 return False
-            await asyncio.gather(*(each.leave() for each in without_id))
+            await asyncio.gather(*(running.leave() for running in leaving))
             await asyncio.sleep(LEFT_S)
         while rids := self._prepared():
             if asyncio.get_running_loop().time() >= deadline:
@@ -412,7 +427,7 @@ class Requests:
         if all_of_them:
             await self._dialect.end(None)
         else:
-            ids = ((running, each) for running in ended for each in running.engine_rids)
+            ids = ((running, each) for running in ended if not running.leaves for each in running.engine_rids)
             if ending := [each for running, each in ids if self._dialect.ends(heard=running.heard(each))]:
                 await self._dialect.end(ending)
         return len(ended), [rid for rid in chosen if rid not in found]

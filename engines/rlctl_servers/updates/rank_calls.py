@@ -36,7 +36,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 @dataclass(frozen=True)
 class Met:
-    """What the ranks say once they have looked for the places of the tensors.
+    """Result of the ranks' search for the places of the tensors.
 
     Attributes:
         digest: model digest of their weights; "" where they cannot read them, or the model is too large to be gathered.

@@ -150,7 +150,7 @@ def coordinator(
 @click.option(
     "--data-listen",
     default="",
-    help="Address of the engine's own HTTP interface behind the gate; by default any port of the host for generation.",
+    help="Address of the data port; by default a free port on the host of --rollout-listen.",
 )
 @click.option("--advertise", default="", help="Host under which others reach this one.")
 @click.option("--weight-version", default="", help="Label of the model's first version.")

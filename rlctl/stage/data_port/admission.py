@@ -1,4 +1,4 @@
-"""Requests that wait for the gate: all of them are looked at together."""
+"""Requests that wait for the gate: one poll of the state serves all of them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ANSWER_S = 3600.0
 """Longest that an answer may take."""
 
 _HEALTH = ("/health", "/health_generate", "/ready")
-"""Answered by the gate: a proxy in front of the stages goes by them."""
+"""Answered by the gate, as health checks for a proxy in front of the stages."""
 
 _NOT_PASSED = frozenset(
     {
@@ -106,7 +106,7 @@ class DataPort:
         return join(host, self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """End the requests that run, and leave."""
+        """End the requests that run, and close the listener."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -227,7 +227,7 @@ async def _answer(
     request: web.Request, head: HttpHead, own: Mapping[str, str], parts: AsyncGenerator[HttpHead | bytes, None]
 ) -> web.StreamResponse:
     headers = [*((name, value) for name, value in head.headers if name.lower() != "content-length"), *own.items()]
-    if len(headers) < len(head.headers) + len(own):  # it is whole soon
+    if len(headers) < len(head.headers) + len(own):  # with a Content-Length the engine does not stream
         whole = b"".join([part async for part in parts if isinstance(part, bytes)])
         return web.Response(status=head.status, headers=headers, body=whole)
     response = web.StreamResponse(status=head.status, headers=headers)

@@ -184,6 +184,42 @@ async def test_a_stream_whose_end_was_asked_for_ends_though_it_goes_on_to_say_so
     assert not requests.active
 
 
+async def silence() -> AsyncGenerator[HttpHead | bytes, None]:
+    await asyncio.sleep(60)
+    yield HttpHead(200, [])
+
+
+async def test_a_request_with_a_grammar_is_left_before_a_pause_and_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang answers the abort of such a request with a token of another prompt."""
+    monkeypatch.setattr(requests_, "LEFT_S", 0.1)
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    parts = requests.pass_on(Reading(rids=["r"], engine_rids=["r"], prepared=True), silence())
+    asking = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    assert not await requests.end_prepared(asyncio.get_running_loop().time())
+    assert await requests.end_prepared(asyncio.get_running_loop().time() + 5)
+    with pytest.raises(RlctlError) as left:
+        await asking
+    assert left.value.reason is Reason.STAGE_NOT_SERVING
+    assert (dialect.ended, requests.active) == ([], 0)
+
+
+async def test_the_server_is_not_asked_to_end_a_request_with_a_grammar() -> None:
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    parts = requests.pass_on(Reading(rids=["r"], engine_rids=["r"], prepared=True), silence())
+    asking = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    assert await requests.abort(["r"], all_of_them=False) == (1, [])
+    with pytest.raises(RlctlError) as ended:
+        await asking
+    assert (ended.value.reason, ended.value.http_status) == (Reason.CANCELLED, 400)
+    assert dialect.ended == []
+
+
 async def test_a_batch_is_one_request_however_many_ids_it_has() -> None:
     dialect = Dialect()
     requests = Requests(dialect)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def peers_of(handles: Mapping[str, Any], stages: Sequence[Stage]) -> tuple[list[
 
 
 class Conversation:
-    """With the parameter servers of all ranks at the same time. As a context manager it ends them in any case."""
+    """Messages to and from the parameter servers of all ranks. Leaving the context ends every exchange."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers = peers
