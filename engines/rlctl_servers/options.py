@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rlctl.contract.errors import Reason
+from rlctl.engine import HttpRoute
+
+_ROUTE = re.compile(r"(POST|PUT|GET) (/(?!health|ready)[\w./-]+)", re.ASCII)
 
 
 def interpreter(product: str, given: str, variable: str) -> str:
@@ -72,6 +76,22 @@ def directories(text: str) -> tuple[str, ...]:
         if not os.path.isabs(directory):
             raise Reason.FIELD_INVALID.error(f"{directory!r} is no absolute path", field="options.allowed_roots")
     return found
+
+
+def data_routes(text: str) -> tuple[HttpRoute, ...]:
+    """Option ``data_routes``: further routes of the data port, "POST /mine, PUT /theirs". All are behind the gate.
+
+    Raises FIELD_INVALID.
+    """
+    routes: list[HttpRoute] = []
+    for given in filter(None, map(str.strip, text.split(","))):
+        found = _ROUTE.fullmatch(given)
+        if found is None:
+            raise Reason.FIELD_INVALID.error(
+                f"{given!r} is no route: write METHOD /path, with POST, PUT or GET", field="options.data_routes"
+            )
+        routes.append(HttpRoute(found[1], found[2]))
+    return tuple(routes)
 
 
 def start_seconds(text: str) -> float:

@@ -110,7 +110,8 @@ class SGLangEngine(ServerEngine):
         reader = passing.Reader(limits, str(facts.info.get("served_model_name") or ""))
         self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
         alone = facts.mode == "null"  # a half of a pair generates nothing by itself
-        http_routes = passing.routes(metrics=bool(facts.info.get("enable_metrics"))) if alone else []
+        routes = passing.routes(metrics=bool(facts.info.get("enable_metrics")))
+        http_routes = [*routes, *self._options.data_routes] if alone else []
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
         # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
         probes = self._server.launched and facts.mode == "null"

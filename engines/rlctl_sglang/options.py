@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl_servers import options
-from rlctl_servers.options import address, check_arguments, directories, key, start_seconds
+from rlctl_servers.options import address, check_arguments, data_routes, directories, key, start_seconds
 
 from rlctl.contract.errors import Reason
+from rlctl.engine import HttpRoute
 
 VENV = "RLCTL_SGLANG_VENV"
 """Environment variable that says where SGLang's environment is."""
 
-OURS = ("url", "api_key_file", "admin_key_file", "python", "allowed_roots", "start_s")
+OURS = ("url", "api_key_file", "admin_key_file", "python", "allowed_roots", "start_s", "data_routes")
 """Settings of the plug-in itself."""
 
 TAKEN = (
@@ -41,6 +42,7 @@ class Options:
         python: the interpreter that SGLang is installed for.
         allowed_roots: directories below which checkpoints may be read; empty: the one that the first lies in.
         start_s: longest time that a launched server may take to be ready, seconds.
+        data_routes: further routes of the data port.
         arguments: further arguments of SGLang by name ("mem_fraction_static"); "true" stands for a flag.
     """
 
@@ -50,6 +52,7 @@ class Options:
     python: str = ""
     allowed_roots: tuple[str, ...] = ()
     start_s: float = 900.0
+    data_routes: tuple[HttpRoute, ...] = ()
     arguments: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,6 +89,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
         python=given.get("python", ""),
         allowed_roots=directories(given.get("allowed_roots", "")),
         start_s=start_seconds(given.get("start_s", "900")),
+        data_routes=data_routes(given.get("data_routes", "")),
         arguments=arguments,
     )
 

@@ -124,7 +124,7 @@ class VLLMEngine(ServerEngine):
             checkpoint=self._config.model_path if known else "",
             model_digest=digest,
             fenced=self._server.launched,
-            http_routes=passing.routes(),
+            http_routes=[*passing.routes(), *self._options.data_routes],
         )
 
     def _checkpoint_paths(self) -> tuple[str, str]:

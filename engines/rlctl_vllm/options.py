@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlctl_servers import options
-from rlctl_servers.options import address, check_arguments, directories, key, start_seconds
+from rlctl_servers.options import address, check_arguments, data_routes, directories, key, start_seconds
 
 from rlctl.contract.errors import Reason
+from rlctl.engine import HttpRoute
 
 PRODUCT = "vLLM"
 VENV = "RLCTL_VLLM_VENV"
 """Environment variable that says where vLLM's environment is."""
 
-OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s")
+OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s", "data_routes")
 TAKEN = (
     *("model", "served_model_name", "host", "port", "uds", "api_key", "config", "tensor_parallel_size", "dtype"),
     *("worker_extension_cls", "enable_scale_out", "return_tokens_as_token_ids", "enable_prompt_tokens_details"),
@@ -33,6 +34,7 @@ class Options:
         python: the interpreter that vLLM is installed for.
         allowed_roots: directories below which checkpoints may be read; empty: the one that the first lies in.
         start_s: longest time that a launched server may take to be ready, seconds.
+        data_routes: further routes of the data port.
         arguments: further arguments of vLLM by name ("max_model_len"); "true" stands for a flag.
     """
 
@@ -41,6 +43,7 @@ class Options:
     python: str = ""
     allowed_roots: tuple[str, ...] = ()
     start_s: float = 900.0
+    data_routes: tuple[HttpRoute, ...] = ()
     arguments: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -57,6 +60,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
         python=given.get("python", ""),
         allowed_roots=directories(given.get("allowed_roots", "")),
         start_s=start_seconds(given.get("start_s", "900")),
+        data_routes=data_routes(given.get("data_routes", "")),
         arguments=arguments,
     )
 

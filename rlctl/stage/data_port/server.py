@@ -91,8 +91,10 @@ class DataPort:
         for path in _HEALTH:
             app.router.add_get(path, self._health, allow_head=True)
         for route in routes:
-            self._routes.append(f"{route.method} {route.path}")
-            app.router.add_route(route.method, route.path, self._gated if route.gated else self._open)
+            name = f"{route.method} {route.path}"
+            if name not in self._routes:
+                self._routes.append(name)
+                app.router.add_route(route.method, route.path, self._gated if route.gated else self._open)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,

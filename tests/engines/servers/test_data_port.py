@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from passing_suite import Gate, post
+from rlctl_servers.options import data_routes
 from rlctl_servers.requests import requests as requests_
 from rlctl_servers.requests.passed_bodies import Reading
 from rlctl_servers.requests.requests import Requests
@@ -182,6 +183,28 @@ async def test_a_stream_whose_end_was_asked_for_ends_though_it_goes_on_to_say_so
         await rest
     assert ended.value.reason is Reason.CANCELLED
     assert not requests.active
+
+
+def test_routes_can_be_added_by_an_option() -> None:
+    assert data_routes("POST /v1/responses, GET /mine") == (
+        HttpRoute("POST", "/v1/responses"),
+        HttpRoute("GET", "/mine"),
+    )
+    assert data_routes("") == ()
+    for wrong in ("/mine", "POST mine", "DELETE /mine", "GET /health", "POST /a b", "POST /{x}"):
+        with pytest.raises(RlctlError) as refused:
+            data_routes(wrong)
+        assert refused.value.field == "options.data_routes"
+
+
+async def test_a_route_that_is_added_twice_is_one(call: Any) -> None:
+    world = World()
+    port = DataPort(lambda: world.engine, world.serving, SystemClock())
+    url = f"http://{await port.start('127.0.0.1:0', [*ROUTES, *data_routes('POST /generate, POST /mine')])}"
+    try:
+        assert (await call(url + "/mine")).body.startswith(b"first /mine ")
+    finally:
+        await port.stop()
 
 
 async def silence() -> AsyncGenerator[HttpHead | bytes, None]:

@@ -67,7 +67,7 @@ def test_arguments_are_read_without_running_anything(tmp_path: Path) -> None:
     assert known.origin == "vLLM 9.9"
     front = {"response_role", "enable_offline_docs", "no_enable_offline_docs"}
     engine = {"max_model_len", "enforce_eager", "no_enforce_eager", "enable_prefix_caching", "no_enable_prefix_caching"}
-    ours = {"url", "api_key_file", "python", "allowed_roots", "start_s"}
+    ours = {"url", "api_key_file", "python", "allowed_roots", "start_s", "data_routes"}
     assert known.names == front | engine | ours | {"hf_token", "disable_log_stats", "headless"} - known.taken.keys()
     assert known.taken["model"] == "write the model's model_path"
     assert "enable_scale_out" in known.taken
