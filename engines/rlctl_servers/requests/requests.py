@@ -62,6 +62,9 @@ class Dialect(Protocol):
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[SampleStream]:
         """The samples of a request, one for each id; nothing is sent yet. Raises what is wrong with it."""
 
+    def new_rid(self) -> str:
+        """An id for a sample at the server that was never used."""
+
     def admit(self, request: GenerateRequest) -> None:
         """Raise why a request that :meth:`Requests.cut` would reach from now on must not be sent."""
 
@@ -292,8 +295,7 @@ class Requests:
         """See :meth:`rlctl.engine.Engine.generate`."""
         check_samples(request.sampling_params)
         rid = request.rid or uuid.uuid4().hex
-        # Ids of one width: SGLang ends requests by the beginnings of their ids.
-        engine_rids = [uuid.uuid4().hex for _ in range(request.sampling_params.n or 1)]
+        engine_rids = [self._dialect.new_rid() for _ in range(request.sampling_params.n or 1)]
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
         running = _Samples(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
         self._register([rid], running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -70,6 +71,9 @@ class Server:
     def admit(self, request: GenerateRequest) -> None:
         if self.stopped:
             raise Reason.STAGE_NOT_SERVING.error("it is paused")
+
+    def new_rid(self) -> str:
+        return uuid.uuid4().hex
 
     def prepares(self, request: GenerateRequest) -> bool:
         return False

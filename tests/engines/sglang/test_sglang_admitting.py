@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,9 @@ class Server:
 
     def admit(self, request: GenerateRequest) -> None:
         pass
+
+    def new_rid(self) -> str:
+        return uuid.uuid4().hex
 
     def prepares(self, request: GenerateRequest) -> bool:
         return False
