@@ -2,5 +2,5 @@
 
 Imports: rlctl_servers.server, rlctl.engine, rlctl.contract.
 
-Start with ``requests.py`` (``Requests``) and ``limits.py``.
+Start with ``requests.py`` (``Requests``) and ``limits.py``. ``running.py`` ends requests.
 """

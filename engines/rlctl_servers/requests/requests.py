@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import threading
 import uuid
@@ -15,6 +14,7 @@ from rlctl.contract.sampling import check_samples
 from rlctl.engine import HttpHead
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 from rlctl_servers.requests.passed_bodies import Reading
+from rlctl_servers.requests.running import ABORT_S, PassedRequest, RunningRequest, SampledRequest, aborted
 
 ABORT_CALL_S = 25.0
 """How long a server may take to answer that it ends requests: one that has just been given a thousand looks at nothing
@@ -26,9 +26,6 @@ HELD_S = 0.05
 
 LEFT_S = 5.0
 """SGLang ends requests whose connection was closed within so long (``_REQUEST_STATE_WAIT_TIMEOUT``, 4 s, 0.5.23)."""
-
-ABORT_S = 2.0
-"""How long an aborted request waits for the server's own end of it: one that the server holds back has none."""
 
 _CUT = Reason.CANCELLED.error("its connection was closed")
 """Of a sample that the server had said nothing of: nothing more comes."""
@@ -81,171 +78,12 @@ class Dialect(Protocol):
         """End samples early; None: all that the server has. Raises as :meth:`Http.call`."""
 
 
-class Running(abc.ABC):
-    """One request of a caller's.
-
-    Attributes:
-        engine_rids: ids at the server by which it can be asked to end it.
-        adapter: name of its adapter, or "".
-        prepared: see :meth:`Dialect.prepares`.
-        samples: how many it is for the server.
-        sent: it is on its way to the server.
-    """
-
-    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool, samples: int) -> None:
-        self.engine_rids = engine_rids
-        self.adapter = adapter
-        self.prepared = prepared
-        self.samples = samples
-        self.sent = False
-        self._loop = asyncio.get_running_loop()
-
-    @abc.abstractmethod
-    def heard(self, engine_rid: str) -> bool:
-        """Whether the server has said something of a sample, as far as it was taken in."""
-
-    @property
-    @abc.abstractmethod
-    def not_heard(self) -> Sequence[str]:
-        """Ids of the samples that the server has said nothing of."""
-
-    @property
-    @abc.abstractmethod
-    def unbegun(self) -> bool:
-        """Whether the server may not have begun with all of it."""
-
-    @abc.abstractmethod
-    def cut_off(self) -> None:
-        """Let it end soon, whatever the server says. On its loop."""
-
-    @abc.abstractmethod
-    async def leave_silent(self) -> None:
-        """Close the connections of samples that the server has said nothing of. On its loop."""
-
-    @property
-    def leaves(self) -> bool:
-        """Whether its connection is closed to end it, because the server must not be asked to."""
-        return False
-
-    def end(self) -> None:
-        """Its end was asked for; from any thread."""
-        self._loop.call_soon_threadsafe(self.cut_off)
-
-    async def leave(self) -> None:
-        """:meth:`leave_silent`, from any loop."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.leave_silent(), self._loop))
-
-
-class _Samples(Running):
-    """A request that rlctl sends as one stream for each sample.
-
-    Attributes:
-        silent: by number, what waits for samples that the server has said nothing of.
-        cut: its end was asked for.
-        heard_of: ids of the other samples.
-    """
-
-    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool) -> None:
-        super().__init__(engine_rids, adapter, prepared=prepared, samples=len(engine_rids))
-        self.heard_of: set[str] = set()
-        self.silent: dict[int, asyncio.Task[None]] = {}
-        self.cut = asyncio.Event()
-
-    def heard(self, engine_rid: str) -> bool:
-        return engine_rid in self.heard_of
-
-    @property
-    def not_heard(self) -> Sequence[str]:
-        return [rid for index, rid in enumerate(self.engine_rids) if not self.sent or index in self.silent]
-
-    @property
-    def unbegun(self) -> bool:
-        return bool(self.not_heard)
-
-    def cut_off(self) -> None:
-        self.cut.set()
-
-    async def leave_silent(self) -> None:
-        silent = list(self.silent.values())
-        for task in silent:
-            task.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
-
-
-class _Passed(Running):
-    """A request that is passed on as it came, over one connection.
-
-    Attributes:
-        begun: the server has begun to answer it.
-        is_cut: its end was asked for.
-        waiting: ends the wait for the server.
-    """
-
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=reading.samples)
-        self.begun = False
-        self.is_cut = False
-        self._is_left = False
-        self.waiting: asyncio.Timeout | None = None
-        self._until: float | None = None
-        self._over = asyncio.Event()
-
-    def heard(self, engine_rid: str) -> bool:  # noqa: ARG002
-        return self.begun
-
-    @property
-    def not_heard(self) -> Sequence[str]:
-        return () if self.begun else self.engine_rids
-
-    @property
-    def unbegun(self) -> bool:
-        return not self.begun
-
-    @property
-    def leaves(self) -> bool:
-        return self.prepared and not self.begun
-
-    def cut_off(self) -> None:
-        self.is_cut = True
-        self._end_wait(0.0 if self.leaves else ABORT_S)
-
-    async def leave_silent(self) -> None:
-        if not self.begun:
-            self._is_left = True
-            self._end_wait(0.0)
-            await self._over.wait()
-
-    def over(self) -> None:
-        """Its connection is closed."""
-        self._over.set()
-
-    def _end_wait(self, within_s: float) -> None:
-        self._until = asyncio.get_running_loop().time() + within_s
-        if self.waiting is not None and not self.waiting.expired():
-            self.waiting.reschedule(self._until)
-
-    async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
-        """The next part of the answer, or None at its end.
-
-        Raises CANCELLED where its end was asked for, STAGE_NOT_SERVING where the server is about to stop.
-        """
-        try:
-            async with asyncio.timeout_at(self._until) as self.waiting:
-                return await anext(parts, None)
-        except TimeoutError:
-            if self._is_left and not self.is_cut:
-                raise Reason.STAGE_NOT_SERVING.error("the server is about to be paused") from None
-            raise _aborted() from None
-        finally:
-            self.waiting = None
-
-
 class Requests:
     """The requests at one server. ``generate`` runs on one loop; the rest may be called from others."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._lock = threading.Lock()
         self._held = False
         self._paused: set[str] = set()
@@ -281,7 +119,7 @@ class Requests:
         """Samples of those, each under an id of the server's."""
         return sum(running.samples for running in self._all())
 
-    def _all(self) -> list[Running]:
+    def _all(self) -> list[RunningRequest]:
         """Each once: a request may have several ids of its caller's."""
         with self._lock:
             return list({id(running): running for running in self._running.values()}.values())
@@ -297,7 +135,7 @@ class Requests:
         rid = request.rid or uuid.uuid4().hex
         engine_rids = [self._dialect.new_rid() for _ in range(request.sampling_params.n or 1)]
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
-        running = _Samples(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
+        running = SampledRequest(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
         self._register([rid], running)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
@@ -356,7 +194,7 @@ class Requests:
 
         Closing it ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as ``answer``.
         """
-        running, rids = _Passed(reading), list(reading.rids) or [uuid.uuid4().hex]
+        running, rids = PassedRequest(reading), list(reading.rids) or [uuid.uuid4().hex]
         self._register(rids, running)
         try:
             self._dialect.admit_passed(prepared=reading.prepared)
@@ -367,14 +205,14 @@ class Requests:
                     running.begun = True
                     while self._held:
                         if running.is_cut:
-                            raise _aborted()
+                            raise aborted()
                         await asyncio.sleep(HELD_S)
                     yield part
         finally:
             running.over()
             self._forget(rids)
 
-    def _register(self, rids: Sequence[str], running: Running) -> None:
+    def _register(self, rids: Sequence[str], running: RunningRequest) -> None:
         with self._lock:
             for rid in rids:
                 if rid in self._running:
@@ -415,7 +253,7 @@ class Requests:
         return True
 
     def _prepared(self) -> list[str]:
-        return [rid for running in self._all() if running.prepared and running.unbegun for rid in running.not_heard]
+        return [rid for running in self._all() if running.prepared and not running.leaves for rid in running.not_heard]
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
         """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""
@@ -433,12 +271,6 @@ class Requests:
             if ending := [each for running, each in ids if self._dialect.ends(heard=running.heard(each))]:
                 await self._dialect.end(ending)
         return len(ended), [rid for rid in chosen if rid not in found]
-
-
-def _aborted() -> RlctlError:
-    error = Reason.CANCELLED.error("the request was aborted before the server had answered it")
-    error.http_status = 400  # OpenAI's client repeats a 409
-    return error
 
 
 async def _pump(

@@ -20,7 +20,7 @@ from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies, Body
 from rlctl.runtime.http_forwarding import MIN_VERSION, SEQUENCE, SLOT, VERSION, WAIT, end_to_end
 from rlctl.stage.data_port.admission import Admission
-from rlctl.stage.generation.gate_watch import Ongoing, Request
+from rlctl.stage.generation.gate_watch import Ongoing, OngoingRequest
 from rlctl.stage.serving_state import Serving
 from rlctl.transport import auth
 
@@ -218,7 +218,7 @@ def _version_headers(serving: Serving) -> dict[str, str]:
 
 
 async def _watched(
-    ongoing: Request, parts: AsyncGenerator[HttpHead | bytes, None]
+    ongoing: OngoingRequest, parts: AsyncGenerator[HttpHead | bytes, None]
 ) -> AsyncGenerator[HttpHead | bytes, None]:
     """The rest of an answer, each piece checked by the gate."""
     while (part := await ongoing.next(parts)) is not None:

@@ -26,13 +26,13 @@ class Ongoing:
     def __init__(self, serving: Callable[[], Serving], clock: Clock) -> None:
         self._serving = serving
         self._clock = clock
-        self._requests: set[Request] = set()
+        self._requests: set[OngoingRequest] = set()
         self._looking: asyncio.TimerHandle | None = None
 
-    def begin(self, deadline: float, adapter: str) -> Request:
+    def begin(self, deadline: float, adapter: str) -> OngoingRequest:
         """One of them, to be ended. ``deadline`` is a time of the clock, in seconds."""
         loop = asyncio.get_running_loop()
-        request = Request(self._serving, self._clock, deadline, adapter)
+        request = OngoingRequest(self._serving, self._clock, deadline, adapter)
         left = deadline - self._clock.now()
         if left != float("inf"):
             request.limit = loop.call_later(max(left, 0.0), request.time_up)
@@ -41,7 +41,7 @@ class Ongoing:
             self._looking = loop.call_later(LOOK_S, self._look)
         return request
 
-    def end(self, request: Request) -> None:
+    def end(self, request: OngoingRequest) -> None:
         """It has ended, however it did."""
         self._requests.discard(request)
         if request.limit is not None:
@@ -58,7 +58,7 @@ class Ongoing:
         self._looking = again(LOOK_S, self._look) if self._requests else None
 
 
-class Request:
+class OngoingRequest:
     """One of them: waits for what the engine says next, no longer than the stage may tell of it.
 
     Attributes:

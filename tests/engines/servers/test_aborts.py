@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
-from rlctl_servers.requests.requests import ABORT_S, Requests
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.requests.running import ABORT_S
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import MOST_SAMPLES

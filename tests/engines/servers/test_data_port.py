@@ -12,6 +12,7 @@ import pytest
 from passing_suite import Gate, post
 from rlctl_servers.options import data_routes
 from rlctl_servers.requests import requests as requests_
+from rlctl_servers.requests import running
 from rlctl_servers.requests.passed_bodies import Reading
 from rlctl_servers.requests.requests import Requests
 
@@ -173,7 +174,7 @@ async def _rest_of(parts: AsyncGenerator[HttpHead | bytes, None]) -> list[HttpHe
 async def test_a_stream_whose_end_was_asked_for_ends_though_it_goes_on_to_say_something(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests_, "ABORT_S", 0.2)
+    monkeypatch.setattr(running, "ABORT_S", 0.2)
     requests = Requests(Dialect())  # type: ignore[arg-type]
     parts = requests.pass_on(Reading(rids=["r"]), chatter())
     assert isinstance(await anext(parts), HttpHead)

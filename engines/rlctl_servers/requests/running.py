@@ -1,0 +1,168 @@
+"""Requests that have not ended: how each kind is ended."""
+
+# ruff: noqa: D102 (the base class documents the methods)
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import HttpHead
+from rlctl_servers.requests.passed_bodies import Reading
+
+ABORT_S = 2.0
+"""How long an aborted request waits for its end from the server. A request that a pause holds back gets none."""
+
+
+class RunningRequest(abc.ABC):
+    """A request that has not ended.
+
+    Attributes:
+        engine_rids: ids of its samples at the server.
+        adapter: name of its adapter, or "".
+        prepared: see :meth:`rlctl_servers.requests.requests.Dialect.prepares`.
+        samples: how many samples the server generates for it.
+        sent: it is on its way to the server.
+    """
+
+    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool, samples: int) -> None:
+        self.engine_rids = engine_rids
+        self.adapter = adapter
+        self.prepared = prepared
+        self.samples = samples
+        self.sent = False
+        self._loop = asyncio.get_running_loop()
+
+    @abc.abstractmethod
+    def heard(self, engine_rid: str) -> bool:
+        """Whether output of a sample has come."""
+
+    @property
+    @abc.abstractmethod
+    def not_heard(self) -> Sequence[str]:
+        """Ids of the samples without output."""
+
+    @abc.abstractmethod
+    def cut_off(self) -> None:
+        """Let the request end soon, without an answer of the server if need be. On the loop of the request."""
+
+    @abc.abstractmethod
+    async def leave_silent(self) -> None:
+        """Close the connections of samples without output. On the loop of the request."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether closing the connection is the only way to end it: the server would answer an abort wrongly."""
+        return False
+
+    def end(self) -> None:
+        """End it soon; from any thread."""
+        self._loop.call_soon_threadsafe(self.cut_off)
+
+    async def leave(self) -> None:
+        """:meth:`leave_silent`, from any loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.leave_silent(), self._loop))
+
+
+class SampledRequest(RunningRequest):
+    """A request that rlctl sends as one stream for each sample.
+
+    Attributes:
+        silent: tasks of the samples without output, by number.
+        cut: the request is to end.
+        heard_of: ids of the samples with output.
+    """
+
+    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool) -> None:
+        super().__init__(engine_rids, adapter, prepared=prepared, samples=len(engine_rids))
+        self.heard_of: set[str] = set()
+        self.silent: dict[int, asyncio.Task[None]] = {}
+        self.cut = asyncio.Event()
+
+    def heard(self, engine_rid: str) -> bool:
+        return engine_rid in self.heard_of
+
+    @property
+    def not_heard(self) -> Sequence[str]:
+        return [rid for index, rid in enumerate(self.engine_rids) if not self.sent or index in self.silent]
+
+    def cut_off(self) -> None:
+        self.cut.set()
+
+    async def leave_silent(self) -> None:
+        silent = list(self.silent.values())
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+
+
+class PassedRequest(RunningRequest):
+    """A request that is passed on as it came, over one connection.
+
+    Attributes:
+        begun: the answer of the server has begun.
+        is_cut: the request is to end.
+        waiting: limits the wait for the next part of the answer.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=reading.samples)
+        self.begun = False
+        self.is_cut = False
+        self._is_left = False
+        self.waiting: asyncio.Timeout | None = None
+        self._until: float | None = None
+        self._over = asyncio.Event()
+
+    def heard(self, engine_rid: str) -> bool:  # noqa: ARG002
+        return self.begun
+
+    @property
+    def not_heard(self) -> Sequence[str]:
+        return () if self.begun else self.engine_rids
+
+    @property
+    def leaves(self) -> bool:
+        return self.prepared and not self.begun
+
+    def cut_off(self) -> None:
+        self.is_cut = True
+        self._end_wait(0.0 if self.leaves else ABORT_S)
+
+    async def leave_silent(self) -> None:
+        if not self.begun:
+            self._is_left = True
+            self._end_wait(0.0)
+            await self._over.wait()
+
+    def over(self) -> None:
+        """Record that the connection is closed."""
+        self._over.set()
+
+    def _end_wait(self, within_s: float) -> None:
+        self._until = asyncio.get_running_loop().time() + within_s
+        if self.waiting is not None and not self.waiting.expired():
+            self.waiting.reschedule(self._until)
+
+    async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
+        """The next part of the answer, or None at its end.
+
+        Raises CANCELLED after an abort, STAGE_NOT_SERVING before a pause.
+        """
+        try:
+            async with asyncio.timeout_at(self._until) as self.waiting:
+                return await anext(parts, None)
+        except TimeoutError:
+            if self._is_left and not self.is_cut:
+                raise Reason.STAGE_NOT_SERVING.error("the server is about to be paused") from None
+            raise aborted() from None
+        finally:
+            self.waiting = None
+
+
+def aborted() -> RlctlError:
+    """The error of an aborted request without an answer of the server."""
+    error = Reason.CANCELLED.error("the request was aborted before the server had answered it")
+    error.http_status = 400  # OpenAI's client repeats a 409
+    return error
