@@ -10,13 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from passing_suite import OWN, Gate, compare, port, post, until
+from passing_suite import OWN, Gate, compare, open_gate, port, post, until
 from rlctl_sglang.requests import passing
 from server_stage import Driver
 
 from rlctl.demo.tiny import encode
 from rlctl.runtime.http_errors import REASON
-from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, WeightVersion
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY
 from rlctl.v1.rollout_pb2 import AbortRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -27,10 +27,7 @@ CHAT = [{"role": "user", "content": "1 2 3"}]
 
 @pytest.fixture
 def gate(driver: Driver) -> Gate:
-    """Open, at a version that has the label that SGLang has at its start."""
-    label = driver.engine._stamps.label
-    driver.engine.set_version(WeightVersion(label=label, sequence=1))
-    return Gate(label, 1)
+    return open_gate(driver)
 
 
 @pytest.fixture

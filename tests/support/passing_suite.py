@@ -130,6 +130,13 @@ class Gate:
         self.serving = self.serving._replace(**fields)
 
 
+def open_gate(driver: Driver) -> Gate:
+    """A gate at version 1, which has the label that the server has at its start."""
+    label = driver.engine._stamps.label
+    driver.engine.set_version(WeightVersion(label=label, sequence=1))
+    return Gate(label, 1)
+
+
 @contextlib.asynccontextmanager
 async def port(driver: Driver, gate: Gate, routes: Iterable[HttpRoute], token: str | None = None) -> AsyncIterator[str]:
     """The URL of a data port in front of an engine, on the event loop of its requests."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from passing_suite import Gate, compare, port, post, until
+from passing_suite import Gate, compare, open_gate, port, post, until
 from rlctl_vllm.requests import passing
 from server_stage import Driver
 
 from rlctl.demo.tiny import encode
 from rlctl.runtime.http_errors import REASON
-from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, WeightVersion
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY
 from rlctl.v1.rollout_pb2 import AbortRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -26,9 +26,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
 
 @pytest.fixture
 def gate(driver: Driver) -> Gate:
-    label = driver.engine._stamps.label
-    driver.engine.set_version(WeightVersion(label=label, sequence=1))
-    return Gate(label, 1)
+    return open_gate(driver)
 
 
 @pytest.fixture

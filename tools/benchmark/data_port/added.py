@@ -6,11 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from rlctl.runtime import event_loops
 from tools.benchmark.figures import Reading, Setting
-from tools.benchmark.rounds import Spread, interleaved, median
-from tools.benchmark.servers import announced, cpu_s, post_all, server
-from tools.benchmark.sidecar.added import MANY, STRAIGHT, Pair
+from tools.benchmark.servers import announced, server
+from tools.benchmark.sidecar.added import STRAIGHT, Pair, added_latency, cpu_each
 
 
 @contextmanager
@@ -27,28 +25,9 @@ def running(setting: Setting) -> Iterator[Pair]:
 
 def latency_alone(setting: Setting) -> Reading:
     """One request at a time: median through the port less median straight, round by round."""
-    pair = setting.shared(running)
-    count = 30 if setting.quick else 300
-    sides = {
-        "straight": lambda: event_loops.run(post_all(pair.straight, STRAIGHT, count, 1)),
-        "through": lambda: event_loops.run(post_all(pair.through, STRAIGHT, count, 1)),
-    }
-    took = interleaved(setting.rounds, sides)
-    straight = [median(each) * 1000 for each in took["straight"]]
-    through = [median(each) * 1000 for each in took["through"]]
-    spread = Spread.of([a - b for a, b in zip(through, straight, strict=True)])
-    return Reading.of(spread, floor=median(straight), floor_unit="ms", through_ms=median(through))
+    return added_latency(setting, setting.shared(running), STRAIGHT)
 
 
 def cpu_of_many(setting: Setting) -> Reading:
     """CPU time of the port while 64 requests are under way at any time, by request."""
-    pair = setting.shared(running)
-    count = 4 * MANY if setting.quick else 32 * MANY
-    body = {name: value for name, value in STRAIGHT.items() if name != "request_id"}  # which is one request's only
-    used = []
-    for number in range(setting.rounds + 1):
-        before = cpu_s(pair.pid)
-        event_loops.run(post_all(pair.through, {**body, "request_id": None}, count, MANY))
-        if number:
-            used.append((cpu_s(pair.pid) - before) / count * 1000)
-    return Reading.of(Spread.of(used), requests=count)
+    return cpu_each(setting, setting.shared(running), {**STRAIGHT, "request_id": None})  # an id is of one request only

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rlctl.runtime import event_loops
 from tools.benchmark.figures import Reading, Setting
@@ -35,7 +36,7 @@ class Pair:
 
     Attributes:
         straight, through: addresses to POST to.
-        pid: process of the sidecar.
+        pid: process that the requests go through.
     """
 
     straight: str
@@ -57,11 +58,20 @@ def running(setting: Setting) -> Iterator[Pair]:
 
 def latency_alone(setting: Setting) -> Reading:
     """One request at a time: median through the sidecar less median straight, round by round."""
-    pair = setting.shared(running)
+    return added_latency(setting, setting.shared(running), THROUGH)
+
+
+def cpu_of_many(setting: Setting) -> Reading:
+    """CPU time of the sidecar while 64 requests are under way at any time, by request."""
+    return cpu_each(setting, setting.shared(running), THROUGH)
+
+
+def added_latency(setting: Setting, pair: Pair, body: Mapping[str, Any]) -> Reading:
+    """Of one request at a time with this body through the process of a pair: median less median straight."""
     count = 30 if setting.quick else 300
     sides = {
         "straight": lambda: event_loops.run(post_all(pair.straight, STRAIGHT, count, 1)),
-        "through": lambda: event_loops.run(post_all(pair.through, THROUGH, count, 1)),
+        "through": lambda: event_loops.run(post_all(pair.through, body, count, 1)),
     }
     took = interleaved(setting.rounds, sides)
     straight = [median(each) * 1000 for each in took["straight"]]
@@ -70,14 +80,13 @@ def latency_alone(setting: Setting) -> Reading:
     return Reading.of(spread, floor=median(straight), floor_unit="ms", through_ms=median(through))
 
 
-def cpu_of_many(setting: Setting) -> Reading:
-    """CPU time of the sidecar while 64 requests are under way at any time, by request."""
-    pair = setting.shared(running)
+def cpu_each(setting: Setting, pair: Pair, body: Mapping[str, Any]) -> Reading:
+    """CPU time of the process of a pair for one of 64 requests that are under way at any time."""
     count = 4 * MANY if setting.quick else 32 * MANY
     used = []
     for number in range(setting.rounds + 1):
         before = cpu_s(pair.pid)
-        event_loops.run(post_all(pair.through, THROUGH, count, MANY))
+        event_loops.run(post_all(pair.through, body, count, MANY))
         if number:
             used.append((cpu_s(pair.pid) - before) / count * 1000)
     return Reading.of(Spread.of(used), requests=count)
