@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -10,11 +11,16 @@ from typing import Any
 import aiohttp
 import pytest
 from passing_suite import Gate, post
+from rlctl_servers.adapters.lora_table import Held, LoraTable
+from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.options import data_routes
 from rlctl_servers.requests import requests as requests_
 from rlctl_servers.requests import running
 from rlctl_servers.requests.passed_bodies import Reading
 from rlctl_servers.requests.requests import Requests
+from rlctl_servers.updates.version_labels import Stamps
+from rlctl_sglang.requests import passing
+from rlctl_sglang.requests.bodies import Limits
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import HttpExchange, HttpHead, HttpRequest, HttpRoute
@@ -22,6 +28,7 @@ from rlctl.ports import SystemClock
 from rlctl.runtime.http_errors import REASON
 from rlctl.stage.data_port.server import DataPort
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY
+from rlctl.v1.verbs_pb2 import Adapter
 
 ROUTES = [HttpRoute("POST", "/generate"), HttpRoute("GET", "/v1/models/{id}", gated=False)]
 
@@ -206,6 +213,63 @@ async def test_a_route_that_is_added_twice_is_one(call: Any) -> None:
         assert (await call(url + "/mine")).body.startswith(b"first /mine ")
     finally:
         await port.stop()
+
+
+async def test_nothing_is_passed_on_while_a_probe_runs() -> None:
+    """The server then computes with weights that are not verified yet."""
+    requests = Requests(Dialect())  # type: ignore[arg-type]
+    parts = requests.pass_on(Reading(rids=["r"]), chatter())
+    assert isinstance(await anext(parts), HttpHead)
+    requests.hold()
+    coming = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0.2)
+    assert not coming.done()
+    requests.release()
+    assert await asyncio.wait_for(coming, 5) == b"."
+    requests.hold()
+    coming = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0.1)
+    await requests.abort(["r"], all_of_them=False)
+    with pytest.raises(RlctlError) as ended:
+        await asyncio.wait_for(coming, 5)
+    assert ended.value.reason is Reason.CANCELLED
+
+
+class Server:
+    """An HTTP server that answers with the body that it got, and notes the adapter's users meanwhile."""
+
+    def __init__(self, adapters: LoraTable) -> None:
+        self.adapters = adapters
+        self.users = -1
+
+    async def forward(
+        self, method: str, target: str, headers: Any, body: bytes
+    ) -> AsyncGenerator[HttpHead | bytes, None]:
+        del method, target, headers
+        self.users = self.adapters.users("policy@2#1")
+        yield HttpHead(200, [("Content-Type", "application/json")])
+        yield body
+
+
+async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back() -> None:
+    table, stamps = LoraTable(), Stamps("default")
+    table.put(Held("policy@2#1", Adapter(name="policy", version="2"), 1, 1))
+    server, requests = Server(table), Requests(Dialect())  # type: ignore[arg-type]
+    reader = passing.Reader(Limits(100, 512, 500), "base")
+    port = Passing(server, reader, requests, stamps, table)  # type: ignore[arg-type]
+    document = {"text": "1", "lora_path": "policy", "rid": "mine"}
+    exchange = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
+    assert exchange.adapter == "policy"
+    head, body = [part async for part in exchange.answer()]
+    assert isinstance(head, HttpHead)
+    assert isinstance(body, bytes)
+    assert body.endswith(b'"lora_path":"policy","rid":"4:mine"}'), "rid is no name of an answer"
+    assert (server.users, table.users("policy@2#1"), requests.active) == (1, 0, 0)
+    table.drop("policy")
+    late = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
+    with pytest.raises(RlctlError) as gone:
+        await anext(late.answer())
+    assert gone.value.reason is Reason.ADAPTER_NOT_FOUND
 
 
 async def silence() -> AsyncGenerator[HttpHead | bytes, None]:
