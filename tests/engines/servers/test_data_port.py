@@ -263,7 +263,7 @@ async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back(
     head, body = [part async for part in exchange.answer()]
     assert isinstance(head, HttpHead)
     assert isinstance(body, bytes)
-    assert body.endswith(b'"lora_path":"policy","rid":"4:mine"}'), "rid is no name of an answer"
+    assert body.endswith(b'"lora_path":"policy","rid":"4:mine"}')
     assert (server.users, table.users("policy@2#1"), requests.active) == (1, 0, 0)
     table.drop("policy")
     late = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
@@ -306,6 +306,36 @@ async def test_the_server_is_not_asked_to_end_a_request_with_a_grammar() -> None
         await asking
     assert (ended.value.reason, ended.value.http_status) == (Reason.CANCELLED, 400)
     assert dialect.ended == []
+
+
+async def test_an_abort_waits_for_the_answer_of_the_server() -> None:
+    """SGLang and vLLM answer it with the tokens so far."""
+
+    async def answering() -> AsyncGenerator[HttpHead | bytes, None]:
+        await asyncio.sleep(0.2)
+        yield HttpHead(200, [])
+        yield b"aborted"
+
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    coming = asyncio.ensure_future(_rest_of(requests.pass_on(Reading(rids=["r"], engine_rids=["e"]), answering())))
+    await asyncio.sleep(0)
+    assert await requests.abort(["r"], all_of_them=True) == (1, [])
+    assert await coming == [HttpHead(200, []), b"aborted"]
+    assert dialect.ended == [None]
+
+
+async def test_a_request_that_the_server_must_not_have_now_is_not_sent() -> None:
+    class Pausing(Dialect):
+        def admit_passed(self, *, prepared: bool) -> None:
+            assert prepared
+            raise Reason.STAGE_NOT_SERVING.error("about to be paused")
+
+    requests = Requests(Pausing())  # type: ignore[arg-type]
+    with pytest.raises(RlctlError) as refused:
+        await anext(requests.pass_on(Reading(rids=["r"], prepared=True), chatter()))
+    assert refused.value.reason is Reason.STAGE_NOT_SERVING
+    assert not requests.active
 
 
 async def test_a_batch_is_one_request_however_many_ids_it_has() -> None:
