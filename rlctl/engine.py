@@ -103,7 +103,7 @@ class EngineInfo:
         model_digest: hex digest of the full tensors that it loaded, or "".
         fenced: nobody but this object can reach the engine.
         bootstrap: of a prefill engine: host and port at which decode engines ask for KV entries.
-        http_routes: of its own HTTP interface, what the data port of the stage passes on; empty: there is none.
+        http_routes: routes of its own HTTP interface for the data port of the stage; empty: there is no data port.
     """
 
     layout: fleet_pb2.StageLayout

@@ -18,7 +18,7 @@ _RETRY_S = 0.05
 
 
 class ReplySocket:
-    """One connection. Messages come one after the other, each after the reply to the one before."""
+    """One connection. Each message comes after the reply to the message before."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, most_bytes: int) -> None:
         """``name``: of the socket, for errors."""
@@ -55,7 +55,7 @@ class ReplySocket:
             ) from error
 
     async def receive(self, timeout_s: float) -> bytes:
-        """The next message. Raises UNREACHABLE, DEADLINE_EXCEEDED, and FIELD_INVALID for what is no request."""
+        """The next message. Raises UNREACHABLE, DEADLINE_EXCEEDED, and FIELD_INVALID if it is not a request."""
         try:
             async with asyncio.timeout(timeout_s):
                 parts = [await self._frame()]

@@ -78,7 +78,7 @@ class StageConfig:
         listen: where StageService binds; port 0 takes any.
         rollout_listen: where RolloutService binds.
         data_listen: where the data port binds, of an engine that has one; "": any port of the host of rollout_listen.
-        advertise: host under which others reach the three listeners; "" for the one that is bound.
+        advertise: host under which others reach the three listeners; "": the host that they bind.
         coordinator: address of the coordinator, or "" when one will come and attach by itself.
         weight_version: label of the model's first version.
         frozen: the model never receives weights.

@@ -1,4 +1,4 @@
-"""Digests of what a rank has: of its weights, or of a shadow copy."""
+"""Digests of the weights of a rank, or of its shadow copy."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class RankModel(LoadHooks, abc.ABC):
         raise no_shadow(self.unstaged(reference))
 
     def swap(self, load: Load, copy: Callable[[], None]) -> None:
-        """Have a shadow copy written into the weights by ``copy``, with what the engine does around a load."""
+        """Write a shadow copy into the weights by ``copy``, with the engine's steps before and after a load."""
         loading = Loading(self, load)
         loading.prepare()
         try:

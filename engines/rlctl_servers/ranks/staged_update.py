@@ -150,7 +150,7 @@ class StagedUpdate:
         return self._report
 
     def abandon(self) -> None:
-        """End what is under way in the background; the copy goes with the last reference to this object."""
+        """End the background work. The copy is freed with the last reference to this object."""
         self._aborted = True
         self._receiver.interrupt(cause=ABORTED)
 
@@ -160,7 +160,7 @@ class StagedUpdate:
 
     @contextmanager
     def _filling(self) -> Iterator[None]:
-        """A step that writes the copy only: what it raises has changed nothing that serves."""
+        """A step that writes the copy only. Its failure leaves the served weights as they are."""
         self._proceed()
         if self._sealed:
             raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")

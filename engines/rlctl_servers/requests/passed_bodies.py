@@ -1,4 +1,4 @@
-"""Bodies of requests that are passed on as they came: what is read of them, and what is put into them. Pure."""
+"""Bodies of forwarded requests: the checks of their fields, and fields that are added. Pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def text_field(document: Mapping[str, Any], name: str) -> str:
 
 
 def check_count(value: object, name: str) -> int:
-    """A number of samples of a prompt, 1 by default. Raises FIELD_INVALID for one that is none, or too large."""
+    """The number of samples of a prompt, 1 by default. Raises FIELD_INVALID for other types and for too many."""
     if value is None:
         return 1
     if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
@@ -75,7 +75,7 @@ def check_count(value: object, name: str) -> int:
 
 
 def check_number(value: object, name: str, least: float, most: float) -> None:
-    """Raise FIELD_INVALID for a number outside of a range, and for what a server might take for a number."""
+    """Raise FIELD_INVALID for a number outside of a range, and for other types, such as a text of digits."""
     if value is not None and (type(value) not in (int, float) or not least <= value <= most):  # type: ignore[operator]
         raise Reason.FIELD_INVALID.error(f"{name} is {value!r}; it must be from {least:g} to {most:g}", field=name)
 

@@ -352,7 +352,7 @@ class Updates:
     async def _swap(
         self, update: OpenUpdate, ranks: Ranks, request: CommitUpdateRequest, call: Call
     ) -> list[WeightsReport]:
-        """Have every rank copy what it has staged into the weights that serve, under a pause."""
+        """Copy the staged weights into the served weights at every rank, during a pause."""
         await self._pause.begin(call)
         try:
             await self.marking.mark(call)
@@ -434,7 +434,7 @@ class Updates:
         ]
 
     async def interrupt(self, call: Call) -> None:
-        """End what is being received into shadow copies; an abort follows."""
+        """End the receiving into shadow copies. An abort follows."""
         if self.staged and not self._idle.is_set():
             await self._drop_copies(call)
 

@@ -67,7 +67,7 @@ class Stamps:
     def version_since(self, label: str, since: WeightVersion) -> WeightVersion:
         """The version of an answer that began at ``since``.
 
-        Raises ENGINE_FAILED for an earlier version, and for one that rlctl has not put there: somebody else drives the
+        Raises ENGINE_FAILED for an earlier version, and for a label that rlctl did not set: another client drives the
         server, or it was started anew behind a proxy, and then has the label and the weights again that it had at
         first.
         """

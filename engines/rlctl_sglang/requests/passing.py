@@ -1,4 +1,4 @@
-"""Requests at the data port of SGLang: which routes it passes on, and what it reads of their bodies. Pure."""
+"""The data port of SGLang: its routes, and the checks of bodies. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/models/{model}")
 
 _ALONE = {"Connection": "close"}
 """Of streams. SGLang's task that follows one fails 2 s later if the request was refused, and uvicorn then closes the
-connection, whatever other request it carries by then (``create_abort_task``, 0.5.23).
+connection, even under another request (``create_abort_task``, 0.5.23).
 """
 
 _IDS = ("input_ids", "token_ids_logprob", "stop_token_ids", "label_token_ids")

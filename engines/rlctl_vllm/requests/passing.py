@@ -1,4 +1,4 @@
-"""Requests at the data port of vLLM: which routes it passes on, and what it reads of their bodies. Pure."""
+"""The data port of vLLM: its routes, and the checks of bodies. Pure."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Exchange:
     ) -> None:
         """Send the request and wait for the head of the answer.
 
-        Raises what the stage refuses it with; UNREACHABLE; DEADLINE_EXCEEDED at the ``deadline``.
+        Raises the error of a refusal of the stage; UNREACHABLE; DEADLINE_EXCEEDED at the ``deadline``.
         """
         if not self._registration.data_address:
             raise Reason.STAGE_NOT_SERVING.error(f"{self._registration.slot} has no data port")

@@ -32,7 +32,7 @@ class Reply:
 
     Attributes:
         body: bytes go as they are, a str as text, None as nothing, anything else as JSON.
-        content_type: instead of the one that follows from the body. The headers may have it.
+        content_type: in place of the type of the body. The headers may have it instead.
     """
 
     body: Any = None
