@@ -239,17 +239,20 @@ def test_weights_outside_of_an_update_or_a_group(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"),
+    ("fields", "reason", "field"),
     [
-        ({"apply": v.APPLY_MODE_STAGED}, "apply"),
-        ({"selector": common.WEIGHT_SELECTOR_DRAFT}, "selector"),
+        ({"apply": v.APPLY_MODE_STAGED}, Reason.FIELD_CONFLICT, "abort_all_requests"),
+        ({"selector": common.WEIGHT_SELECTOR_DRAFT}, Reason.UNSUPPORTED, "selector"),
     ],
+    ids=["staged", "draft"],
 )
-def test_updates_of_kinds_that_it_does_not_take(driver: Driver, fields: dict[str, Any], field: str) -> None:
+def test_updates_of_kinds_that_it_does_not_take(
+    driver: Driver, fields: dict[str, Any], reason: Reason, field: str
+) -> None:
     """Refused before any request is ended for it."""
     running = driver.begin(prompt(encode("7"), 100)).started()
     error = refusal(driver, v.PrepareUpdateRequest(abort_all_requests=True, **fields), update_id="u")
-    assert (error.reason, error.field) == (Reason.UNSUPPORTED, field)
+    assert (error.reason, error.field) == (reason, field)
     assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
 
 

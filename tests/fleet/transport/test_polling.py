@@ -55,7 +55,9 @@ asyncio.run(main())
 
 
 def run(code: str, **variables: str) -> str:
+    """What the code prints. gRPC's messages of level INFO (a GOAWAY at the end, now and then) are left out."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"} | variables
+    environment["GRPC_VERBOSITY"] = "ERROR"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, timeout=60.0
     )
