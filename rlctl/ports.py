@@ -33,6 +33,9 @@ class Clock(Protocol):
     def new_id(self) -> str:
         """A fresh UUIDv7."""
 
+    def new_key(self) -> bytes:
+        """128 random bits."""
+
 
 class Caller:
     """Who waits for an answer.
@@ -121,6 +124,10 @@ class SystemClock:
     def new_id(self) -> str:
         """A UUIDv7 (RFC 9562, section 5.7) from the wall clock and the system's randomness."""
         return new_uuid7()
+
+    def new_key(self) -> bytes:
+        """From the system's randomness."""
+        return os.urandom(16)
 
 
 def new_uuid7() -> str:

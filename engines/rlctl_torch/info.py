@@ -58,6 +58,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         cache_tiers=pause.CACHE_TIERS,
         kv_transports=[common_pb2.TRANSPORT_SHARED_MEMORY] if rank.options.disaggregation_mode != "null" else (),
         staged_apply=True,
+        keyed_digests=True,
         keeps_weights=True,
         fenced=True,
         experimental=["transport.torch_nccl"] if cuda else [],

@@ -21,7 +21,7 @@ from rlctl.weights.shards.load_hooks import Loading
 from rlctl.weights.shards.shard_map import ShardMap, model_digest
 from rlctl.weights.shared_memory.reader import SegmentReader
 from rlctl.weights.tensor.bucket_cache import Announced
-from rlctl.weights.tensor.digest import usable_cores
+from rlctl.weights.tensor.work import usable_cores
 from rlctl_torch.disaggregation.kv_handover import Handovers
 from rlctl_torch.generation.detokenizer import Tokenizer, find_tokenizer
 from rlctl_torch.generation.scheduler import Scheduler
@@ -223,10 +223,10 @@ class Rank:
         """Whether no step computes anything until a command says otherwise; the same at every rank."""
         return bool(self.paused) or self.in_place
 
-    def model_digest(self) -> str:
-        """Digest of the full tensors, hex; all ranks together."""
+    def model_digest(self, key: bytes = b"") -> str:
+        """Digest of the full tensors; all ranks together."""
         with self.ranks.exchanging() as exchange:
-            return model_digest(self.model.shards, exchange).digest
+            return model_digest(self.model.shards, exchange, key=key).digest
 
     def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
         """Break what takes tensors in, of this update only if it is named; from any thread."""

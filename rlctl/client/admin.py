@@ -168,13 +168,17 @@ class AsyncAdmin:
         *,
         expected_digest: str = "",
         per_tensor: bool = False,
+        digest: str = "",
         **targets: Unpack[Targets],
     ) -> Operation:
-        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare."""
+        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256; "" is the function
+        that the weights were verified by.
+        """
         request = verbs_pb2.CheckWeightsRequest(
             action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]
             expected_digest=expected_digest,
             per_tensor=per_tensor,
+            digest=number(verbs_pb2.DigestFunction.DESCRIPTOR, digest, "digest") if digest else 0,  # type: ignore[arg-type]
         )
         return await self.call(request, **targets)
 

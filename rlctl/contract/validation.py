@@ -17,7 +17,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from rlctl.contract import fingerprints, vllm_groups
+from rlctl.contract import digests, fingerprints, vllm_groups
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import check_levels
@@ -319,6 +319,17 @@ def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
 @_rule(verbs_pb2.CheckWeightsRequest)
 def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
     _digest(request.expected_digest, "expected_digest")
+    _digest_key(request.digest_key)
+    checksums = (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM)
+    if request.digest_key and request.action not in checksums:
+        raise Reason.FIELD_CONFLICT.error("digest_key is for the action CHECKSUM", field="digest_key")
+    key = request.digest_key or digests.key_of(request.expected_digest)
+    if key and request.digest == verbs_pb2.DIGEST_FUNCTION_SHA256:
+        raise Reason.FIELD_CONFLICT.error("a SHA-256 has no key", field="digest")
+    if request.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not key:
+        raise Reason.FIELD_REQUIRED.error("a keyed digest needs a key", field="digest_key")
+    if request.digest_key and request.expected_digest and digests.key_of(request.expected_digest) != request.digest_key:
+        raise Reason.FIELD_CONFLICT.error("expected_digest was made with another key", field="digest_key")
     _fingerprints(request.fingerprints)
     if request.action == verbs_pb2.CHECK_ACTION_PROBE:
         _prompts(request.prompts, "prompts")
@@ -335,7 +346,7 @@ def _read(request: verbs_pb2.CheckWeightsRequest) -> None:
     _name(request.tensor, "tensor", MOST_NAME)
     if request.HasField("rows") and not request.rows:
         raise _invalid("rows is 0; at least one row is read", "rows")
-    for field in ("adapter", "shadow", "expected_digest", "fingerprints", "per_tensor", "skip_tensors"):
+    for field in ("adapter", "shadow", "expected_digest", "digest_key", "fingerprints", "per_tensor", "skip_tensors"):
         if getattr(request, field):
             raise Reason.FIELD_CONFLICT.error(f"the action READ takes no {field}", field=field)
 
@@ -392,8 +403,13 @@ def _adapter_options(options: verbs_pb2.UpdateOptions) -> None:
 
 
 def _digest(value: str, field: str) -> None:
-    if value and (len(value) != 64 or set(value) - set("0123456789abcdef")):
-        raise _invalid(f"{field} is not a SHA-256 in lower-case hex", field)
+    if value and not digests.is_digest(value):
+        raise _invalid(f"{field} is neither a SHA-256 in lower-case hex nor a keyed digest (hex@key)", field)
+
+
+def _digest_key(value: bytes) -> None:
+    if len(value) not in (0, digests.KEY_BYTES):
+        raise _invalid(f"digest_key has {len(value)} bytes; a key has {digests.KEY_BYTES}", "digest_key")
 
 
 @_rule(coordinator_pb2.RegisterStageRequest)

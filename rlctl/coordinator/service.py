@@ -126,7 +126,7 @@ class Coordinator:
         self._pausing = Pausing(self.roster, self._peers, self._fanout, self._waking, clock)
         self._lifting = Lifting(self.roster, self._pausing, clock, self.verb)
         groups = GroupBook()
-        planner = Planner(self.roster, groups, self.operations.new_id)
+        planner = Planner(self.roster, groups, self.operations.new_id, clock.new_key)
         attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
         self.updates = Updates(
             self.roster,

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract import memory_regions
 from rlctl.contract.adapter_identity import same
+from rlctl.contract.digests import comparable, key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import STATE_PREFIX, VERBS, Verb
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -265,7 +266,9 @@ class Facts:
                 metadata={"tensors": ",".join(torn)},
                 outcome=OUTCOME_DIRTY,
             )
-        others = sorted(_digests(results) - {self.model_digest})
+        others = sorted(
+            digest for digest in _digests(results) - {self.model_digest} if comparable(digest, self.model_digest)
+        )
         if not others or not self.model_digest or not _of_all(request):
             return None
         return Reason.DIGEST_MISMATCH.error(
@@ -274,6 +277,12 @@ class Facts:
             metadata={"expected": self.model_digest, "found": others[0]},
             outcome=OUTCOME_DIRTY,
         )
+
+    def digest_key(self, request: verbs_pb2.CheckWeightsRequest) -> bytes:
+        """Key by which a check digests that names no function: that of the weights' digest, which it compares with."""
+        named = request.digest or request.expected_digest or request.shadow
+        checksum = request.action in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM)
+        return key_of(self.model_digest) if checksum and not named and _of_all(request) else b""
 
     def settle(
         self,
@@ -439,7 +448,10 @@ class Facts:
             complete = self.update.prepared and len(digests) == 1
             self.update.digest = digests.pop() if complete else ""
         elif not shadow and self.weights is Weights.WHOLE and len(digests) == 1:
-            self.model_digest = digests.pop()
+            (digest,) = digests
+            # What the version was verified by stays: later digests by that function are compared with it.
+            if not self.model_digest or comparable(digest, self.model_digest):
+                self.model_digest = digest
 
     def _put_adapter(self, adapter: Adapter, *, applied: bool, possible: bool) -> None:
         """An adapter's commit: it takes the place of the old one; what ranks may disagree about is held by none."""

@@ -413,7 +413,11 @@ class Stage:
                 result.model_info.weight_version.CopyFrom(self.facts.version)
 
     def _place(self, request: Message) -> None:
-        """A group's members are named for the whole fleet; the ranks are told where their own stage begins."""
+        """Tell the ranks what only the stage knows: where it begins among a group's members, which are named for the
+        whole fleet, and the key of the digest that its weights were verified by.
+        """
+        if isinstance(request, verbs_pb2.CheckWeightsRequest):
+            request.digest_key = request.digest_key or self.facts.digest_key(request)
         if isinstance(request, verbs_pb2.InitWeightsUpdateGroupRequest):
             for member in request.members:
                 if member.slot == self.registration.slot:

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlctl.contract.digests import key_of, with_key
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import differing
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
@@ -119,6 +120,7 @@ class FakeEngine(Engine):
         self._delay = float(config.options.get("delay", "0"))
         self._opaque = config.options.get("opaque", "")
         self.taken: list[str] | None = None
+        self._key = b""
         self._paused: int | None = None
         self._running: dict[str, asyncio.Event] = {}
         self._idle = asyncio.Event()
@@ -169,6 +171,7 @@ class FakeEngine(Engine):
                 check_actions=[verbs.CHECK_ACTION_PROBE] if self._opaque else verbs.CheckAction.values()[1:],
                 cache_tiers=["kv"],
                 staged_apply=True,
+                keyed_digests=True,
                 keeps_weights=True,
             ),
             checkpoint=self.config.model_path,
@@ -329,7 +332,7 @@ class FakeEngine(Engine):
         self._update, self._written, self._sealed = call.update_id, False, False
         self._full = request.kind != verbs.UPDATE_KIND_DELTA
         self._shadow = None if not staged else "" if self._full else self.weights
-        self.taken = [] if request.digest_received else None
+        self.taken, self._key = ([] if request.digest_received else None), request.digest_key
         return verbs.WeightsReport()
 
     def _refuse_active(self) -> None:
@@ -462,7 +465,7 @@ class FakeEngine(Engine):
         self._released_adapter.set()
 
     def _completed(self) -> verbs.WeightsReport:
-        taken = "" if self.taken is None else _digest(",".join(self.taken))
+        taken = "" if self.taken is None else _digest(",".join(self.taken), self._key)
         return verbs.WeightsReport(tensors=1, received_digest=taken)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
@@ -519,18 +522,20 @@ class FakeEngine(Engine):
         if request.action == verbs.CHECK_ACTION_READ:
             return verbs.CheckReport(action=request.action, values=self._rows(request))
         text = self._adapter_text(request.adapter) if request.adapter else self.weights
-        digest = _digest(self._shadow or "" if request.shadow else text)
+        key = request.digest_key or key_of(request.expected_digest)
+        digest = _digest(self._shadow or "" if request.shadow else text, key)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
             self._snapshot = digest
-        report = verbs.CheckReport(action=request.action, tensor_count=1, rank_digest=digest, model_digest=digest)
+        report = verbs.CheckReport(action=request.action, tensor_count=1, model_digest=digest)
+        report.rank_digest = "" if key else digest
         if request.action == verbs.CHECK_ACTION_COMPARE:
             expected = request.expected_digest or self._snapshot
             report.matched = int(digest == expected)
             report.changed.extend([] if digest == expected else ["weights"])
         if request.per_tensor:
-            report.model_tensors.add(name="weights", sha256=digest)
-        if request.fingerprints and differing({"weights": digest}, request.fingerprints):
-            part = verbs.TensorPart(name="weights", sha256=digest, differs=True)
+            report.model_tensors.add(name="weights", sha256=digest[:64])
+        if request.fingerprints and differing({"weights": digest[:64]}, request.fingerprints):
+            part = verbs.TensorPart(name="weights", sha256=digest[:64], differs=True)
             report.difference.CopyFrom(verbs.TensorDifference(count=1, first="weights", part=part, tensors=1))
         return report
 
@@ -652,5 +657,5 @@ def logprobs(weights: str, tokens: Sequence[int]) -> list[float]:
     return [-5 * hashlib.sha256(head.encode()).digest()[0] / 255 for head in heads]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(text: str, key: bytes = b"") -> str:
+    return with_key(hashlib.sha256(key + text.encode()).hexdigest(), key)

@@ -180,9 +180,9 @@ def digests_of(sent: Iterable[Sent]) -> dict[str, str]:
     return {tensor.name: tensor.sha256 for part in sent for tensor in part.digests}
 
 
-def combined(digests: Mapping[str, str]) -> str:
-    """Digest over a set of tensors, given theirs; "" for none."""
-    return combine(digests) if digests else ""
+def combined(digests: Mapping[str, str], key: bytes = b"") -> str:
+    """Digest over a set of tensors, given theirs and their key; "" for none."""
+    return combine(digests, key) if digests else ""
 
 
 def changed(wire: list[Offered], before: Mapping[str, str], now: Mapping[str, str]) -> list[Offered]:

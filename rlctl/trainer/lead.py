@@ -184,12 +184,14 @@ class Leading:
         self._sent = Published(operation.weight_version, digests)
         return operation, Sent()
 
-    async def _digest(self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool) -> dict[str, str]:
+    async def _digest(
+        self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool, key: bytes = b""
+    ) -> dict[str, str]:
         """A pass of the sources in which they only digest what they have, in these dtypes; ``last``: the only one.
         Raises WEIGHTS_NOT_FINITE.
         """
         listed = [buckets.to_proto(Bucket(0, list(metas), True))]
-        attempt = Attempt(number=self._next_pass(), buckets=listed, last=last, finite=self._finite)
+        attempt = Attempt(number=self._next_pass(), buckets=listed, last=last, finite=self._finite, digest_key=key)
         return digests_of(_all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas))
 
     async def _refuse_not_finite(self, source: WeightSource, metas: Sequence[TensorMeta]) -> None:
@@ -238,7 +240,7 @@ class Leading:
                 wire = fit(self._model, offers, reference, partial)
                 metas = [meta for offered in wire for meta in offered.metas]
                 if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
-                    digests = await self._digest(source, metas, last=False)
+                    digests = await self._digest(source, metas, last=False, key=plan.digest_key)
                     wire = changed(wire, self._sent.digests, digests)
                 elif self._finite:
                     await self._refuse_not_finite(source, metas)
@@ -249,8 +251,8 @@ class Leading:
                     said: dict[str, Any] = {
                         "update_id": plan.update_id,
                         "fencing_token": plan.fencing_token,
-                        "expected_digest": "" if partial else combined(digests),
-                        "sent_digest": combined(taken),
+                        "expected_digest": "" if partial else combined(digests, plan.digest_key),
+                        "sent_digest": combined(taken, plan.digest_key),
                         "fingerprints": b"" if partial else fingerprints(digests),
                     }
                     if not _more_batches(plan):
@@ -262,7 +264,7 @@ class Leading:
                         operation = answer.ended
                         break
                     plan = answer.next
-                await self._name_ranks(source, wire, operation, digests, deadline)
+                await self._name_ranks(source, wire, operation, digests, plan.digest_key, deadline)
                 refuse_unpublished(operation)
                 self._note(request, operation, digests)
                 return operation, sent[0]
@@ -355,6 +357,7 @@ class Leading:
             buckets=self._in_one_order(wire, by_members(plan)),
             shared_devices=sorted(shared_devices(plan)),
             without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
+            digest_key=plan.digest_key,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
             last=plan.attempt > request.retries and not _more_batches(plan),
             published=plan.batch.published,
@@ -497,6 +500,7 @@ class Leading:
         wire: list[Offered],
         operation: Operation,
         digests: Mapping[str, str],
+        key: bytes,
         deadline: float,
     ) -> None:
         """A tensor that is cut up turned out wrong: let the sources digest the ranks' parts, and say whose it is.
@@ -514,6 +518,7 @@ class Leading:
             number=self._next_pass(),
             buckets=[buckets.to_proto(Bucket(0, metas, True))],
             parts=parts,
+            digest_key=key,
             timeout=duration(left),
         )
         # What cannot be found out does not change what became of the update.

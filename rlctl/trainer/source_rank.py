@@ -214,7 +214,7 @@ class Part:
         if attempt.parts:
             return _digest_parts(weights, attempt, dtypes)
         wanted = [group for group in attempt.groups if group.source == self.source]
-        digest = None if attempt.without_digests else ModelDigest()
+        digest = None if attempt.without_digests else ModelDigest(attempt.digest_key)
         sent = Sent()
         started = time.perf_counter()
         if wanted:
@@ -361,8 +361,8 @@ def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, 
     """The parts that are asked for, and the tensors that they are of, as they are now."""
     sent = Sent()
     for name, tensor in weights.tensors():
-        sent.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name]))
-        sent.parts.extend(digest_parts(name, tensor.detach(), attempt.parts, dtypes[name]))
+        sent.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name], key=attempt.digest_key))
+        sent.parts.extend(digest_parts(name, tensor.detach(), attempt.parts, dtypes[name], attempt.digest_key))
     return sent
 
 

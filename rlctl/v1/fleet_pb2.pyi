@@ -92,6 +92,7 @@ class Capabilities(_message.Message):
     KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
     KEEPS_WEIGHTS_FIELD_NUMBER: _builtins.int
     ADAPTER_PAUSE_MODES_FIELD_NUMBER: _builtins.int
+    KEYED_DIGESTS_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
@@ -102,6 +103,8 @@ class Capabilities(_message.Message):
     """It has a draft model, whose weights can be updated apart."""
     keeps_weights: _builtins.bool
     """The engine can keep the content of its weights while their memory is released (ReleaseMemory with keep_weights)."""
+    keyed_digests: _builtins.bool
+    """Its ranks compute keyed digests."""
     @_builtins.property
     def verbs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the verbs that the engine has."""
@@ -182,10 +185,11 @@ class Capabilities(_message.Message):
         kv_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         keeps_weights: _builtins.bool = ...,
         adapter_pause_modes: _abc.Iterable[_common_pb2.PauseMode.ValueType] | None = ...,
+        keyed_digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_pause_modes", b"adapter_pause_modes", "adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_pause_modes", b"adapter_pause_modes", "adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "keyed_digests", b"keyed_digests", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

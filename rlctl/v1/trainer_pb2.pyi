@@ -381,6 +381,7 @@ class Attempt(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     FINITE_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the passes of this update, from 1 on."""
     store_address: _builtins.str
@@ -397,6 +398,8 @@ class Attempt(_message.Message):
     """Check the tensors of the buckets for NaN and infinite values. Set for passes that send nothing."""
     local: _builtins.bool
     """Each trainer rank checks only its own shards: nothing is gathered."""
+    digest_key: _builtins.bytes
+    """Key of the digests, 16 bytes. Empty: SHA-256."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.GroupPlan]:
         """Groups, in the one order in which they are formed."""
@@ -433,10 +436,11 @@ class Attempt(_message.Message):
         parts: _abc.Iterable[_verbs_pb2.TensorPart] | None = ...,
         finite: _builtins.bool = ...,
         local: _builtins.bool = ...,
+        digest_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "finite", b"finite", "groups", b"groups", "last", b"last", "local", b"local", "number", b"number", "parts", b"parts", "published", b"published", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "digest_key", b"digest_key", "finite", b"finite", "groups", b"groups", "last", b"last", "local", b"local", "number", b"number", "parts", b"parts", "published", b"published", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -329,12 +329,15 @@ class BeginWeightUpdateResponse(_message.Message):
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update. Every later call of it names it."""
     fencing_token: _builtins.int
     """Proof of ownership for renewing, committing and aborting."""
     attempt: _builtins.int
     """Counts the tries of this update, from 1 on."""
+    digest_key: _builtins.bytes
+    """Key of the digests of this update, 16 bytes; a delta has the one of its base. Empty: SHA-256."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -381,10 +384,11 @@ class BeginWeightUpdateResponse(_message.Message):
         lease_ttl: _duration_pb2.Duration | None = ...,
         lost: _abc.Iterable[_builtins.str] | None = ...,
         batch: Global___UpdateBatch | None = ...,
+        digest_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "header", b"header", "lease_ttl", b"lease_ttl", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch", b"batch", "excluded", b"excluded", "fencing_token", b"fencing_token", "groups", b"groups", "header", b"header", "lease_ttl", b"lease_ttl", "lost", b"lost", "targets", b"targets", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch", b"batch", "digest_key", b"digest_key", "excluded", b"excluded", "fencing_token", b"fencing_token", "groups", b"groups", "header", b"header", "lease_ttl", b"lease_ttl", "lost", b"lost", "targets", b"targets", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,7 +551,7 @@ class CommitWeightUpdateRequest(_message.Message):
     sent_digest: _builtins.str
     """Digest over just the tensors that were sent, hex. Empty: the same as expected_digest."""
     fingerprints: _builtins.bytes
-    """The first 8 bytes of the SHA-256 of every tensor that expected_digest is over, in the sorted order of their names. Empty: at a mismatch
+    """The first 8 bytes of the digest of every tensor that expected_digest is over, in the sorted order of their names. Empty: at a mismatch
     nobody can say which tensor differs.
     """
     version: _builtins.str

@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _DigestFunction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DigestFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DigestFunction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DIGEST_FUNCTION_UNSPECIFIED: _DigestFunction.ValueType  # 0
+    """In an update treated as SHA256."""
+    DIGEST_FUNCTION_SHA256: _DigestFunction.ValueType  # 1
+    """SHA-256 of full tensors, which are brought together at one rank for it."""
+    DIGEST_FUNCTION_KEYED: _DigestFunction.ValueType  # 2
+    """A sum over the elements by a key that is drawn for the version: every rank digests what it holds, where it lies. For parties
+    that trust each other. Refused if a stage of the model does not compute it.
+    """
+
+class DigestFunction(_DigestFunction, metaclass=_DigestFunctionEnumTypeWrapper):
+    """Functions that digest weights. A digest says by which it was made: "HEX" is a SHA-256, "HEX@KEY" a keyed digest."""
+
+DIGEST_FUNCTION_UNSPECIFIED: DigestFunction.ValueType  # 0
+"""In an update treated as SHA256."""
+DIGEST_FUNCTION_SHA256: DigestFunction.ValueType  # 1
+"""SHA-256 of full tensors, which are brought together at one rank for it."""
+DIGEST_FUNCTION_KEYED: DigestFunction.ValueType  # 2
+"""A sum over the elements by a key that is drawn for the version: every rank digests what it holds, where it lies. For parties
+that trust each other. Refused if a stage of the model does not compute it.
+"""
+Global___DigestFunction: _TypeAlias = DigestFunction  # noqa: Y015
+
 class _AfterUpdate:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -655,6 +683,7 @@ class UpdateOptions(_message.Message):
     SELECTOR_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     pause: _common_pb2.PauseMode.ValueType
     """Pause taken before the first byte. UNSPECIFIED: none, refuse when requests are active."""
     abort_all_requests: _builtins.bool
@@ -675,6 +704,8 @@ class UpdateOptions(_message.Message):
     """Which of the engine's models."""
     adapters: Global___AdapterPolicy.ValueType
     """Whether loaded adapters survive a base update."""
+    digest: Global___DigestFunction.ValueType
+    """Function of the digests that the update is verified by. Of the updates that send tensors; not for adapters."""
     @_builtins.property
     def probe(self) -> Global___Probe:
         """Log probabilities that the new weights must reproduce. Every target computes them before it serves, at every level of verify.
@@ -695,10 +726,11 @@ class UpdateOptions(_message.Message):
         selector: _common_pb2.WeightSelector.ValueType = ...,
         adapters: Global___AdapterPolicy.ValueType = ...,
         probe: Global___Probe | None = ...,
+        digest: Global___DigestFunction.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "flush_cache", b"flush_cache", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "abort_all_requests", b"abort_all_requests", "adapters", b"adapters", "after", b"after", "flush_cache", b"flush_cache", "pause", b"pause", "probe", b"probe", "quorum", b"quorum", "recapture_cuda_graph", b"recapture_cuda_graph", "selector", b"selector", "torch_empty_cache", b"torch_empty_cache", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "abort_all_requests", b"abort_all_requests", "adapters", b"adapters", "after", b"after", "digest", b"digest", "flush_cache", b"flush_cache", "pause", b"pause", "probe", b"probe", "quorum", b"quorum", "recapture_cuda_graph", b"recapture_cuda_graph", "selector", b"selector", "torch_empty_cache", b"torch_empty_cache", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__flush_cache: _TypeAlias = _typing.Literal["flush_cache"]  # noqa: Y015
     _WhichOneofArgType__flush_cache: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache"]  # noqa: Y015
@@ -1651,6 +1683,8 @@ class CheckWeightsRequest(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
@@ -1668,7 +1702,11 @@ class CheckWeightsRequest(_message.Message):
     shadow: _builtins.bool
     """Digest the shadow copy of the staged update that the fence names, beside generation, instead of the weights that serve. CHECKSUM only."""
     fingerprints: _builtins.bytes
-    """The first 8 bytes of the SHA-256 of every full tensor, in the sorted order of their names: the answer says which differ. Empty: none."""
+    """The first 8 bytes of the digest of every full tensor, in the sorted order of their names: the answer says which differ. Empty: none."""
+    digest_key: _builtins.bytes
+    """Key of keyed digests, 16 bytes: only the model digest and those of its tensors are computed. Empty: the one of expected_digest."""
+    digest: Global___DigestFunction.ValueType
+    """CHECKSUM: function of the digests. Unset, and with neither key nor expected_digest: the one that the weights were verified by."""
     tensor: _builtins.str
     """READ: checkpoint name of the tensor. Required there."""
     rows: _builtins.int
@@ -1699,12 +1737,14 @@ class CheckWeightsRequest(_message.Message):
         shadow: _builtins.bool = ...,
         fingerprints: _builtins.bytes = ...,
         prompts: _abc.Iterable[Global___ProbePrompt] | None = ...,
+        digest_key: _builtins.bytes = ...,
+        digest: Global___DigestFunction.ValueType = ...,
         tensor: _builtins.str = ...,
         rows: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "_rows", b"_rows", "header", b"header", "model_digest", b"model_digest", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "_rows", b"_rows", "action", b"action", "adapter", b"adapter", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "rows", b"rows", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "_rows", b"_rows", "action", b"action", "adapter", b"adapter", "digest", b"digest", "digest_key", b"digest_key", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "rows", b"rows", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model_digest: _TypeAlias = _typing.Literal["model_digest"]  # noqa: Y015
     _WhichOneofArgType__model_digest: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest"]  # noqa: Y015
@@ -1828,7 +1868,7 @@ class TensorPart(_message.Message):
     length: _builtins.int
     """Number of indices."""
     sha256: _builtins.str
-    """SHA-256 of the part, as of a tensor of that name, its shape and the reference's dtype, hex."""
+    """SHA-256 of the part, as of a tensor of that name, its shape and the reference's dtype; or its keyed digest; hex."""
     differs: _builtins.bool
     """Whether it is another one than was expected. Unset: not known."""
     def __init__(
@@ -1871,7 +1911,7 @@ class TensorDigest(_message.Message):
     dtype: _builtins.str
     """Dtype, "torch.float32" say."""
     sha256: _builtins.str
-    """SHA-256 over name, dtype, shape and bytes, hex."""
+    """SHA-256 over name, dtype, shape and bytes, or the keyed digest, hex."""
     @_builtins.property
     def shape(self) -> Global___Shape:
         """Shape."""
@@ -2392,6 +2432,7 @@ class PrepareUpdateRequest(_message.Message):
     NUM_SOURCES_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
     DIGEST_RECEIVED_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
@@ -2407,6 +2448,8 @@ class PrepareUpdateRequest(_message.Message):
     """Which of the engine's models the update is meant for. DRAFT is refused where there is none."""
     digest_received: _builtins.bool
     """Digest what comes, before it is put into place; CommitUpdate answers with the digest."""
+    digest_key: _builtins.bytes
+    """Key of that digest, 16 bytes. Empty: SHA-256."""
     pause: _common_pb2.PauseMode.ValueType
     """Adapter updates: treatment of the requests with the adapter at SealUpdate. Other requests go on.
     UNSPECIFIED: the update is refused while such requests exist, and the stage takes no new ones until the update ends.
@@ -2438,13 +2481,14 @@ class PrepareUpdateRequest(_message.Message):
         num_sources: _builtins.int = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
         digest_received: _builtins.bool = ...,
+        digest_key: _builtins.bytes = ...,
         adapter: Global___Adapter | None = ...,
         adapter_config: Global___AdapterConfig | None = ...,
         pause: _common_pb2.PauseMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "header", b"header", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "pause", b"pause", "selector", b"selector", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "digest_key", b"digest_key", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "pause", b"pause", "selector", b"selector", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

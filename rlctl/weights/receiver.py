@@ -90,8 +90,10 @@ class Receiver:
         """Digest over the tensors that came in this update, as they came, hex; "" unless :meth:`begin` was told so."""
         return "" if self._received is None else self._received.digest()
 
-    def begin(self, update_id: str, kind: Literal["full", "partial"] = "full", *, digest: bool = False) -> None:
-        """Start an update; what an earlier one wrote is forgotten. ``digest``: digest what comes.
+    def begin(
+        self, update_id: str, kind: Literal["full", "partial"] = "full", *, digest: bool = False, key: bytes = b""
+    ) -> None:
+        """Start an update; what an earlier one wrote is forgotten. ``digest``: digest what comes, with this key.
 
         The same update again starts anew, but what it has left half-written must still be written.
 
@@ -110,7 +112,7 @@ class Receiver:
                 self._begun = set()
             self.update_id, self.kind = update_id, kind
             self.written = set()
-            self._received = ModelDigest() if digest else None
+            self._received = ModelDigest(key) if digest else None
             self._next = {}
             self._interrupted = ""
             self._late = None
@@ -385,7 +387,9 @@ class Receiver:
     def _digest(self, tensors: list[tuple[str, torch.Tensor]], stats: ReceiveStats) -> None:
         if self._received is not None:
             started = time.perf_counter()
-            for name, digest in tensor_digests({name: (tensor, tensor.dtype) for name, tensor in tensors}).items():
+            for name, digest in tensor_digests(
+                {name: (tensor, tensor.dtype) for name, tensor in tensors}, key=self._received.key
+            ).items():
                 self._received.add_digest(name, digest)
             stats.load_s += time.perf_counter() - started
 

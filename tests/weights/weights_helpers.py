@@ -42,8 +42,8 @@ def metas_of(full: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
     return [TensorMeta.of(name, tensor) for name, tensor in full.items()]
 
 
-def digest_of(full: Mapping[str, torch.Tensor]) -> str:
-    digest = ModelDigest()
+def digest_of(full: Mapping[str, torch.Tensor], key: bytes = b"") -> str:
+    digest = ModelDigest(key)
     for name, tensor in full.items():
         digest.add(name, tensor)
     return digest.digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.weights.shards.mismatch import difference
@@ -15,7 +16,9 @@ from rlctl.weights.tensor.tensors import dtype_name
 
 def refuse_check(request: v.CheckWeightsRequest) -> None:
     """Raise UNSUPPORTED for a checksum of the model that leaves tensors out."""
-    if request.skip_tensors and (request.per_tensor or request.fingerprints or request.expected_digest):
+    if request.skip_tensors and (
+        request.per_tensor or request.fingerprints or request.expected_digest or request.digest_key
+    ):
         raise Reason.UNSUPPORTED.error("the digests of the model are over all tensors", field="skip_tensors")
 
 
@@ -23,15 +26,19 @@ def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange,
     """Digest the rank's parts and, together with the other ranks, the model."""
     report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
     every: dict[str, str] = {}
-    if not request.skip_tensors and (request.model_digest or not request.HasField("model_digest")):
-        result = model_digest(held, exchange)
+    key = request.digest_key or key_of(request.expected_digest)
+    if key or (not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))):
+        result = model_digest(held, exchange, key=key)
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)
         every = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
         if request.fingerprints:
-            report.difference.CopyFrom(difference(held, result, request.fingerprints))
+            report.difference.CopyFrom(difference(held, result, request.fingerprints, key))
         if request.per_tensor and first_rank:
             report.model_tensors.extend(_listed(held, result.every))
+    if key:
+        report.tensor_count = len(held.shards)
+        return report
     parts = _digests_of_parts(held, every, request.skip_tensors)
     report.tensor_count, report.rank_digest = len(parts), combine(parts)
     return report

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from google.protobuf.message import Message
@@ -242,7 +242,8 @@ class Rank:
             return self._prepare_staged(load, request)
         self._shards.begin()
         self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
-        self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
+        kind: Literal["full", "partial"] = "full" if full else "partial"
+        self._receiver.begin(update_id, kind, digest=request.digest_received, key=request.digest_key)
         self._loading = Loading(self._model, load)
         self._model.use_loader("")
         self._report = v.WeightsReport()

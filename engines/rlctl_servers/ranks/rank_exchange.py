@@ -14,7 +14,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.weights.group.rank_groups import Groups, Membership
 from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
 from rlctl.weights.shards.shard_map import agree_to_go_on
-from rlctl.weights.tensor.digest import Stop
+from rlctl.weights.tensor.work import Stop
 
 Done = TypeVar("Done")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
@@ -54,8 +55,7 @@ class StagedUpdate:
         self._groups = groups
         self._reader = reader
         self._together = together
-        self._digest_received = request.digest_received
-        self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
+        self._request = request
         self._receiver = Receiver(ShardMap({}))
         self._report = v.WeightsReport()
         self._sealed = False
@@ -65,8 +65,9 @@ class StagedUpdate:
         """Allocate the copy. Raises MEMORY_FULL, CANCELLED."""
         self._shadow.allocate(self._proceed)
         receiver = Receiver(self._shadow.shards)
-        kind = "full" if self.load.full else "partial"
-        receiver.begin(self.load.update_id, kind, digest=self._digest_received)  # type: ignore[arg-type]
+        kind: Literal["full", "partial"] = "full" if self.load.full else "partial"
+        request = self._request
+        receiver.begin(self.load.update_id, kind, digest=request.digest_received, key=request.digest_key)
         self._receiver = receiver
         self._proceed()  # abandon() may have interrupted the receiver before this one
         return self._report
@@ -116,7 +117,7 @@ class StagedUpdate:
         with self._filling():
             if self._receiver.at_risk:
                 raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the shadow copy")
-            check_complete(self._receiver, may_be_nothing=self._may_be_nothing)
+            check_complete(self._receiver, may_be_nothing=self._request.kind == v.UPDATE_KIND_DELTA)
             self._report.received_digest = self._receiver.received_digest
             self._receiver.finish()
             self._sealed = True

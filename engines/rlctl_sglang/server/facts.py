@@ -232,6 +232,7 @@ class Facts:
             ],
             unsupported=unsupported,
             keeps_weights=self.keeps_weights,
+            keyed_digests=bool(self.ranks),
             staged_apply=staged and not set(WRITES) & unsupported.keys(),
             answers_for_ranks=answers_for_ranks,
             draft_model=self.draft,

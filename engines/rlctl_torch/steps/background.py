@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
-from rlctl.weights.tensor.digest import Stop
+from rlctl.weights.tensor.work import Stop
 from rlctl_torch.steps.collectives import Broken
 from rlctl_torch.steps.heap import give_back
 

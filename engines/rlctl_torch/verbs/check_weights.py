@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from google.protobuf.duration_pb2 import Duration
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
@@ -28,8 +29,9 @@ from rlctl.weights.shards.first_rows import first_rows, rows_of, unknown
 from rlctl.weights.shards.load_hooks import refuse_draft
 from rlctl.weights.shards.mismatch import difference
 from rlctl.weights.shards.shard_map import Shard, ShardMap, agree_to_go_on, model_digest
-from rlctl.weights.tensor.digest import RankDigest, Stop, rank_digest
+from rlctl.weights.tensor.digest import RankDigest, rank_digest
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl.weights.tensor.work import Stop
 from rlctl_torch.model.lora import LoraAdapter
 from rlctl_torch.model.shadow_copy import Shadow
 from rlctl_torch.rank import Rank, Weights
@@ -178,6 +180,7 @@ class _Digesting:
         self._action = action
         self._council = council
         self._shadow = shadow
+        self._key = request.digest_key or key_of(request.expected_digest)
         self._origin = rank.origin if rank.update is None else None
 
     def run(self) -> CheckReport:
@@ -185,8 +188,8 @@ class _Digesting:
         started = time.perf_counter()
         request = self._request
         report = CheckReport(action=self._action)
-        if self._shadow is not None:
-            report.tensor_count = len(self._digest_model(report, self._shadow, None).shards)
+        if self._shadow is not None or (self._key and self._action == CHECK_ACTION_CHECKSUM):
+            report.tensor_count = self._digest_alone(report)
         else:
             self._digest_rank(report)
         elapsed = time.perf_counter() - started
@@ -198,6 +201,14 @@ class _Digesting:
                 metadata={"expected": request.expected_digest, "found": report.model_digest},
             )
         return report
+
+    def _digest_alone(self, report: CheckReport) -> int:
+        """Digest the model, and nothing of this rank's own; returns the number of its tensors."""
+        shards = self._rank.model.shards if self._shadow is None else self._shadow
+        kept = self._digest_model(report, shards, None).shards
+        if self._shadow is None and self._origin is not None and len(kept) == len(shards.shards):
+            self._origin.digest = report.model_digest
+        return len(kept)
 
     def _digest_rank(self, report: CheckReport) -> None:
         rank, request = self._rank, self._request
@@ -238,9 +249,9 @@ class _Digesting:
         )
         known = {} if local is None else self._full_here(kept, local)
         with self._council.exchanging() as exchange:
-            result = model_digest(kept, exchange, stop=self.stop, known=known)
+            result = model_digest(kept, exchange, stop=self.stop, known=known, key=self._key)
             if self._request.fingerprints:
-                report.difference.CopyFrom(difference(kept, result, self._request.fingerprints))
+                report.difference.CopyFrom(difference(kept, result, self._request.fingerprints, self._key))
                 agree_to_go_on(exchange, self.stop)
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)

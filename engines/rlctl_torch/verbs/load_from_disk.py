@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
@@ -182,7 +183,7 @@ class FromDisk(InUpdate):
             return ""
         held = self._rank.model.shards if update.shadow is None else update.shadow.shards
         with update.council.exchanging() as exchange:
-            found = model_digest(held, exchange).digest
+            found = model_digest(held, exchange, key=key_of(expected)).digest
         if found != expected:
             raise Reason.DIGEST_MISMATCH.error(
                 f"the model digest is {found} after loading {self._request.model_path}, {expected} was expected",
@@ -208,7 +209,7 @@ class FromDisk(InUpdate):
             rank.ranks.agree(read_again)
             rank.synchronise()
             assert origin is not None
-            if origin.digest and rank.model_digest() != origin.digest:
+            if origin.digest and rank.model_digest(key_of(origin.digest)) != origin.digest:
                 raise Reason.DIGEST_MISMATCH.error("their digest is not what it was")
         except RlctlError as failure:
             error.message = f"{error.message}; the earlier weights could not be brought back: {failure.message}"

@@ -20,7 +20,7 @@ from rlctl.weights.shards.gather import Gathering
 from rlctl.weights.shards.rank_exchange import Exchange
 from rlctl.weights.shards.shard_map import agree_to_go_on
 from rlctl.weights.tensor.buckets import from_proto
-from rlctl.weights.tensor.digest import Stop
+from rlctl.weights.tensor.work import Stop
 from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.ordered_commands import with_outcome

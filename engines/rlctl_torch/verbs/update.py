@@ -68,7 +68,7 @@ class Prepare:
         self._full = request.kind not in _LESS_THAN_FULL
         self._abort_all = request.abort_all_requests
         self._selector = request.selector
-        self._digest_received = request.digest_received
+        self._digest_received, self._digest_key = request.digest_received, request.digest_key
 
     def admit(self) -> bool:
         """Refuse while requests are active, memory is missing, or another update is open."""
@@ -107,7 +107,7 @@ class Prepare:
 
         def begin() -> None:
             found.append(self._where())
-            found[0][1].begin(self._update_id, kind, digest=self._digest_received)
+            found[0][1].begin(self._update_id, kind, digest=self._digest_received, key=self._digest_key)
 
         council.agree(begin)
         shadow, receiver, shards = found[0]

@@ -228,6 +228,7 @@ class Facts:
             ],
             unsupported=unsupported,
             keeps_weights=bool(self.memory_tags),
+            keyed_digests=bool(self.ranks),
             staged_apply=staged and not set(WRITES) & unsupported.keys(),
             answers_for_ranks=answers_for_ranks,
         )

@@ -14,6 +14,7 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,
     VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     PauseMode,
     Transport,
@@ -26,6 +27,12 @@ _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 def can_digest(slot: Slot) -> bool:
     """Whether a stage can digest the weights that its ranks hold."""
     return any(level in slot.capabilities.verification for level in _BY_DIGEST)
+
+
+def keys_digests(slot: Slot) -> bool:
+    """Whether a stage computes keyed digests, if it computes any."""
+    known = slot.capabilities
+    return known.keyed_digests or not {VERIFICATION_LEVEL_RECEIVED, *_BY_DIGEST} & {*known.verification}
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:

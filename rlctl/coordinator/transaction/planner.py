@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.capabilities import adapter_travels, no_pause, unsupported
+from rlctl.coordinator.fleet.capabilities import adapter_travels, keys_digests, no_pause, unsupported
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.process_groups import BACKENDS, Circle, GroupBook, circle
@@ -39,6 +40,8 @@ from rlctl.v1.update_pb2 import (
 from rlctl.v1.verbs_pb2 import (
     AFTER_UPDATE_STAY_PAUSED,
     APPLY_MODE_STAGED,
+    DIGEST_FUNCTION_KEYED,
+    DIGEST_FUNCTION_SHA256,
     UPDATE_KIND_ADAPTER,
     UPDATE_KIND_DELTA,
     UPDATE_KIND_FULL,
@@ -59,10 +62,13 @@ _WRITES = {
 class Planner:
     """Plans updates from the roster."""
 
-    def __init__(self, roster: Roster, groups: GroupBook, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, roster: Roster, groups: GroupBook, new_id: Callable[[], str], new_key: Callable[[], bytes]
+    ) -> None:
         self._roster = roster
         self._groups = groups
         self._new_id = new_id
+        self._new_key = new_key
         self._tokens = 0
 
     def plan(self, request: BeginWeightUpdateRequest) -> tuple[BeginWeightUpdateResponse, list[Slot]]:
@@ -90,8 +96,30 @@ class Planner:
             excluded=excluded,
             attempt=1,
             lease_ttl=duration(seconds(request.lease_ttl) or LEASE_TTL_S),
+            digest_key=self._digest_key(request, model),
         )
         return plan, targets
+
+    def _digest_key(self, request: BeginWeightUpdateRequest, model: ModelState) -> bytes:
+        """Key of the digests of an update; b"": SHA-256. Raises UNSUPPORTED for a stage that computes no keyed digest.
+
+        Every stage of the model must compute it, targets or not: a later heal compares with the version's digest.
+        """
+        if request.kind == UPDATE_KIND_DELTA and request.options.digest != DIGEST_FUNCTION_SHA256:
+            return key_of(model.record.model_digest)
+        if request.options.digest != DIGEST_FUNCTION_KEYED:
+            return b""
+        if request.adapter or request.path == DATA_PATH_DISK:
+            what = "an adapter" if request.adapter else "a checkpoint"
+            raise Reason.UNSUPPORTED.error(f"{what} is digested by SHA-256", field="options.digest")
+        for slot in self._roster.slots.values():
+            if slot.model == request.model and not slot.record.retired and not keys_digests(slot):
+                raise Reason.UNSUPPORTED.error(
+                    f"{slot.name}'s engine computes no keyed digests",
+                    field="options.digest",
+                    next_step="Update with digest=sha256, or retire the stage.",
+                )
+        return self._new_key()
 
     def targets(
         self, request: BeginWeightUpdateRequest

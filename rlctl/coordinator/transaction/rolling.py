@@ -17,7 +17,7 @@ from rlctl.coordinator.transaction.commit import Finish
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook
 from rlctl.coordinator.transaction.transfer import OpenUpdate
-from rlctl.coordinator.transaction.verification_levels import Expected
+from rlctl.coordinator.transaction.verification_levels import Expected, refuse_other_key
 from rlctl.ports import Journal
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, CommitBatchRequest, CommitWeightUpdateRequest
 
@@ -56,6 +56,7 @@ class Rolling:
         expected = Expected(
             request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
         )
+        refuse_other_key(expected, opened.session.record.plan.digest_key)
         opened.session.levels(expected)
         if opened.session.rolls_in_place and opened.session.published:
             known = opened.session.model.record.model_digest

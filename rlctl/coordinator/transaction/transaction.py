@@ -369,6 +369,7 @@ class Session:
         begin = self.record.request
         return PrepareUpdateRequest(
             digest_received=digest_received,
+            digest_key=self.record.plan.digest_key if digest_received else b"",
             adapter=self.adapter,
             adapter_config=begin.adapter_config if begin.HasField("adapter_config") else None,
             version=self.record.plan.version,

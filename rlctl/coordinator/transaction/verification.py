@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import fingerprints
 from rlctl.coordinator.fleet.capabilities import can_digest
@@ -20,7 +21,12 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_UNSPECIFIED,
 )
 from rlctl.v1.results_pb2 import StageResult
-from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckWeightsRequest
+from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_PROBE,
+    DIGEST_FUNCTION_KEYED,
+    DIGEST_FUNCTION_SHA256,
+    CheckWeightsRequest,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ async def verify(
     # With AUTO, ranks must agree among themselves also where there is nothing else to compare with.
     auto = verification_levels.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
-    results = await session.step(_check(session), [slot for slot in digested if can_digest(slot)])
+    results = await session.step(_check(session, expected), [slot for slot in digested if can_digest(slot)])
     wrong = verification_levels.judge_digests(results, levels, expected)
     checks = await _compared(session, results, wrong, expected)
     for slot, answer in checks.items():
@@ -101,20 +107,30 @@ async def _compared(
     sound = {result.slot for result in results} - wrong.keys()
     beside = session.reference or (session.done[0] if session.done else None)
     right = next((slot for slot in session.targets if slot.name in sound), beside)
-    reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]])
+    reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]], expected)
     if not reference:
         return {}
-    compare = _check(session, fingerprints=reference)
+    compare = _check(session, expected, fingerprints=reference)
     return {result.slot: result for result in await session.step(compare, [*slots.values()])}
 
 
-async def _fingerprints_of(session: Session, slot: Slot) -> bytes:
+async def _fingerprints_of(session: Session, slot: Slot, expected: Expected) -> bytes:
     """What a target holds, tensor by tensor; nothing when it does not list its tensors."""
-    (result,) = await session.step(_check(session, per_tensor=True), [slot])
+    (result,) = await session.step(_check(session, expected, per_tensor=True), [slot])
     found = {tensor.name: tensor.sha256 for rank in result.rank_results for tensor in rank.check.model_tensors}
     return fingerprints(found) if result.outcome == OUTCOME_APPLIED else b""
 
 
-def _check(session: Session, *, fingerprints: bytes = b"", per_tensor: bool = False) -> CheckWeightsRequest:
-    """Digests of what a target is to be verified by."""
-    return CheckWeightsRequest(shadow=session.staged, fingerprints=fingerprints, per_tensor=per_tensor)
+def _check(
+    session: Session, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
+) -> CheckWeightsRequest:
+    """Digests of what a target is to be verified by, by the function of the digest that it is compared with."""
+    given = expected.digest or expected.held
+    key = key_of(given) if given else session.record.plan.digest_key
+    return CheckWeightsRequest(
+        shadow=session.staged,
+        fingerprints=fingerprints,
+        per_tensor=per_tensor,
+        digest=DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256,
+        digest_key=key,
+    )

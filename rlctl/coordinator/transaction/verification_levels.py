@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rlctl.contract.digests import comparable, key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.v1 import common_pb2
@@ -94,6 +95,19 @@ def reached(
 def of_bytes(options: UpdateOptions) -> Level:
     """The level of the bytes that is asked for by name; UNSPECIFIED for AUTO."""
     return VERIFICATION_LEVEL_NONE if options.verify == VERIFICATION_LEVEL_PROBE else options.verify
+
+
+def refuse_other_key(expected: Expected, key: bytes) -> None:
+    """Raise FIELD_INVALID for digests of the sources that were made with another key than the update's."""
+    for field, digest in (("expected_digest", expected.digest), ("sent_digest", expected.sent)):
+        if digest and key_of(digest) != key:
+            raise Reason.FIELD_INVALID.error(
+                f"{field} was made {_with(key_of(digest))}, those of this update are made {_with(key)}", field=field
+            )
+
+
+def _with(key: bytes) -> str:
+    return f"with key {key.hex()[:8]}" if key else "by SHA-256"
 
 
 def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
@@ -222,7 +236,11 @@ def judge_digests(
         wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(alone, field="options.verify", outcome=OUTCOME_DIRTY)
     replicas = {found[slot] for slot in compared} | ({expected.held} if expected.held else set())
     for slot, digest in found.items():
-        if levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected.digest:
+        if levels[slot] == VERIFICATION_LEVEL_EXPECTED and not comparable(digest, expected.digest):
+            wrong[slot] = Reason.VERIFICATION_UNREACHABLE.error(
+                "its engine does not compute the digest that the version was published with", outcome=OUTCOME_DIRTY
+            )
+        elif levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected.digest:
             wrong[slot] = _mismatch(
                 f"its weights have digest {digest[:16]}, the source sent {expected.digest[:16]}",
                 digest=digest,

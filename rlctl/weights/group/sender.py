@@ -17,9 +17,10 @@ from rlctl.contract.errors import RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.group.process_group import WeightGroup
 from rlctl.weights.tensor.buckets import Bucket, put, room_for, unpack
-from rlctl.weights.tensor.digest import ModelDigest, usable_cores
+from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.source import WeightSource, check_given, is_stable, refuse_lacking, unannounced, unfit
 from rlctl.weights.tensor.tensors import TensorMeta, castable
+from rlctl.weights.tensor.work import usable_cores
 
 _AHEAD = 4
 """Tensors of a stable source that are on their way, or being digested, while the next one is taken."""

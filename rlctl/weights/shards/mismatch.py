@@ -13,11 +13,12 @@ import torch
 from rlctl.contract.fingerprints import SIZE, differing, fingerprints
 from rlctl.v1.verbs_pb2 import TensorDifference, TensorPart
 from rlctl.weights.shards.shard_map import ModelDigestResult, ShardMap
-from rlctl.weights.tensor.digest import tensor_digest
-from rlctl.weights.tensor.slices import Slice
+from rlctl.weights.tensor.digest import part_digest
+from rlctl.weights.tensor.slices import Shard, Slice
+from rlctl.weights.tensor.tensors import TensorMeta
 
 
-def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes) -> TensorDifference:
+def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key: bytes = b"") -> TensorDifference:
     """How the stage's tensors differ from the fingerprints, and what this rank holds of the first that does."""
     names = differing(found.every, expected)
     report = TensorDifference(tensors=len(found.every), count=len(names))
@@ -29,7 +30,7 @@ def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes) -> T
         return report
     part = report.part
     part.name = names[0]
-    part.sha256 = tensor_digest(names[0], shard.local, dtype=shard.meta.dtype)
+    part.sha256 = part_digest(shard, key)
     if shard.slice.whole(shard.meta.shape):
         at = SIZE * sorted(found.every).index(names[0])
         part.differs = fingerprints({names[0]: part.sha256}) != expected[at : at + SIZE]
@@ -40,7 +41,7 @@ def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes) -> T
 
 
 def digest_parts(
-    name: str, full: torch.Tensor, parts: Sequence[TensorPart], dtype: torch.dtype | None = None
+    name: str, full: torch.Tensor, parts: Sequence[TensorPart], dtype: torch.dtype, key: bytes = b""
 ) -> list[TensorPart]:
     """Those of the parts that are of this tensor, with the digests that they must have; ``dtype``: the reference's.
 
@@ -53,6 +54,7 @@ def digest_parts(
         slice_ = Slice(part.dim, part.start, part.length) if part.HasField("dim") else Slice()
         answer = TensorPart()
         answer.CopyFrom(part)
-        answer.sha256 = tensor_digest(name, slice_.of(full), dtype=dtype)
+        meta = TensorMeta(name, dtype, tuple(full.shape))
+        answer.sha256 = part_digest(Shard(meta, slice_.of(full), slice_), key)
         digested.append(answer)
     return digested

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -21,9 +22,11 @@ from rlctl.v1 import common_pb2
 from rlctl.weights.checkpoint.checkpoint import StoredWeights, compare
 from rlctl.weights.shards.gather import Gathering, Job, parts_held
 from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
-from rlctl.weights.tensor.digest import Stop, TensorHash, combine, tensor_digests, usable_cores
+from rlctl.weights.tensor.digest import TensorHash, combine, tensor_digests
+from rlctl.weights.tensor.keyed_digest import Sum, identity, keyed_sums
 from rlctl.weights.tensor.slices import Shard, Slice, owners
 from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.tensor.work import Stop, usable_cores
 
 __all__ = [
     "Exchange",
@@ -165,6 +168,7 @@ def model_digest(
     max_bytes: int = DIGEST_BYTES,
     stop: Stop | None = None,
     known: Mapping[str, str] | None = None,
+    key: bytes = b"",
 ) -> ModelDigestResult:
     """Digest a stage's weights as full tensors under their checkpoint names and reference dtypes.
 
@@ -172,13 +176,43 @@ def model_digest(
     whatever the layout. The tensors that are cut up are shared out over the ranks; they are gathered at their owners,
     at most ``max_bytes`` (or one row) at a time, and digested there. Of what several ranks hold, every rank digests its
     own copy, and the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before they
-    do, ends it at all. ``known``: hex digests, by checkpoint name, of full tensors that this rank holds and has
-    digested since they were last written; each under its reference dtype.
+    do, ends it at all. ``known``: SHA-256 digests, by checkpoint name, of full tensors that this rank holds and has
+    digested since they were last written; each under its reference dtype. With a ``key`` every rank digests what it
+    holds, where it lies, and nothing is gathered but the sums.
 
     Raises what a rank's ``stop`` was told, at every rank; INTERNAL when the ranks' shard maps contradict each other;
     GROUP_FAILED when the ranks cannot exchange.
     """
+    if key:
+        return _keyed_digest(shards, exchange, stop or Stop(), key)
     return _Digesting(shards, exchange, max_bytes, stop or Stop(), known or {}).run()
+
+
+def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) -> ModelDigestResult:
+    spreads = Gathering(shards.shards, exchange).spreads
+    held = [shards.shards[name] for name in sorted(shards.shards)]
+    sums: list[Sum] = []
+    with suppress(RlctlError):  # what this rank was told to stop for is raised at all ranks together
+        sums = keyed_sums(key, held, stop)
+    agree_to_go_on(exchange, stop)
+    mine = {shard.meta.name: each.words for shard, each in zip(held, sums, strict=True)}
+    found = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(mine).encode())]
+    digests: dict[str, str] = {}
+    inconsistent: list[str] = []
+    for name, spread in spreads.items():
+        total = identity(key, spread.meta)
+        for piece in spread.pieces:
+            copies = {Sum.of(*found[rank][name]) for rank in piece.holders}
+            if len(copies) > 1:
+                inconsistent.append(name)
+            total += Sum.of(*found[piece.holders[0]][name])
+        digests[name] = total.hex()
+    for name in set(inconsistent):
+        mixture = json.dumps([digests[name], [answer.get(name) for answer in found]])
+        digests[name] = hashlib.sha256(mixture.encode()).hexdigest()[: len(digests[name])]
+    owner = owners(spreads, exchange.size)
+    share = {name: digest for name, digest in digests.items() if owner[name] == exchange.rank}
+    return ModelDigestResult(combine(digests, key), share, digests, sorted(set(inconsistent)))
 
 
 class _Digesting:

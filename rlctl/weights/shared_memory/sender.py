@@ -16,10 +16,11 @@ from rlctl.weights.shared_memory.pool import Memory, SegmentPool
 from rlctl.weights.shared_memory.posix import free_bytes, sweep
 from rlctl.weights.shared_memory.segment import to_proto
 from rlctl.weights.tensor.buckets import Bucket, plan, unpack
-from rlctl.weights.tensor.digest import ModelDigest, usable_cores
+from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.placement import CPU, host_id
 from rlctl.weights.tensor.source import WeightSource, check_given, unannounced, unfit
 from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.tensor.work import usable_cores
 
 SEGMENT_BYTES = 1 << 30
 """Most bytes of tensors in one segment; a tensor that is larger has one of its own."""

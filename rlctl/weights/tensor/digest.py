@@ -1,6 +1,6 @@
-"""Digests of weights, bit for bit those of SGLang-Omni's weight checker.
+"""Digests of weights: by SHA-256, bit for bit those of SGLang-Omni's weight checker, or keyed (``keyed_digest.py``).
 
-A tensor's digest is the SHA-256, in hex, over: its name (UTF-8), its dtype ("torch.bfloat16"), its shape as Python
+A tensor's SHA-256 is, in hex, that over: its name (UTF-8), its dtype ("torch.bfloat16"), its shape as Python
 writes a tuple ("(2, 3)", "(3,)", "()") and its raw bytes in C order, with nothing between them. A set of tensors is
 digested as the SHA-256 over its names in sorted order, each followed by its tensor's hex digest in ASCII.
 
@@ -11,7 +11,6 @@ under their checkpoint names it is the *model digest* (comparable between all la
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,32 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rlctl.contract.errors import RlctlError
+from rlctl.contract.digests import with_key
+from rlctl.weights.tensor.keyed_digest import identity, keyed_sums
+from rlctl.weights.tensor.slices import Shard
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl.weights.tensor.work import Stop, usable_cores
 
 _CHUNK_BYTES = 4 << 20
 """What a thread brings from a device to the host at a time."""
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: as many tensors can be hashed at the same time."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Stop:
-    """Tells work on weights to end early, and why: the first word counts. From any thread."""
-
-    def __init__(self) -> None:
-        self.cause: RlctlError | None = None
-
-    def set(self, cause: RlctlError) -> None:
-        """End, for this reason."""
-        self.cause = self.cause or cause
-
-    def check(self) -> None:
-        """Raise the reason, if there is one."""
-        if self.cause is not None:
-            raise self.cause
 
 
 class TensorHash:
@@ -64,8 +45,10 @@ class TensorHash:
         return self._sha256.hexdigest()
 
 
-def tensor_digest(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> str:
-    """The digest of one tensor, 64 hex digits; with ``dtype``, of the tensor cast to it."""
+def tensor_digest(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, key: bytes = b"") -> str:
+    """The digest of one tensor, 64 hex digits, or 32 with a ``key``; with ``dtype``, of the tensor cast to it."""
+    if key:
+        return tensor_digests({name: (tensor, dtype or tensor.dtype)}, key=key)[name]
     cast = tensor.detach() if dtype is None else tensor.detach().to(dtype)
     hash_ = TensorHash(TensorMeta.of(name, cast))
     hash_.update(cast)
@@ -79,13 +62,35 @@ def digest_of_bytes(meta: TensorMeta, data: torch.Tensor) -> str:
     return hash_.hexdigest()
 
 
-def tensor_digests(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]], stop: Stop | None = None) -> dict[str, str]:
-    """The digest of each tensor, cast to the dtype beside it, by name; on all cores, the largest tensors first.
+def part_digest(shard: Shard, key: bytes = b"") -> str:
+    """The digest of a part of a tensor, hex: by SHA-256 as of a tensor of the part's shape; with a ``key``, what the
+    part adds to the tensor's, and of a whole tensor the tensor's.
+    """
+    if not key:
+        return tensor_digest(shard.meta.name, shard.local, dtype=shard.meta.dtype)
+    (digest,) = keyed_sums(key, [shard])
+    if shard.slice.whole(shard.meta.shape):
+        digest += identity(key, shard.meta)
+    return digest.hex()
 
-    One tensor is hashed by one core: what is chained cannot be shared out. Raises what ``stop`` is told, between two
-    tensors.
+
+def tensor_digests(
+    tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]], stop: Stop | None = None, *, key: bytes = b""
+) -> dict[str, str]:
+    """The digest of each tensor, cast to the dtype beside it, by name; on all cores.
+
+    By SHA-256 one tensor is hashed by one core, the largest first: what is chained cannot be shared out. Raises what
+    ``stop`` is told, between two tensors.
     """
     stop = stop or Stop()
+    if key:
+        shards = [
+            Shard(TensorMeta(name, dtype, tuple(tensor.shape)), tensor) for name, (tensor, dtype) in tensors.items()
+        ]
+        sums = keyed_sums(key, shards, stop)
+        return {
+            shard.meta.name: (each + identity(key, shard.meta)).hex() for shard, each in zip(shards, sums, strict=True)
+        }
 
     def digest(name: str) -> str:
         stop.check()
@@ -96,12 +101,12 @@ def tensor_digests(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]], stop
         return dict(zip(by_size, pool.map(digest, by_size), strict=True))
 
 
-def combine(digests: Mapping[str, str]) -> str:
-    """The digest of a set of tensors, given each one's hex digest by name."""
+def combine(digests: Mapping[str, str], key: bytes = b"") -> str:
+    """The digest of a set of tensors, given each one's hex digest by name, and the key that they were made with."""
     sha256 = hashlib.sha256()
     for name in sorted(digests):
         sha256.update(f"{name}{digests[name]}".encode())
-    return sha256.hexdigest()
+    return with_key(sha256.hexdigest(), key)
 
 
 @dataclass(frozen=True)
@@ -148,23 +153,25 @@ class ModelDigest:
     """A model digest that grows tensor by tensor, as a source sends them.
 
     Attributes:
+        key: of a keyed digest; b"": SHA-256.
         digests: hex digest by checkpoint name, of what was added so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes = b"") -> None:
+        self.key = key
         self.digests: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Digest a full tensor, cast to ``dtype`` if given. A name that comes again replaces the earlier one."""
-        self.digests[name] = tensor_digest(name, tensor, dtype=dtype)
+        self.digests[name] = tensor_digest(name, tensor, dtype=dtype, key=self.key)
 
     def add_digest(self, name: str, digest: str) -> None:
         """Take in a tensor that was digested elsewhere (by another source, say)."""
         self.digests[name] = digest
 
     def digest(self) -> str:
-        """The digest over everything that was added, hex."""
-        return combine(self.digests)
+        """The digest over everything that was added."""
+        return combine(self.digests, self.key)
 
 
 def _tensors_once(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

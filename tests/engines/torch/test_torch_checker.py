@@ -370,7 +370,7 @@ async def test_tensors_that_differ_are_named_with_the_part_of_each_rank(stage: S
     else:
         assert [(p.dim, p.start) for p in parts] == [(1, 0), (1, tensors[cut].shape[1] // 2)]
         assert not any(part.HasField("differs") for part in parts)
-        assert digest_parts(cut, tensors[cut], parts) == parts
+        assert digest_parts(cut, tensors[cut], parts, tensors[cut].dtype) == parts
     reports = await check(stage, fingerprints=fingerprints(right | {"model.norm.weight": "0" * 64}))
     assert [report.difference.part.differs for report in reports] == [True] * len(reports)
     (report, *_) = await check(stage, fingerprints=b"12345678")

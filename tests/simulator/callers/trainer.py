@@ -76,6 +76,7 @@ class Trainer(Caller):
         options.abort_all_requests = chance.random() < 0.3
         if chance.random() < 0.15:
             begin.kind, begin.adapter = verbs_pb2.UPDATE_KIND_ADAPTER, "math"
+            options.ClearField("digest")
             begin.ClearField("base")
             begin.adapter_config.CopyFrom(verbs_pb2.AdapterConfig(lora_rank=1, target_modules=["q_proj"]))
             begin.apply = chance.choice((verbs_pb2.APPLY_MODE_UNSPECIFIED, verbs_pb2.APPLY_MODE_STAGED))
@@ -117,6 +118,8 @@ class Trainer(Caller):
         if begin.kind == verbs_pb2.UPDATE_KIND_PARTIAL and chance.random() < 0.5 and self.base.label:
             begin.kind = verbs_pb2.UPDATE_KIND_DELTA
             begin.base.CopyFrom(self.base)
+        if self.sim.world.chance(f"digest of {begin.version}").random() < 0.4:
+            begin.options.digest = verbs_pb2.DIGEST_FUNCTION_KEYED
 
     async def update(self, tag: str, chance: random.Random) -> None:
         """One update, from its beginning to its end or its failure."""
@@ -155,9 +158,10 @@ class Trainer(Caller):
 
             def said(commit: update_pb2.CommitWeightUpdateRequest | update_pb2.CommitBatchRequest) -> None:
                 if gives_digest:
-                    commit.expected_digest, commit.sent_digest = digest(whole), digest(sent)
+                    key = plan.digest_key
+                    commit.expected_digest, commit.sent_digest = digest(whole, key), digest(sent, key)
                     if with_fingerprints:
-                        commit.fingerprints = fingerprints(digests(whole))
+                        commit.fingerprints = fingerprints(digests(whole, key))
 
             operation: Operation | None = None
             while operation is None:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from rlctl.contract.digests import with_key
 from rlctl.contract.errors import Reason
 from rlctl.v1 import verbs_pb2 as verbs
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
@@ -22,14 +23,15 @@ ADAPTER_NAMES = ("lora.a", "lora.b")
 """Parameters of every adapter."""
 
 
-def digest(tensors: Tensors) -> str:
+def digest(tensors: Tensors, key: bytes = b"") -> str:
     """Digest of full tensors."""
-    return hashlib.sha256("\n".join(f"{name}={tensors[name]}" for name in sorted(tensors)).encode()).hexdigest()
+    text = "\n".join(f"{name}={tensors[name]}" for name in sorted(tensors))
+    return with_key(hashlib.sha256(key + text.encode()).hexdigest(), key)
 
 
-def digests(tensors: Tensors) -> dict[str, str]:
+def digests(tensors: Tensors, key: bytes = b"") -> dict[str, str]:
     """Digest of each tensor, hex, by name."""
-    return {name: hashlib.sha256(content.encode()).hexdigest() for name, content in tensors.items()}
+    return {name: hashlib.sha256(key + content.encode()).hexdigest() for name, content in tensors.items()}
 
 
 def probed(tensors: Tensors, prompts: Iterable[verbs.ProbePrompt]) -> list[verbs.ProbePrompt]:
@@ -73,6 +75,7 @@ class Holding:
     _sealed: bool = False
     _written: set[str] = field(default_factory=set)
     _received: dict[str, int] = field(default_factory=dict)
+    _key: bytes = b""
 
     @property
     def written(self) -> bool:
@@ -83,7 +86,7 @@ class Holding:
         """Open an update, or another attempt at it."""
         self.update_id, self._written, self._received, self._sealed = update_id, set(), {}, False
         self.full = request.kind not in (verbs.UPDATE_KIND_PARTIAL, verbs.UPDATE_KIND_DELTA)
-        self.received = {} if request.digest_received else None
+        self.received, self._key = ({} if request.digest_received else None), request.digest_key
         self._names, self.adapter, self.shadow = NAMES, None, None
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
             self.adapter, self.shadow, self._names = request.adapter, {}, ADAPTER_NAMES
@@ -166,7 +169,7 @@ class Holding:
     def report(self, tensors: int) -> verbs.WeightsReport:
         """What a finished or sealed update says of itself."""
         return verbs.WeightsReport(
-            tensors=tensors, received_digest=digest(self.received) if self.received is not None else ""
+            tensors=tensors, received_digest=digest(self.received, self._key) if self.received is not None else ""
         )
 
     def listed(self) -> verbs.AdapterList:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import hashlib
 import heapq
 import random
 import traceback
@@ -339,6 +340,10 @@ class World:
         digits = f"{value:032x}"
         return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
+    def new_key(self) -> bytes:
+        """16 bytes that have not been a key yet."""
+        return hashlib.md5(self.new_id().encode()).digest()
+
     def find_unheard(self) -> None:
         """Find tasks that failed with a defect which nobody has asked for. The garbage collector tells only of those
         that nobody holds either. A typed error is the answer to a caller that has left.
@@ -390,3 +395,7 @@ class SimClock:
     def new_id(self) -> str:
         """A fresh UUIDv7."""
         return self._world.new_id()
+
+    def new_key(self) -> bytes:
+        """A fresh key."""
+        return self._world.new_key()

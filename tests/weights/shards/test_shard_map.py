@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,20 @@ from rlctl.weights.shards.shard_map import (
     Slice,
     model_digest,
 )
-from rlctl.weights.tensor.digest import Stop, tensor_digest
+from rlctl.weights.tensor.digest import tensor_digest
 from rlctl.weights.tensor.slices import Spread, owners
 from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.tensor.work import Stop
 
 Form = Callable[..., list[WeightGroup]]
 
 
-def digest_together(form: Form, maps: list[ShardMap], **options: int) -> list[ModelDigestResult]:
+@pytest.fixture(params=[b"", bytes(range(16))], ids=["sha256", "keyed"])
+def key(request: pytest.FixtureRequest) -> bytes:
+    return request.param
+
+
+def digest_together(form: Form, maps: list[ShardMap], **options: Any) -> list[ModelDigestResult]:
     groups = form(len(maps))
     return together(
         *(
@@ -40,14 +47,16 @@ def digest_together(form: Form, maps: list[ShardMap], **options: int) -> list[Mo
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("max_bytes", [1, 100, 1 << 20])
-def test_the_model_digest_is_that_of_the_full_tensors_in_every_layout(form: Form, size: int, max_bytes: int) -> None:
+def test_the_model_digest_is_that_of_the_full_tensors_in_every_layout(
+    form: Form, size: int, max_bytes: int, key: bytes
+) -> None:
     full = full_model()
-    results = digest_together(form, [filled(full, rank, size) for rank in range(size)], max_bytes=max_bytes)
-    assert {result.digest for result in results} == {digest_of(full)}
+    results = digest_together(form, [filled(full, rank, size) for rank in range(size)], max_bytes=max_bytes, key=key)
+    assert {result.digest for result in results} == {digest_of(full, key)}
     assert not any(result.inconsistent for result in results)
     # Every tensor is in exactly one rank's share, with its own digest.
     shares = [pair for result in results for pair in result.digests.items()]
-    assert sorted(shares) == sorted((name, tensor_digest(name, tensor)) for name, tensor in full.items())
+    assert sorted(shares) == sorted((name, tensor_digest(name, tensor, key=key)) for name, tensor in full.items())
 
 
 def test_the_work_is_shared_out() -> None:
@@ -62,15 +71,15 @@ def test_the_work_is_shared_out() -> None:
     assert max(load) < 0.6 * sum(load)
 
 
-def test_a_stage_of_one_rank_needs_no_group() -> None:
+def test_a_stage_of_one_rank_needs_no_group(key: bytes) -> None:
     full = full_model()
-    result = model_digest(filled(full, 0, 1), LocalExchange())
-    assert result.digest == digest_of(full)
+    result = model_digest(filled(full, 0, 1), LocalExchange(), key=key)
+    assert result.digest == digest_of(full, key)
     assert set(result.digests) == set(full)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_weights_held_in_another_dtype_are_digested_in_the_references(form: Form, size: int) -> None:
+def test_weights_held_in_another_dtype_are_digested_in_the_references(form: Form, size: int, key: bytes) -> None:
     full = full_model()
     maps = []
     for rank in range(size):
@@ -83,62 +92,66 @@ def test_weights_held_in_another_dtype_are_digested_in_the_references(form: Form
                 }
             )
         )
-    assert {result.digest for result in digest_together(form, maps)} == {digest_of(full)}
+    assert {result.digest for result in digest_together(form, maps, key=key)} == {digest_of(full, key)}
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("name", ["layer.norm.weight", "layer.scale"])
-def test_one_corrupted_replica_is_noticed_by_every_rank(form: Form, size: int, bad_rank: int, name: str) -> None:
+def test_one_corrupted_replica_is_noticed_by_every_rank(
+    form: Form, size: int, bad_rank: int, name: str, key: bytes
+) -> None:
     full = full_model()
     maps = [filled(full, rank, size) for rank in range(size)]
     maps[bad_rank].shards[name].local.view(-1)[0] += 1
-    results = digest_together(form, maps)
+    results = digest_together(form, maps, key=key)
     assert {tuple(result.inconsistent) for result in results} == {(name,)}
     wrong_everywhere = dict(full)
     wrong_everywhere[name] = maps[bad_rank].shards[name].local
     digests = {result.digest for result in results}
     assert len(digests) == 1
-    assert digests.isdisjoint({digest_of(full), digest_of(wrong_everywhere)})
+    assert digests.isdisjoint({digest_of(full, key), digest_of(wrong_everywhere, key)})
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1, 2, 3])
-def test_one_corrupted_copy_of_a_shared_slice_is_noticed(form: Form, bad_rank: int) -> None:
+def test_one_corrupted_copy_of_a_shared_slice_is_noticed(form: Form, bad_rank: int, key: bytes) -> None:
     full = full_model()
     maps = [filled(full, rank, 4) for rank in range(4)]
     maps[bad_rank].shards["layer.k.weight"].local[0, 0] += 1
-    results = digest_together(form, maps)
+    results = digest_together(form, maps, key=key)
     assert {tuple(result.inconsistent) for result in results} == {("layer.k.weight",)}
-    assert {result.digest for result in results}.isdisjoint({digest_of(full)})
+    assert {result.digest for result in results}.isdisjoint({digest_of(full, key)})
 
 
 @pytest.mark.parametrize("name", ["layer.q.weight", "layer.o.weight", "layer.experts"])
-def test_a_wrong_slice_is_noticed(form: Form, name: str) -> None:
+def test_a_wrong_slice_is_noticed(form: Form, name: str, key: bytes) -> None:
     full = full_model()
     maps = [filled(full, rank, 2) for rank in range(2)]
     maps[1].shards[name].local.copy_(maps[0].shards[name].local)
-    results = digest_together(form, maps)
+    results = digest_together(form, maps, key=key)
     assert len({result.digest for result in results}) == 1
-    assert results[0].digest != digest_of(full)
+    assert results[0].digest != digest_of(full, key)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "layer.o.weight", "layer.q.bias"])
 @pytest.mark.parametrize("stale_rank", [0, 1])
-def test_a_stale_slice_is_noticed(form: Form, name: str, stale_rank: int) -> None:
+def test_a_stale_slice_is_noticed(form: Form, name: str, stale_rank: int, key: bytes) -> None:
     old, new = full_model(seed=1), full_model(seed=2)
     maps = [filled(new, rank, 2) for rank in range(2)]
     maps[stale_rank].place(name, old[name])
-    results = digest_together(form, maps)
-    assert results[0].digest != digest_of(new)
+    results = digest_together(form, maps, key=key)
+    assert results[0].digest != digest_of(new, key)
     assert results[0].digest == results[1].digest
 
 
-def test_ranks_that_hold_different_tensors_make_one_model(form: Form) -> None:
+def test_ranks_that_hold_different_tensors_make_one_model(form: Form, key: bytes) -> None:
     full = full_model()
     whole = filled(full, 0, 1).shards
     first = {name: shard for name, shard in whole.items() if name < "layer.n"}
-    results = digest_together(form, [ShardMap(first), ShardMap({n: s for n, s in whole.items() if n not in first})])
-    assert {result.digest for result in results} == {digest_of(full)}
+    results = digest_together(
+        form, [ShardMap(first), ShardMap({n: s for n, s in whole.items() if n not in first})], key=key
+    )
+    assert {result.digest for result in results} == {digest_of(full, key)}
 
 
 def one_tensor(*slices: Slice, shape: tuple[int, ...] = (4, 2)) -> list[ShardMap]:
@@ -158,12 +171,12 @@ def one_tensor(*slices: Slice, shape: tuple[int, ...] = (4, 2)) -> list[ShardMap
     ],
     ids=["gap", "overlap", "two dimensions", "whole and part", "nobody has the end", "two shapes"],
 )
-def test_shard_maps_that_contradict_each_other_are_refused(form: Form, maps: list[ShardMap]) -> None:
+def test_shard_maps_that_contradict_each_other_are_refused(form: Form, maps: list[ShardMap], key: bytes) -> None:
     with pytest.raises(Internal, match=r"^INTERNAL: w: "):
-        digest_together(form, maps)
+        digest_together(form, maps, key=key)
 
 
-def test_tensors_without_elements_and_uneven_slices_are_digested(form: Form) -> None:
+def test_tensors_without_elements_and_uneven_slices_are_digested(form: Form, key: bytes) -> None:
     full = {"empty": torch.empty(0, 4), "empty.columns": torch.empty(4, 0), "uneven": torch.arange(7.0)}
     maps = []
     for rank, (start, length) in enumerate([(0, 5), (5, 2)]):
@@ -181,7 +194,7 @@ def test_tensors_without_elements_and_uneven_slices_are_digested(form: Form) -> 
             )
         )
         maps[-1].place("uneven", full["uneven"])
-    assert {result.digest for result in digest_together(form, maps)} == {digest_of(full)}
+    assert {result.digest for result in digest_together(form, maps, key=key)} == {digest_of(full, key)}
 
 
 SCALAR = torch.tensor(2.5, dtype=torch.bfloat16)
@@ -220,7 +233,7 @@ def test_a_full_tensor_comes_together_however_little_of_it_a_rank_holds(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_stopping_one_rank_ends_the_digest_at_all(form: Form, size: int) -> None:
+def test_stopping_one_rank_ends_the_digest_at_all(form: Form, size: int, key: bytes) -> None:
     full = full_model()
     groups = form(size)
     stop = Stop()
@@ -232,11 +245,34 @@ def test_stopping_one_rank_ends_the_digest_at_all(form: Form, size: int) -> None
                 filled(full, rank, size),
                 GroupExchange(groups[rank].process_group),
                 stop=stop if rank == size - 1 else None,
+                key=key,
             )
         return caught.value
 
     errors = together(*(lambda rank=rank: attempt(rank) for rank in range(size)))
     assert {(error.reason, error.message) for error in errors} == {(Reason.CANCELLED, "enough")}
+
+
+def test_a_keyed_digest_gathers_no_tensor(form: Form) -> None:
+    """Of parts that are cut up, only sums go from rank to rank."""
+    full = {"cut": torch.randn(256, 512), "columns": torch.randn(512, 256)}
+    groups = form(2)
+
+    class Watched(GroupExchange):
+        def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
+            raise AssertionError("a tensor is gathered")
+
+    def held(rank: int) -> ShardMap:
+        parts = {"cut": Slice(0, 128 * rank, 128), "columns": Slice(1, 128 * rank, 128)}
+        return ShardMap({n: Shard(TensorMeta.of(n, full[n]), p.of(full[n]).clone(), p) for n, p in parts.items()})
+
+    results = together(
+        *(
+            lambda rank=rank: model_digest(held(rank), Watched(groups[rank].process_group), key=bytes(range(16)))
+            for rank in range(2)
+        )
+    )
+    assert {result.digest for result in results} == {digest_of(full, bytes(range(16)))}
 
 
 def test_digests_that_are_known_are_taken_for_what_is_whole_and_for_nothing_else(form: Form) -> None:

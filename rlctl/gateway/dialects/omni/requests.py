@@ -138,7 +138,9 @@ def _destroy_group(fields: Fields) -> Message:
 def _check(fields: Fields) -> Message:
     action = fields.take("action", str, "checksum")
     return verbs_pb2.CheckWeightsRequest(
-        action=_one_of(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"), per_tensor=True
+        action=_one_of(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),
+        per_tensor=True,
+        digest=verbs_pb2.DIGEST_FUNCTION_SHA256,
     )
 
 

@@ -105,6 +105,7 @@ async def weights_checker(asked: Asked) -> Reply:
     request = verbs_pb2.CheckWeightsRequest(
         action=verbs_pb2.CheckAction.Value(f"CHECK_ACTION_{action.upper()}"),
         per_tensor=action == "checksum",
+        digest=verbs_pb2.DIGEST_FUNCTION_SHA256,
         skip_tensors=asked["skip_tensor_list"] or [],
         selector=common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}"),
     )

@@ -1,0 +1,285 @@
+"""The keyed digest: a digest of weights at the speed of memory, whose parts add up.
+
+A tensor is a matrix of bytes: its rows are all dimensions but the last, a row's bytes are those of the last dimension
+(a vector is one row, a scalar one row of one element). A row is cut into blocks of 8,192 bytes, the last one may be
+shorter. With the bytes x as signed integers of 8 bits, a tensor's digest is two integers of 64 bits, j = 0, 1:
+
+    h(r, b, l) = sum over the bytes c of block b of row r:  K(c mod 8192, l) * x(r, c)        l = 0 ... 15
+    H(j) = sum over r, b:  A(j, r * blocks + b) * sum over l:  C(l, j) * h(r, b, l)           mod 2^64
+
+K are integers from -64 to 63, C and A integers of 64 bits, all of them from a key of 128 random bits. What follows:
+
+- It is a sum over elements. Whoever holds a part of a tensor digests that part where it lies, with the rows and columns
+  that it has in the full tensor. The digests of parts that tile the tensor add up to the tensor's.
+- ``h`` is a product of two matrices of small integers, which processors with instructions for int8 and GPUs compute as
+  fast as they read memory. The function needs no kernel of its own.
+- Two contents that differ, and were fixed before the key was drawn, have the same digest with a chance of at most about
+  2^-100 (docs/verification.md derives it). Somebody who knows the key can make two contents with one digest, so the key
+  is drawn for each version, and published checkpoints keep SHA-256.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.weights.tensor.slices import Shard
+from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+from rlctl.weights.tensor.work import Stop, usable_cores
+
+BLOCK = 8192
+"""Bytes of a row that the small keys cover. Sums of |K * x| stay below 2^26."""
+
+LANES = 16
+
+_CHUNK_BYTES = 4 << 20
+"""Bytes of one product: what caches hold."""
+
+_BATCH_BYTES = 16 << 20
+"""Bytes whose products are added up at once."""
+
+_EXACT = 2048
+"""Columns of which a product in float32 is exact: 2048 * 2^6 * 2^7 = 2^24."""
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, of splitmix64
+_MIX = (-4658895280553007687, -7723592293110705685)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The digest of a tensor, or of a part of one. Sums of parts add up.
+
+    Attributes:
+        words: two integers, each from 0 to 2^64 - 1.
+    """
+
+    words: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, first: int, second: int) -> Sum:
+        """Two integers, modulo 2^64."""
+        return cls((first % 2**64, second % 2**64))
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum.of(self.words[0] + other.words[0], self.words[1] + other.words[1])
+
+    def hex(self) -> str:
+        """32 hex digits."""
+        return "".join(f"{word:016x}" for word in self.words)
+
+
+def keyed_sums(key: bytes, shards: Sequence[Shard], stop: Stop | None = None) -> list[Sum]:
+    """The digest of each part, as the part of its full tensor that it is.
+
+    Args:
+        key: 16 bytes.
+        shards: parts of tensors, or whole ones, on any device. What is digested is their contents cast to the full
+            tensor's dtype.
+        stop: its cause is raised between two batches of about 16 MiB.
+    """
+    stop = stop or Stop()
+
+    def digest(batch: Sequence[_Rows]) -> dict[int, Sum]:
+        stop.check()
+        found: dict[int, Sum] = {}
+        for device in {rows.shard.local.device for rows in batch}:
+            found |= _digest(_keys(key, device), [rows for rows in batch if rows.shard.local.device == device])
+        return found
+
+    sums = [Sum()] * len(shards)
+    for found in _mapped(digest, list(_batches(shards))):
+        for index, part in found.items():
+            sums[index] += part
+    return sums
+
+
+def identity(key: bytes, meta: TensorMeta) -> Sum:
+    """What a full tensor's name, dtype and shape add to the digest of its contents."""
+    text = f"{meta.name}{dtype_name(meta.dtype)}{meta.shape}".encode()
+    digest = hashlib.sha256(key + text).digest()
+    return Sum.of(int.from_bytes(digest[:8]), int.from_bytes(digest[8:16]))
+
+
+def _mapped(
+    work: Callable[[Sequence[_Rows]], dict[int, Sum]], batches: Sequence[Sequence[_Rows]]
+) -> Iterable[dict[int, Sum]]:
+    """Do the work of each batch, on the cores that torch itself leaves idle."""
+    threads = min(len(batches), usable_cores() // torch.get_num_threads())
+    if threads <= 1:
+        return map(work, batches)
+    with ThreadPoolExecutor(threads, "digest") as pool:
+        return list(pool.map(work, batches))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a shard.
+
+    Attributes:
+        index: the shard's place in the list.
+        start: first row, counted within the shard.
+        count: number of rows.
+    """
+
+    index: int
+    shard: Shard
+    start: int
+    count: int
+
+
+def _batches(shards: Sequence[Shard]) -> Iterator[list[_Rows]]:
+    """All rows of all shards, in batches of about 16 MiB."""
+    batch: list[_Rows] = []
+    room = _BATCH_BYTES
+    for index, shard in enumerate(shards):
+        *outer, width = shard.local.shape or (1,)
+        rows, size = math.prod(outer), width * shard.meta.dtype.itemsize
+        at = 0
+        while at < rows and size:
+            count = min(rows - at, max(1, _CHUNK_BYTES // size))
+            batch.append(_Rows(index, shard, at, count))
+            at += count
+            room -= count * size
+            if room <= 0:
+                yield batch
+                batch, room = [], _BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
+    """The digest of these rows, all on the device of the keys, by shard."""
+    products: list[torch.Tensor] = []
+    lines: list[torch.Tensor] = []
+    owners: list[int] = []
+    indexes = {rows.index: None for rows in batch}
+    place = {index: place for place, index in enumerate(indexes)}
+    for rows in batch:
+        meta, part = rows.shard.meta, rows.shard.slice
+        full = meta.shape or (1,)
+        local = rows.shard.local.detach()
+        matrix = local.reshape(-1, local.shape[-1] if local.shape else 1)[rows.start : rows.start + rows.count]
+        data = matrix.to(meta.dtype)
+        if data.stride(-1) != 1:
+            data = data.contiguous()
+        data = data.view(torch.int8)
+        first = part.start * meta.dtype.itemsize if part.dim == len(full) - 1 else 0
+        blocks = -(-full[-1] * meta.dtype.itemsize // BLOCK)
+        numbers = _row_numbers(rows, full) * blocks
+        for block, left, right in _cuts(first, data.shape[1]):
+            at = (first + left) % BLOCK
+            products.append(_product(data[:, left:right], keys.small[at : at + right - left]))
+            lines.append(numbers + block)
+            owners.append(place[rows.index])
+    counts = torch.tensor([len(each) for each in lines])
+    owner = torch.repeat_interleave(torch.tensor(owners), counts).to(keys.small.device)
+    terms = keys.terms(torch.cat(products), torch.cat(lines).to(keys.small.device))
+    words = torch.zeros(len(indexes), 2, dtype=torch.int64, device=terms.device).index_add_(0, owner, terms)
+    return {
+        index: Sum((first % 2**64, second % 2**64))
+        for index, (first, second) in zip(indexes, words.tolist(), strict=True)
+    }
+
+
+class _Keys:
+    """What a key stands for, on a device.
+
+    Attributes:
+        small: K, int8, 8192 x 16.
+    """
+
+    def __init__(self, key: bytes, device: torch.device) -> None:
+        stream = hashlib.shake_256(b"rlctl keyed digest 1" + key).digest(BLOCK * LANES + LANES * 16 + 16)
+        read = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+        small = read[: BLOCK * LANES].view(BLOCK, LANES).bitwise_and(127).to(torch.int16) - 64
+        self.small = small.to(torch.int8).to(device)
+        large = read[BLOCK * LANES :].clone().view(torch.int64)
+        self._lanes = large[: 2 * LANES].view(LANES, 2).to(device)
+        self._seeds = large[2 * LANES :].to(device)
+
+    def terms(self, products: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+        """What each line (a block of a row) adds, lines x 2; ``products``: h, lines x 16, int32; ``lines``: numbers."""
+        mixed = (
+            products.to(torch.int64) @ self._lanes
+            if products.device.type == "cpu"
+            else torch.stack([(products * lane).sum(1) for lane in self._lanes.unbind(1)], 1)
+        )
+        return mixed * _mixed(self._seeds + (lines[:, None] + 1) * _GOLDEN)
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(key: bytes, device: torch.device) -> _Keys:
+    return _Keys(key, device)
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), of int64 that stand for uint64."""
+    numbers = (numbers ^ _shifted(numbers, 30)) * _MIX[0]
+    numbers = (numbers ^ _shifted(numbers, 27)) * _MIX[1]
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
+    """The numbers that the rows have in the full tensor."""
+    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + rows.count)
+    if part.dim is None or part.dim == len(full) - 1:
+        return numbers
+    inner = math.prod(full[part.dim + 1 : -1])
+    outer, within = numbers // (part.length * inner), numbers % (part.length * inner)
+    return outer * (full[part.dim] * inner) + part.start * inner + within
+
+
+def _cuts(first: int, width: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks that ``width`` bytes from byte ``first`` of a row on lie in: (block, from, to), within the bytes."""
+    left = 0
+    while left < width:
+        block = (first + left) // BLOCK
+        right = min(width, (block + 1) * BLOCK - first)
+        yield block, left, right
+        left = right
+
+
+def _product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The product of two matrices of int8, exact, int32."""
+    return _product_on(data.device.type)(data, keys)
+
+
+@functools.cache
+def _product_on(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The fastest product that is exact on this kind of device."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(-128, 128, (64, 512), dtype=torch.int8, generator=generator)
+    keys = torch.randint(-64, 64, (512, LANES), dtype=torch.int8, generator=generator)
+    data[0], data[1], keys[:, 0], keys[:, 1] = -128, 127, -64, 63
+    right = data.to(torch.int64) @ keys.to(torch.int64)
+    try:
+        found = _int8_product(data.to(device), keys.to(device)).cpu()
+    except RuntimeError:  # this build of torch has none
+        return _float_product
+    return _int8_product if torch.equal(found.to(torch.int64), right) else _float_product
+
+
+def _int8_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    if data.is_cuda and (len(data) <= 16 or data.shape[1] % 8):  # cuBLASLt takes no such matrix
+        return _float_product(data, keys)
+    product: torch.Tensor = torch._int_mm(data, keys)
+    return product
+
+
+def _float_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    product = torch.zeros(len(data), LANES, dtype=torch.int32, device=data.device)
+    for start in range(0, data.shape[1], _EXACT):
+        columns = slice(start, start + _EXACT)
+        product += (data[:, columns].to(torch.float32) @ keys[columns].to(torch.float32)).to(torch.int32)
+    return product

@@ -1,0 +1,247 @@
+"""Updates that are verified by keyed digests: the key's way, what it finds, and where both functions meet."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet_steps import restart_coordinator
+from updating import begin, commit, digest, join, refusal, restart, version_of, weights, write
+
+from rlctl.contract.digests import key_of, with_key
+from rlctl.contract.errors import Reason
+from rlctl.contract.fingerprints import fingerprints
+from rlctl.engine import Call, EngineInfo
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
+
+KEYED = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED)
+
+
+def keyed(text: str, key: bytes) -> str:
+    return with_key(hashlib.sha256(key + text.encode()).hexdigest(), key)
+
+
+async def prepared(fleet: InProcessFleet, text: str = "w1", **fields: Any) -> u.BeginWeightUpdateResponse:
+    plan = await begin(fleet, text, **{"options": KEYED} | fields)
+    await join(fleet, plan)
+    await write(fleet, plan, text)
+    return plan
+
+
+async def update(fleet: InProcessFleet, text: str = "w1", **fields: Any) -> Operation:
+    plan = await prepared(fleet, text)
+    return await commit(fleet, plan, keyed(text, plan.digest_key), **fields)
+
+
+def held(fleet: InProcessFleet, text: str) -> None:
+    """Something else than rlctl writes into the weights of b."""
+    fleet.stages["b"]._engine.weights = text  # type: ignore[attr-defined]
+    fleet.workers["b", 1]._follower._engine.weights = text  # type: ignore[attr-defined]
+
+
+async def test_an_update_is_verified_by_a_key_of_its_own(fleet: InProcessFleet) -> None:
+    first = await update(fleet, "w1")
+    assert first.state == OPERATION_STATE_OK
+    assert {result.verified for result in first.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    key = key_of(first.model_digest)
+    assert first.model_digest == keyed("w1", key)
+    assert len(key) == 16
+    again = await update(fleet, "w2")
+    assert key_of(again.model_digest) not in (b"", key)
+    (model,) = (await fleet.stub.GetFleet(GetFleetRequest())).models
+    assert model.model_digest == again.model_digest
+
+
+async def test_without_being_asked_for_it_an_update_is_verified_by_sha256(fleet: InProcessFleet) -> None:
+    plan = await prepared(fleet, options=v.UpdateOptions())
+    assert plan.digest_key == b""
+    assert (await commit(fleet, plan, digest("w1"))).model_digest == digest("w1")
+
+
+async def test_a_wrong_rank_is_named(fleet: InProcessFleet) -> None:
+    async def change(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "commit_update" and engine.config.tp_size == 2:
+            engine.weights += " wrong"
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 1] = change
+    plan = await prepared(fleet)
+    said = {"weights": keyed("w1", plan.digest_key)[:64]}
+    operation = await commit(fleet, plan, keyed("w1", plan.digest_key), fingerprints=fingerprints(said))
+    assert operation.state == OPERATION_STATE_FAILED
+    (wrong,) = [result for result in operation.stage_results if result.error.reason == "DIGEST_MISMATCH"]
+    assert (wrong.slot, wrong.error.metadata["tensor"], wrong.error.metadata["ranks"]) == ("b", "weights", "1")
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_replicas_are_compared_by_the_key(fleet: InProcessFleet) -> None:
+    plan = await prepared(fleet)
+    operation = await commit(fleet, plan)
+    assert operation.state == OPERATION_STATE_OK
+    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_REPLICA}
+    assert operation.model_digest == keyed("w1", plan.digest_key)
+
+
+async def test_what_comes_is_digested_by_the_key(fleet: InProcessFleet) -> None:
+    options = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED, verify=common.VERIFICATION_LEVEL_RECEIVED)
+    plan = await prepared(fleet, options=options)
+    operation = await commit(fleet, plan, keyed("w1", plan.digest_key))
+    assert operation.state == OPERATION_STATE_OK
+    took = {rank.weights.received_digest for result in operation.stage_results for rank in result.rank_results}
+    assert took == {keyed("w1", plan.digest_key)}
+
+
+@pytest.mark.parametrize("made_with", ["sha256", "another key"])
+@pytest.mark.parametrize("field", ["expected_digest", "sent_digest"])
+async def test_a_digest_that_was_made_otherwise_is_refused(fleet: InProcessFleet, field: str, made_with: str) -> None:
+    plan = await prepared(fleet)
+    right = keyed("w1", plan.digest_key)
+    other = digest("w1") if made_with == "sha256" else keyed("w1", bytes(16))
+    expected, sent = (other, right) if field == "expected_digest" else (right, other)
+    error = await refusal(commit(fleet, plan, expected, sent_digest=sent))
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, field)
+    assert plan.digest_key.hex()[:8] in error.message
+    # The update is as it was.
+    assert (await commit(fleet, plan, right)).state == OPERATION_STATE_OK
+
+
+async def test_a_keyed_digest_in_an_update_by_sha256_is_refused(fleet: InProcessFleet) -> None:
+    plan = await prepared(fleet, options=v.UpdateOptions())
+    error = await refusal(commit(fleet, plan, keyed("w1", bytes(16))))
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "expected_digest")
+
+
+async def test_a_stage_that_computes_none_refuses_it_before_anything_is_paused(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.server.coordinator.roster.slots["b"].record.registration.capabilities.keyed_digests = False
+    error = await refusal(begin(fleet, options=KEYED))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "options.digest")
+    assert "b's engine" in error.message
+    assert not any(stage.report.paused for stage in (await fleet.stub.GetFleet(GetFleetRequest())).stages)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": v.UPDATE_KIND_ADAPTER, "adapter": "math", "adapter_config": v.AdapterConfig(lora_rank=1)},
+        {"path": u.DATA_PATH_DISK},
+    ],
+    ids=["adapter", "disk"],
+)
+async def test_what_is_digested_by_sha256_only_refuses_it(fleet: InProcessFleet, fields: dict[str, Any]) -> None:
+    error = await refusal(begin(fleet, options=KEYED, **fields))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "options.digest")
+
+
+async def test_a_delta_keeps_the_key_of_its_base(fleet: InProcessFleet) -> None:
+    base = await update(fleet, "w1")
+    plan = await begin(fleet, "w1-again", kind=v.UPDATE_KIND_DELTA, base=base.weight_version)
+    assert plan.digest_key == key_of(base.model_digest)
+    operation = await commit(fleet, plan, base.model_digest)
+    assert (operation.state, operation.model_digest) == (OPERATION_STATE_OK, base.model_digest)
+
+
+async def test_a_check_goes_by_the_function_that_the_version_was_verified_by(fleet: InProcessFleet) -> None:
+    operation = await update(fleet)
+    checked = await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    found = {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results}
+    assert found == {operation.model_digest}
+    strict = await fleet.stub.CheckWeights(v.CheckWeightsRequest(digest=v.DIGEST_FUNCTION_SHA256))
+    found = {rank.check.model_digest for result in strict.stage_results for rank in result.rank_results}
+    assert (strict.state, found) == (OPERATION_STATE_OK, {digest("w1")})
+    other = await fleet.stub.CheckWeights(v.CheckWeightsRequest(digest_key=bytes(16)))
+    found = {rank.check.model_digest for result in other.stage_results for rank in result.rank_results}
+    assert (other.state, found) == (OPERATION_STATE_OK, {keyed("w1", bytes(16))})
+    # None of that is what later checks are compared with.
+    held(fleet, "another's")
+    (good, bad) = (await fleet.stub.CheckWeights(v.CheckWeightsRequest())).stage_results
+    assert (good.outcome, bad.outcome) == (common.OUTCOME_APPLIED, common.OUTCOME_DIRTY)
+    assert bad.error.reason == "DIGEST_MISMATCH"
+
+
+async def test_a_check_against_a_keyed_digest_computes_that(fleet: InProcessFleet) -> None:
+    """Also of weights that were verified by SHA-256."""
+    right = keyed(weights(fleet)[0], bytes(16))
+    checked = await fleet.stub.CheckWeights(v.CheckWeightsRequest(expected_digest=right))
+    assert {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results} == {right}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"digest_key": b"short"}, Reason.FIELD_INVALID, "digest_key"),
+        ({"digest_key": bytes(16), "action": v.CHECK_ACTION_SNAPSHOT}, Reason.FIELD_CONFLICT, "digest_key"),
+        ({"digest_key": bytes(16), "digest": v.DIGEST_FUNCTION_SHA256}, Reason.FIELD_CONFLICT, "digest"),
+        ({"digest_key": bytes(16), "expected_digest": "0" * 64}, Reason.FIELD_CONFLICT, "digest_key"),
+        ({"digest": v.DIGEST_FUNCTION_KEYED}, Reason.FIELD_REQUIRED, "digest_key"),
+        ({"expected_digest": "0" * 64 + "@12"}, Reason.FIELD_INVALID, "expected_digest"),
+        ({"expected_digest": "0" * 64 + "@"}, Reason.FIELD_INVALID, "expected_digest"),
+    ],
+)
+async def test_a_check_that_cannot_be_is_refused(
+    fleet: InProcessFleet, fields: dict[str, Any], reason: Reason, field: str
+) -> None:
+    error = await refusal(fleet.stub.CheckWeights(v.CheckWeightsRequest(**fields)))
+    assert (error.reason, error.field) == (reason, field)
+
+
+async def test_a_heal_is_verified_by_the_key_of_the_version(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        operation = await update(fleet)
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        healed = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1")))
+        assert healed.state == OPERATION_STATE_OK, healed.error
+        (result,) = healed.stage_results
+        assert {rank.check.model_digest for rank in result.rank_results} <= {operation.model_digest, ""}
+        assert fleet.stage("a").report.model_digest == operation.model_digest
+        assert set(weights(fleet)) == {"w1"}
+
+
+async def test_a_heal_of_a_stage_that_computes_no_keyed_digest_says_so(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        await update(fleet)
+        start, answer = FakeEngine.start, FakeEngine.check_weights
+
+        async def without(self: FakeEngine, *setup: Any) -> EngineInfo:
+            info = await start(self, *setup)
+            info.capabilities.keyed_digests = False
+            return info
+
+        async def older(self: FakeEngine, request: v.CheckWeightsRequest, call: Call) -> v.CheckReport:
+            if self.config.tp_size == 1:  # one that does not know the field
+                request.digest_key = b""
+            return await answer(self, request, call)
+
+        monkeypatch.setattr(FakeEngine, "start", without)
+        monkeypatch.setattr(FakeEngine, "check_weights", older)
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        healed = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1")))
+        error = healed.stage_results[0].error
+        assert error.reason == "VERIFICATION_UNREACHABLE"
+        assert "does not compute the digest that the version was published with" in error.message
+        assert not fleet.stage("a").routable
+
+
+async def test_the_key_outlives_the_coordinator(fleet: InProcessFleet) -> None:
+    operation = await update(fleet)
+    await restart_coordinator(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    checked = await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    assert checked.state == OPERATION_STATE_OK
+    found = {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results}
+    assert found == {operation.model_digest}
