@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.enums import number
 from rlctl.contract.errors import Reason
@@ -432,14 +433,15 @@ def rolling(max_unavailable: int = 1) -> RolloutStrategy:
     return RolloutStrategy(max_unavailable=max_unavailable)
 
 
-def model_digest(weights: Weights, *, checkpoint: str = "") -> str:
-    """Model digest of full tensors under their checkpoint names, hex: what a fleet that holds them reports.
+def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> str:
+    """Model digest of full tensors under their checkpoint names: what a fleet that holds them reports.
 
     ``checkpoint``: directory of the rollout checkpoint, whose names and dtypes the tensors have in the fleet. Without
     it, a module's tensors have the names that ``save_pretrained`` would write, and all have the dtypes that they are
-    in. Raises UNSUPPORTED as an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
+    in. ``like``: a digest by whose function and key it is made, an update's say; "" is SHA-256. Raises UNSUPPORTED as
+    an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
     """
-    source, digest = as_offer(weights), ModelDigest()
+    source, digest = as_offer(weights), ModelDigest(key_of(like))
     reference: list[TensorMeta] = []
     if checkpoint:
         with contextlib.closing(open_checkpoint(checkpoint, field="checkpoint")) as opened:

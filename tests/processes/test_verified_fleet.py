@@ -42,28 +42,37 @@ def levels(result: rlctl.UpdateResult) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("path", "apply"), [("broadcast", "in_place"), ("ipc", "in_place"), ("broadcast", "staged"), ("ipc", "staged")]
+    ("path", "apply", "digest"),
+    [
+        ("broadcast", "in_place", ""),
+        ("ipc", "in_place", "keyed"),
+        ("broadcast", "staged", "keyed"),
+        ("ipc", "staged", ""),
+    ],
 )
-def test_a_delta_sends_what_differs_from_its_base_and_proves_all(fleet: Fleet, path: str, apply: str) -> None:
+def test_a_delta_sends_what_differs_from_its_base_and_proves_all(
+    fleet: Fleet, path: str, apply: str, digest: str
+) -> None:
     publisher = fleet.publisher("actor", path=path)
     model = demo_tiny.make(seed=5)
     with pytest.raises(RlctlError) as caught:
         publisher.update(model, version="early", base="initial")
     assert (caught.value.reason, caught.value.field) == (Reason.BASE_MISMATCH, "base")
-    full = publisher.update(model, version=f"base-{path}", apply=apply)
+    full = publisher.update(model, version=f"base-{path}", apply=apply, digest=digest)
     with torch.no_grad():
         model.model.norm.weight.add_(1)
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     delta = publisher.update(model, version=f"delta-{path}", base=f"base-{path}", apply=apply)
     assert (full.tensors_sent, delta.tensors_sent) == (len(list(model.parameters())), 2)
     assert 0 < delta.bytes_sent < full.bytes_sent
-    assert held(fleet) == {delta.model_digest} == {rlctl.model_digest(model)}
+    assert held(fleet) == {delta.model_digest} == {rlctl.model_digest(model, like=full.model_digest)}
+    assert ("@" in delta.model_digest) == bool(digest)
     assert levels(delta) == {common.VERIFICATION_LEVEL_EXPECTED}
     pending = publisher.update_async(model, version=f"same-{path}", base=f"delta-{path}", apply=apply)
     pending.wait_sent()
     nothing = pending.wait()
     assert (nothing.tensors_sent, nothing.bytes_sent) == (0, 0)
-    assert held(fleet) == {rlctl.model_digest(model)}
+    assert held(fleet) == {rlctl.model_digest(model, like=full.model_digest)}
     assert fleet.status().models[0].latest == nothing.version
     other = fleet.publisher("actor")
     other.update(demo_tiny.make(seed=6), version="between")
@@ -83,8 +92,10 @@ def test_each_rank_digests_what_it_takes_in_when_asked_to(fleet: Fleet, path: st
         common.VERIFICATION_LEVEL_RECEIVED
     }
     part = {name: parameter.detach() * 2 for name, parameter in list(model.named_parameters())[:3]}
-    for apply in ("in_place", "staged"):
-        result = publisher.update(part.items(), version=f"part-{apply}", verify="received", partial=True, apply=apply)
+    for apply, digest in (("in_place", "keyed"), ("staged", "")):
+        result = publisher.update(
+            part.items(), version=f"part-{apply}", verify="received", digest=digest, partial=True, apply=apply
+        )
         assert levels(result) == {common.VERIFICATION_LEVEL_RECEIVED}
     publisher.close()
 
@@ -145,7 +156,7 @@ def test_a_rank_that_skips_a_tensor_is_named(tiny: tuple[Any, Path], tmp_path: P
     with LaunchedFleet(engines, directory=tmp_path / "fleet") as running, running.connect() as fleet:
         publisher = fleet.publisher("actor")
         with pytest.raises(OperationFailed) as staged:
-            publisher.update(model, version="skipped-in-copies", apply="staged")
+            publisher.update(model, version="skipped-in-copies", apply="staged", digest="keyed")
         assert {stage.state for stage in fleet.status().stages} == {common.STAGE_STATE_READY}
         pending = publisher.update_async(counted := Counted(model), version="not-waited-for", apply="staged")
         with pytest.raises(OperationFailed) as unnamed:
@@ -154,11 +165,14 @@ def test_a_rank_that_skips_a_tensor_is_named(tiny: tuple[Any, Path], tmp_path: P
         with pytest.raises(OperationFailed) as caught:
             publisher.update(counted, version="skipped")
         assert counted.passes == 3, "once more, to name the rank"
+        with pytest.raises(OperationFailed) as by_key:
+            publisher.update(model, version="skipped-by-key", digest="keyed")
         publisher.close()
         assert fleet.status().models[0].latest.label == "initial"
     cut = next(result for result in unnamed.value.operation.stage_results if result.slot == "cut")
     assert (cut.error.metadata["tensor"], cut.error.metadata["holders"]) == (CUT, "0,1")
-    both = [*staged.value.operation.stage_results, *caught.value.operation.stage_results]
+    failed = (staged, caught, by_key)
+    both = [result for failure in failed for result in failure.value.operation.stage_results]
     for result in both:
         assert result.error.reason == "DIGEST_MISMATCH"
         assert dropped[result.slot] in result.error.message

@@ -81,13 +81,14 @@ def test_what_two_ranks_hold_can_be_digested(pair: Fleet, tiny: tuple[Any, Path]
     assert len(ranks) == 2, "each holds parts of its own"
 
 
-@pytest.mark.parametrize("path", ["ipc", "broadcast"])
-def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: str) -> None:
+@pytest.mark.parametrize(("path", "digest"), [("ipc", ""), ("ipc", "keyed"), ("broadcast", "keyed")])
+def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: str, digest: str) -> None:
     publisher = pair.publisher("actor", trainer="test", path=path)
     try:
-        model = changed(tiny[0], seed=len(path))
-        result = publisher.update(model, version=path)
-        assert result.model_digest == rlctl.model_digest(model)
+        model = changed(tiny[0], seed=len(path + digest))
+        result = publisher.update(model, version=path + digest, digest=digest)
+        assert ("@" in result.model_digest) == bool(digest)
+        assert result.model_digest == rlctl.model_digest(model, like=result.model_digest)
         (stage,) = result.operation.stage_results
         assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
         generates_like(pair, model, result.version)
@@ -96,27 +97,29 @@ def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: st
 
 
 @pytest.mark.parametrize(
-    ("path", "orders", "verify"),
+    ("path", "orders", "verify", "digest"),
     [
-        ("ipc", "drop:model.layers.1.mlp.down_proj.weight", ""),
-        ("broadcast", "drop:model.layers.0.self_attn.k_proj.weight", ""),
-        ("ipc", "drop:model.layers.0.self_attn.v_proj.weight", "probe"),
-        ("ipc", "drop:model.norm.weight", ""),
-        ("ipc", "flip:model.layers.1.self_attn.o_proj.weight", ""),
-        ("ipc", "swap:model.layers.0.mlp.gate_proj.weight,model.layers.0.mlp.up_proj.weight", ""),
-        ("broadcast", "stale:", ""),
+        ("ipc", "drop:model.layers.1.mlp.down_proj.weight", "", ""),
+        ("broadcast", "drop:model.layers.0.self_attn.k_proj.weight", "", "keyed"),
+        ("ipc", "drop:model.layers.0.self_attn.v_proj.weight", "probe", ""),
+        ("ipc", "drop:model.norm.weight", "", "keyed"),
+        ("ipc", "flip:model.layers.1.self_attn.o_proj.weight", "", "keyed"),
+        ("ipc", "swap:model.layers.0.mlp.gate_proj.weight,model.layers.0.mlp.up_proj.weight", "", "keyed"),
+        ("broadcast", "stale:", "", ""),
     ],
     ids=["ipc", "broadcast", "probe", "replicated", "flipped bit", "swapped pair", "stale rank"],
 )
 def test_a_rank_that_acknowledges_what_it_has_not_done_is_noticed(
-    pair: Fleet, tiny: tuple[Any, Path], sabotage: Path, path: str, orders: str, verify: str
+    pair: Fleet, tiny: tuple[Any, Path], sabotage: Path, path: str, orders: str, verify: str, digest: str
 ) -> None:
     kind, names = orders.split(":")
     name = sorted(names.split(","))[0]
     publisher = pair.publisher("actor", trainer="test", path=path)
     try:
         model = changed(tiny[0], seed=sum(orders.encode()))
-        how: dict[str, Any] = {"probe": Probe.of(model, PROMPTS, tolerance=1e-3), "verify": verify} if verify else {}
+        how: dict[str, Any] = {"digest": digest}
+        if verify:
+            how |= {"probe": Probe.of(model, PROMPTS, tolerance=1e-3), "verify": verify}
         sabotage.write_text(f"{orders}@1")
         try:
             with pytest.raises(OperationFailed) as failed:

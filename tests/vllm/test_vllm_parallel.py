@@ -101,34 +101,40 @@ def test_what_two_ranks_hold_can_be_read_back(fleet: Fleet, tiny: tuple[Any, Pat
 
 
 @pytest.mark.parametrize(
-    ("path", "level"),
-    [("ipc", "expected"), ("broadcast", "expected"), ("broadcast", "received"), ("ipc", "probe")],
+    ("path", "level", "digest"),
+    [
+        ("ipc", "expected", ""),
+        ("broadcast", "expected", "keyed"),
+        ("broadcast", "received", "keyed"),
+        ("ipc", "probe", ""),
+    ],
 )
 def test_every_rank_takes_its_part_and_says_what_came(
-    fleet: Fleet, tiny: tuple[Any, Path], path: str, level: str
+    fleet: Fleet, tiny: tuple[Any, Path], path: str, level: str, digest: str
 ) -> None:
     model = changed(tiny[0], seed=len(path + level))
     probe = {"probe": Probe.of(model, [encode("1+2=3")], tolerance=1e-3)} if level == "probe" else {}
     with contextlib.closing(fleet.publisher("actor", trainer="test", path=path)) as publisher:
-        result = publisher.update(model, version=f"{path} {level}", verify=level, **probe)
+        result = publisher.update(model, version=f"{path} {level}", verify=level, digest=digest, **probe)
     if level == "expected":
-        assert result.model_digest == rlctl.model_digest(model)
+        assert ("@" in result.model_digest) == bool(digest)
+        assert result.model_digest == rlctl.model_digest(model, like=result.model_digest)
     reached = common.VerificationLevel.Value(f"VERIFICATION_LEVEL_{level.upper()}")
     assert {stage.verified for stage in result.operation.stage_results} == {reached}
     both_generate_like(fleet, model, result.version)
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"),
+    ("name", "rank", "digest"),
     [
-        ("model.layers.1.mlp.down_proj.weight", 1),
-        ("model.embed_tokens.weight", 0),
-        ("model.norm.weight", 1),
+        ("model.layers.1.mlp.down_proj.weight", 1, "keyed"),
+        ("model.embed_tokens.weight", 0, ""),
+        ("model.norm.weight", 1, "keyed"),
     ],
     ids=["columns", "vocabulary", "replicated"],
 )
 def test_a_tensor_that_one_rank_loses_is_noticed(
-    fleet: Fleet, tiny: tuple[Any, Path], lost: Path, name: str, rank: int
+    fleet: Fleet, tiny: tuple[Any, Path], lost: Path, name: str, rank: int, digest: str
 ) -> None:
     """The rank acknowledges it, and vLLM notices nothing."""
     model = changed(tiny[0], seed=sum(name.encode()))
@@ -136,7 +142,7 @@ def test_a_tensor_that_one_rank_loses_is_noticed(
         lost.write_text(f"{name}@{rank}")
         try:
             with pytest.raises(OperationFailed) as failed:
-                publisher.update(model, version=f"lost {name}")
+                publisher.update(model, version=f"lost {name}", digest=digest)
         finally:
             lost.unlink()
         stage = next(stage for stage in failed.value.operation.stage_results if stage.slot == "pair")
