@@ -18,6 +18,7 @@ from rlctl.launch.interface.spec import EngineSpec
 from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.verbs_pb2 import GetServerInfoRequest
+from rlctl.weights.tensor.digest import tensor_digests
 
 pytestmark = [
     pytest.mark.processes,
@@ -48,6 +49,25 @@ def check_serves(fleet: Fleet, model: Any, result: rlctl.UpdateResult) -> None:
     assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
     assert digests(fleet) == {result.model_digest} == {rlctl.model_digest(model)}
     all_generate_like(fleet, model.cpu())
+
+
+def test_a_keyed_digest_is_the_same_on_a_gpu(model: Any) -> None:
+    key = bytes(range(16))
+    named = dict(model.named_parameters()) | {
+        "large": torch.randn(300, 9000, dtype=torch.bfloat16),
+        "row": torch.ones(3),
+    }
+    on_cpu = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in named.items()}, key=key)
+    there = {name: (tensor.detach().to(DEVICE), tensor.dtype) for name, tensor in named.items()}
+    assert tensor_digests(there, key=key) == on_cpu
+
+
+def test_an_update_is_verified_by_a_keyed_digest_on_the_gpu(fleet: Fleet, model: Any) -> None:
+    publisher = fleet.publisher("actor", path="ipc")
+    result = publisher.update(model.to(DEVICE), version="keyed", digest="keyed")
+    assert result.model_digest == rlctl.model_digest(model, like=result.model_digest)
+    assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    publisher.close()
 
 
 def test_what_has_never_run_on_a_gpu_is_called_experimental(fleet: Fleet) -> None:

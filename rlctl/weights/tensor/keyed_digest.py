@@ -38,11 +38,11 @@ BLOCK = 8192
 
 LANES = 16
 
-_CHUNK_BYTES = 4 << 20
-"""Bytes of one product: what caches hold."""
+_CPU_BYTES = (4 << 20, 16 << 20)
+"""Bytes of one product, what caches hold; and bytes whose products are added up at once."""
 
-_BATCH_BYTES = 16 << 20
-"""Bytes whose products are added up at once."""
+_DEVICE_BYTES = (256 << 20, 1 << 30)
+"""The same on other devices, which are slow to start work and fast to do it."""
 
 _EXACT = 2048
 """Columns of which a product in float32 is exact: 2048 * 2^6 * 2^7 = 2^24."""
@@ -81,7 +81,7 @@ def keyed_sums(key: bytes, shards: Sequence[Shard], stop: Stop | None = None) ->
         key: 16 bytes.
         shards: parts of tensors, or whole ones, on any device. What is digested is their contents cast to the full
             tensor's dtype.
-        stop: its cause is raised between two batches of about 16 MiB.
+        stop: its cause is raised between two batches (16 MiB on a CPU, 1 GiB elsewhere).
     """
     stop = stop or Stop()
 
@@ -123,34 +123,51 @@ class _Rows:
 
     Attributes:
         index: the shard's place in the list.
-        start: first row, counted within the shard.
-        count: number of rows.
+        shard: the shard.
+        start: number of the first row, counted within the shard.
+        held: the rows, in the dtype that the shard holds.
     """
 
     index: int
     shard: Shard
     start: int
-    count: int
+    held: torch.Tensor
 
 
 def _batches(shards: Sequence[Shard]) -> Iterator[list[_Rows]]:
-    """All rows of all shards, in batches of about 16 MiB."""
+    """All rows of all shards, in batches of about as many bytes as suit their device."""
     batch: list[_Rows] = []
-    room = _BATCH_BYTES
+    left = 1.0
     for index, shard in enumerate(shards):
-        *outer, width = shard.local.shape or (1,)
-        rows, size = math.prod(outer), width * shard.meta.dtype.itemsize
-        at = 0
-        while at < rows and size:
-            count = min(rows - at, max(1, _CHUNK_BYTES // size))
-            batch.append(_Rows(index, shard, at, count))
-            at += count
-            room -= count * size
-            if room <= 0:
-                yield batch
-                batch, room = [], _BATCH_BYTES
+        chunk, whole = _CPU_BYTES if shard.local.device.type == "cpu" else _DEVICE_BYTES
+        for first, matrix in _matrices(shard.local.detach()):
+            size = matrix.shape[1] * shard.meta.dtype.itemsize
+            rows = max(1, chunk // size)
+            for at in range(0, len(matrix), rows):
+                held = matrix[at : at + rows]
+                batch.append(_Rows(index, shard, first + at, held))
+                left -= len(held) * size / whole
+                if left <= 0:
+                    yield batch
+                    batch, left = [], 1.0
     if batch:
         yield batch
+
+
+def _matrices(local: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows of a tensor as matrices that share its memory, each with the number of its first row."""
+    if not local.numel():
+        return
+    if local.dim() < 2:
+        yield 0, local.reshape(1, -1)
+        return
+    try:
+        yield 0, local.view(-1, local.shape[-1])
+    except RuntimeError:  # its layout allows no such view
+        rows = math.prod(local.shape[1:-1])
+        for number, inner in enumerate(local.unbind(0)):
+            for first, matrix in _matrices(inner):
+                yield number * rows + first, matrix
 
 
 def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
@@ -158,14 +175,11 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
     products: list[torch.Tensor] = []
     lines: list[torch.Tensor] = []
     owners: list[int] = []
-    indexes = {rows.index: None for rows in batch}
-    place = {index: place for place, index in enumerate(indexes)}
+    place = {index: number for number, index in enumerate(dict.fromkeys(rows.index for rows in batch))}
     for rows in batch:
         meta, part = rows.shard.meta, rows.shard.slice
         full = meta.shape or (1,)
-        local = rows.shard.local.detach()
-        matrix = local.reshape(-1, local.shape[-1] if local.shape else 1)[rows.start : rows.start + rows.count]
-        data = matrix.to(meta.dtype)
+        data = rows.held.to(meta.dtype)
         if data.stride(-1) != 1:
             data = data.contiguous()
         data = data.view(torch.int8)
@@ -178,13 +192,11 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
             lines.append(numbers + block)
             owners.append(place[rows.index])
     counts = torch.tensor([len(each) for each in lines])
-    owner = torch.repeat_interleave(torch.tensor(owners), counts).to(keys.small.device)
-    terms = keys.terms(torch.cat(products), torch.cat(lines).to(keys.small.device))
-    words = torch.zeros(len(indexes), 2, dtype=torch.int64, device=terms.device).index_add_(0, owner, terms)
-    return {
-        index: Sum((first % 2**64, second % 2**64))
-        for index, (first, second) in zip(indexes, words.tolist(), strict=True)
-    }
+    device = keys.small.device
+    owner = torch.repeat_interleave(torch.tensor(owners), counts).to(device)
+    terms = keys.terms(torch.cat(products), torch.cat(lines).to(device))
+    words = torch.zeros(len(place), 2, dtype=torch.int64, device=device).index_add_(0, owner, terms)
+    return {index: Sum.of(*signed) for index, signed in zip(place, words.tolist(), strict=True)}
 
 
 class _Keys:
@@ -205,11 +217,8 @@ class _Keys:
 
     def terms(self, products: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
         """What each line (a block of a row) adds, lines x 2; ``products``: h, lines x 16, int32; ``lines``: numbers."""
-        mixed = (
-            products.to(torch.int64) @ self._lanes
-            if products.device.type == "cpu"
-            else torch.stack([(products * lane).sum(1) for lane in self._lanes.unbind(1)], 1)
-        )
+        wide = products.to(torch.int64)
+        mixed = torch.stack([(wide * lane).sum(1) for lane in self._lanes.unbind(1)], 1)
         return mixed * _mixed(self._seeds + (lines[:, None] + 1) * _GOLDEN)
 
 
@@ -232,7 +241,7 @@ def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
     """The numbers that the rows have in the full tensor."""
-    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + rows.count)
+    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.held))
     if part.dim is None or part.dim == len(full) - 1:
         return numbers
     inner = math.prod(full[part.dim + 1 : -1])

@@ -113,13 +113,29 @@ def test_memory_of_any_layout_is_digested_as_its_values() -> None:
         assert whole(same) == whole(full)
 
 
+def test_memory_that_is_no_matrix_is_read_where_it_lies() -> None:
+    full = made((3, 4, 5, 6), torch.bfloat16)
+    for order in itertools.permutations(range(4)):
+        back = [order.index(dim) for dim in range(4)]
+        same = full.permute(order).contiguous().permute(back)
+        assert sum(len(matrix) for _, matrix in keyed_digest._matrices(same)) == 60
+        addresses = {same.untyped_storage().data_ptr()}
+        held = {matrix.untyped_storage().data_ptr() for _, matrix in keyed_digest._matrices(same)}
+        assert held == addresses
+        assert whole(same) == whole(full)
+        part = Slice(1, 1, 2)
+        meta = TensorMeta("w", torch.bfloat16, (3, 4, 5, 6))
+        assert keyed_sums(KEY, [Shard(meta, part.of(same), part)]) == keyed_sums(
+            KEY, [Shard(meta, part.of(full), part)]
+        )
+
+
 def test_many_tensors_are_digested_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and batches of any size, on any number of threads."""
     tensors = {f"t{index}": made(shape, dtype, index) for index, (shape, dtype) in enumerate(CASES * 3)}
     alone = {name: tensor_digest(name, tensor, key=KEY) for name, tensor in tensors.items()}
     for chunk, batch, cores in ((1, 1, 4), (100, 1000, 3), (4 << 20, 16 << 20, 1)):
-        monkeypatch.setattr(keyed_digest, "_CHUNK_BYTES", chunk)
-        monkeypatch.setattr(keyed_digest, "_BATCH_BYTES", batch)
+        monkeypatch.setattr(keyed_digest, "_CPU_BYTES", (chunk, batch))
         monkeypatch.setattr(keyed_digest, "usable_cores", lambda cores=cores: cores * torch.get_num_threads())
         found = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in tensors.items()}, key=KEY)
         assert found == alone

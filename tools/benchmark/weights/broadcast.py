@@ -1,4 +1,4 @@
-"""broadcast_tp1, broadcast_tp2, broadcast_verified: a whole update against a bare broadcast of as many bytes."""
+"""broadcast_*: a whole update, verified or not, against a bare broadcast of as many bytes."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def _verified(setting: Setting) -> Reading:
     return _reading(rounds, rounds.verified)
 
 
+def _keyed(setting: Setting) -> Reading:
+    rounds = setting.once(tp1)
+    return _reading(rounds, rounds.keyed)
+
+
 TP1 = Figure(
     "broadcast_tp1",
     "bytes/s of a whole update to 2 receivers ÷ a bare broadcast of one flat buffer between the same processes",
@@ -58,3 +63,4 @@ TP2 = Figure(
     at_least=0.75,
 )
 VERIFIED = Figure("broadcast_verified", "as broadcast_tp1, with digests at both ends compared", "ratio", _verified)
+KEYED = Figure("broadcast_keyed", "the same by keyed digests", "ratio", _keyed, at_least=0.85)

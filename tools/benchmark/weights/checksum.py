@@ -1,4 +1,4 @@
-"""checksum: how fast an idle engine digests its weights, against hashlib on all cores."""
+"""checksum, checksum_keyed: how fast an idle engine digests its weights: against hashlib, against copying them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from rlctl.v1.verbs_pb2 import CheckWeightsRequest
 from rlctl.weights.tensor.tensors import as_bytes
 from tools.benchmark.figures import Figure, Reading, Setting
 from tools.benchmark.rounds import interleaved, median, ratios
 from tools.benchmark.weights import fleets
 from tools.benchmark.weights.fleets import Running
+
+KEY = bytes(range(16))
 
 
 def _measure(setting: Setting) -> Reading:
@@ -43,9 +46,32 @@ def measured(fleet: Running, rounds: int) -> Reading:
     )
 
 
-def _checksum(fleet: Running) -> float:
+def _measure_keyed(setting: Setting) -> Reading:
+    fleet = setting.shared(fleets.single)
+    tensors = [as_bytes(tensor).cpu() for tensor in fleet.source.weights.values()]
+    room = [torch.empty_like(tensor) for tensor in tensors]
+    sides = {"product": lambda: _checksum(fleet, KEY), "copy": lambda: _copy(tensors, room)}
+    seconds = interleaved(setting.rounds, sides)
+    nbytes = fleet.source.nbytes
+    return Reading.of(
+        ratios(seconds["product"], seconds["copy"]),
+        floor=nbytes / median(seconds["copy"]) / 1e9,
+        floor_unit="GB/s",
+        product_gb_s=nbytes / median(seconds["product"]) / 1e9,
+    )
+
+
+def _checksum(fleet: Running, key: bytes = b"") -> float:
     started = time.perf_counter()
-    fleet.client.check_weights(model="actor")
+    fleet.client.call(CheckWeightsRequest(digest_key=key), model="actor")
+    return time.perf_counter() - started
+
+
+def _copy(tensors: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> float:
+    """Copy the tensors on all cores."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda into, tensor: into.copy_(tensor), room, tensors))
     return time.perf_counter() - started
 
 
@@ -62,4 +88,11 @@ FIGURE = Figure(
     "ratio",
     _measure,
     at_least=0.9,
+)
+KEYED = Figure(
+    "checksum_keyed",
+    "time of CheckWeights by a keyed digest at an idle engine ÷ a copy of the same bytes on all cores",
+    "ratio",
+    _measure_keyed,
+    at_most=1.2,
 )
