@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 from google.protobuf.message import Message
 
 from rlctl.client.connection import Connection
+from rlctl.contract.digests import as_verified
 from rlctl.contract.durations import duration
 from rlctl.contract.enums import number
 from rlctl.contract.errors import OperationFailed, Reason
@@ -171,15 +172,16 @@ class AsyncAdmin:
         digest: str = "",
         **targets: Unpack[Targets],
     ) -> Operation:
-        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256; "" is the function
-        that the weights were verified by.
+        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256 or as_verified; ""
+        is as_verified for a checksum.
         """
         request = verbs_pb2.CheckWeightsRequest(
             action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]
             expected_digest=expected_digest,
             per_tensor=per_tensor,
-            digest=number(verbs_pb2.DigestFunction.DESCRIPTOR, digest, "digest") if digest else 0,  # type: ignore[arg-type]
+            digest=number(verbs_pb2.DigestFunction.DESCRIPTOR, digest, "digest"),  # type: ignore[arg-type]
         )
+        as_verified(request)
         return await self.call(request, **targets)
 
     async def update_weights_from_disk(

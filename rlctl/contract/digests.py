@@ -6,8 +6,20 @@ Digests of different functions or keys say nothing about each other.
 
 from __future__ import annotations
 
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.fleet_pb2 import Capabilities
+from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_UNSPECIFIED,
+    DIGEST_FUNCTION_AS_VERIFIED,
+    CheckWeightsRequest,
+)
+
 KEY_BYTES = 16
 """Length of the key of a keyed digest."""
+
+SHA256_DIGITS, KEYED_DIGITS = 64, 32
+"""Hex digits of the digest of one tensor."""
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -18,13 +30,13 @@ def with_key(digest: str, key: bytes) -> str:
 
 
 def key_of(digest: str) -> bytes:
-    """The key that a digest was made with; b"" for a SHA-256, and for no digest."""
-    return bytes.fromhex(digest.partition("@")[2])
+    """The key that a digest was made with; b"" for a SHA-256, and for what is no digest."""
+    return bytes.fromhex(digest.partition("@")[2]) if is_digest(digest) else b""
 
 
 def comparable(first: str, second: str) -> bool:
     """Whether two digests were made by the same function with the same key."""
-    return key_of(first) == key_of(second)
+    return first.partition("@")[2] == second.partition("@")[2]
 
 
 def is_digest(text: str) -> bool:
@@ -32,3 +44,20 @@ def is_digest(text: str) -> bool:
     digest, at, key = text.partition("@")
     digits = len(digest) == 64 and not set(digest) - _HEX
     return digits and (not at or (len(key) == 2 * KEY_BYTES and not set(key) - _HEX))
+
+
+def unkeyed(capabilities: Capabilities, request: CheckWeightsRequest, slot: str = "") -> RlctlError | None:
+    """That a stage computes no keyed digest, where a check asks for one; else None."""
+    if capabilities.keyed_digests or not (request.digest_key or key_of(request.expected_digest)):
+        return None
+    field = "digest_key" if request.digest_key else "expected_digest"
+    whose = f"{slot}'s engine" if slot else "the engine"
+    return Reason.UNSUPPORTED.error(f"{whose} computes no keyed digests", field=field)
+
+
+def as_verified(request: CheckWeightsRequest) -> None:
+    """Make a checksum of all weights, for which the caller names no function, one by which damage can be found."""
+    checksum = request.action in (CHECK_ACTION_UNSPECIFIED, CHECK_ACTION_CHECKSUM)
+    named = request.digest or request.digest_key or request.expected_digest
+    if checksum and not (named or request.adapter or request.shadow or request.skip_tensors):
+        request.digest = DIGEST_FUNCTION_AS_VERIFIED

@@ -215,6 +215,8 @@ def _from_disk(request: verbs_pb2.UpdateWeightsFromDiskRequest) -> None:
         raise _invalid("an update reaches every stage of its model; name the model only", "header.target.slots")
     _modules(request.target_modules)
     _digest(request.expected_digest, "expected_digest")
+    if digests.key_of(request.expected_digest):
+        raise _invalid("a checkpoint is digested by SHA-256", "expected_digest")
     _options(request.options)
 
 
@@ -328,6 +330,10 @@ def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
         raise Reason.FIELD_CONFLICT.error("a SHA-256 has no key", field="digest")
     if request.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not key:
         raise Reason.FIELD_REQUIRED.error("a keyed digest needs a key", field="digest_key")
+    if key and request.adapter:
+        raise Reason.FIELD_CONFLICT.error("adapters are digested by SHA-256", field="adapter")
+    if request.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED and (key or request.expected_digest or request.adapter):
+        raise Reason.FIELD_CONFLICT.error("the weights' own function takes no key, digest or adapter", field="digest")
     if request.digest_key and request.expected_digest and digests.key_of(request.expected_digest) != request.digest_key:
         raise Reason.FIELD_CONFLICT.error("expected_digest was made with another key", field="digest_key")
     _fingerprints(request.fingerprints)
@@ -384,6 +390,13 @@ def _prompts(prompts: Sequence[verbs_pb2.ProbePrompt], field: str) -> None:
 def _options(options: verbs_pb2.UpdateOptions, field: str = "options") -> None:
     if options.HasField("probe"):
         _probe(options.probe, f"{field}.probe")
+    if options.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
+        raise _invalid("as_verified is for checks of weights that have been verified", f"{field}.digest")
+
+
+@_rule(verbs_pb2.PrepareUpdateRequest)
+def _prepare(request: verbs_pb2.PrepareUpdateRequest) -> None:
+    _digest_key(request.digest_key)
 
 
 def _adapter_options(options: verbs_pb2.UpdateOptions) -> None:

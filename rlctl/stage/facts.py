@@ -99,6 +99,7 @@ class Facts:
     weights: Weights = Weights.WHOLE
     released_at: WeightVersion = field(default_factory=WeightVersion)
     model_digest: str = ""
+    sha256_digest: str = ""
     checkpoint: str = ""
     paused: bool = False
     pause_mode: PauseMode.ValueType = common_pb2.PAUSE_MODE_UNSPECIFIED
@@ -266,23 +267,28 @@ class Facts:
                 metadata={"tensors": ",".join(torn)},
                 outcome=OUTCOME_DIRTY,
             )
-        others = sorted(
-            digest for digest in _digests(results) - {self.model_digest} if comparable(digest, self.model_digest)
+        before = (self.model_digest, self.sha256_digest)
+        differ = sorted(
+            (found, earlier)
+            for found in _digests(results)
+            for earlier in filter(None, before)
+            if found != earlier and comparable(found, earlier)
         )
-        if not others or not self.model_digest or not _of_all(request):
+        if not differ or not _of_all(request):
             return None
+        found, earlier = differ[0]
         return Reason.DIGEST_MISMATCH.error(
-            f"the weights digest to {', '.join(others)} now, and {self.model_digest} when they were digested last; "
-            "rlctl has written nothing since: something else has, or memory is damaged",
-            metadata={"expected": self.model_digest, "found": others[0]},
+            f"the weights digest to {found} now, and {earlier} when they were digested last; rlctl has written nothing "
+            "since: something else has, or memory is damaged",
+            metadata={"expected": earlier, "found": found},
             outcome=OUTCOME_DIRTY,
         )
 
     def digest_key(self, request: verbs_pb2.CheckWeightsRequest) -> bytes:
-        """Key by which a check digests that names no function: that of the weights' digest, which it compares with."""
-        named = request.digest or request.expected_digest or request.shadow
-        checksum = request.action in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM)
-        return key_of(self.model_digest) if checksum and not named and _of_all(request) else b""
+        """Key by which the ranks digest for a check; b"": SHA-256."""
+        if request.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
+            return key_of(self.model_digest)
+        return request.digest_key or key_of(request.expected_digest)
 
     def settle(
         self,
@@ -439,19 +445,25 @@ class Facts:
 
     def _nothing_known(self) -> None:
         self.version = WeightVersion()
-        self.model_digest = ""
+        self.model_digest = self.sha256_digest = ""
         self.checkpoint = ""
 
     def _digested(self, results: Sequence[RankResult], *, shadow: bool) -> None:
         digests = _digests(results)
+        if len(digests) != 1:
+            if shadow and self.update is not None:
+                self.update.digest = ""
+            return
+        (digest,) = digests
+        # What a version was verified by stays, beside the SHA-256 that a check may ask for.
         if shadow and self.update is not None:
-            complete = self.update.prepared and len(digests) == 1
-            self.update.digest = digests.pop() if complete else ""
-        elif not shadow and self.weights is Weights.WHOLE and len(digests) == 1:
-            (digest,) = digests
-            # What the version was verified by stays: later digests by that function are compared with it.
+            if self.update.prepared and (not self.update.digest or comparable(digest, self.update.digest)):
+                self.update.digest = digest
+        elif not shadow and self.weights is Weights.WHOLE:
             if not self.model_digest or comparable(digest, self.model_digest):
                 self.model_digest = digest
+            elif not key_of(digest):
+                self.sha256_digest = digest
 
     def _put_adapter(self, adapter: Adapter, *, applied: bool, possible: bool) -> None:
         """An adapter's commit: it takes the place of the old one; what ranks may disagree about is held by none."""
@@ -479,7 +491,7 @@ class Facts:
             return
         self.weights = Weights.WHOLE  # one that was not full began with whole ones
         self.version = version
-        self.model_digest = update.digest
+        self.model_digest, self.sha256_digest = update.digest, ""
         self.checkpoint = update.checkpoint
 
 

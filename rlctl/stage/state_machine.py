@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from rlctl.contract import adapter_identity, memory_regions, outcomes
+from rlctl.contract import adapter_identity, digests, memory_regions, outcomes
 from rlctl.contract.durations import seconds, set_duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.validation import check
@@ -313,6 +313,10 @@ class Stage:
             unkept = memory_regions.unkept(self.registration.capabilities, request)
             if unkept is not None:
                 raise unkept
+        if isinstance(request, verbs_pb2.CheckWeightsRequest):
+            keyless = digests.unkeyed(self.registration.capabilities, request)
+            if keyless is not None:
+                raise keyless
         if isinstance(request, verbs_pb2.PauseGenerationRequest):
             unpaused = adapter_identity.unpaused(self.registration.capabilities, request)
             if unpaused is not None:
@@ -417,7 +421,8 @@ class Stage:
         whole fleet, and the key of the digest that its weights were verified by.
         """
         if isinstance(request, verbs_pb2.CheckWeightsRequest):
-            request.digest_key = request.digest_key or self.facts.digest_key(request)
+            request.digest_key = self.facts.digest_key(request)
+            request.ClearField("digest")
         if isinstance(request, verbs_pb2.InitWeightsUpdateGroupRequest):
             for member in request.members:
                 if member.slot == self.registration.slot:

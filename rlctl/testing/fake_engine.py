@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlctl.contract.digests import key_of, with_key
+from rlctl.contract.digests import with_key
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import differing
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
@@ -522,7 +522,7 @@ class FakeEngine(Engine):
         if request.action == verbs.CHECK_ACTION_READ:
             return verbs.CheckReport(action=request.action, values=self._rows(request))
         text = self._adapter_text(request.adapter) if request.adapter else self.weights
-        key = request.digest_key or key_of(request.expected_digest)
+        key = request.digest_key
         digest = _digest(self._shadow or "" if request.shadow else text, key)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
             self._snapshot = digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from rlctl.contract.digests import KEYED_DIGITS, SHA256_DIGITS
 from rlctl.contract.errors import Reason
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import WeightVersion
@@ -175,9 +176,15 @@ def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
     }
 
 
-def digests_of(sent: Iterable[Sent]) -> dict[str, str]:
-    """Hex digest of every tensor that the sources digested, by name."""
-    return {tensor.name: tensor.sha256 for part in sent for tensor in part.digests}
+def digests_of(sent: Iterable[Sent], key: bytes = b"") -> dict[str, str]:
+    """Hex digest of every tensor that the sources digested, by name. Raises SOURCE_FAILED for one without the key."""
+    digests = {tensor.name: tensor.sha256 for part in sent for tensor in part.digests}
+    digits = KEYED_DIGITS if key else SHA256_DIGITS
+    if any(len(digest) != digits for digest in digests.values()):
+        raise Reason.SOURCE_FAILED.error(
+            "a trainer rank digests by another function than the update: the ranks run different releases of rlctl"
+        )
+    return digests
 
 
 def combined(digests: Mapping[str, str], key: bytes = b"") -> str:

@@ -192,7 +192,7 @@ class Leading:
         """
         listed = [buckets.to_proto(Bucket(0, list(metas), True))]
         attempt = Attempt(number=self._next_pass(), buckets=listed, last=last, finite=self._finite, digest_key=key)
-        return digests_of(_all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas))
+        return digests_of(_all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas), key)
 
     async def _refuse_not_finite(self, source: WeightSource, metas: Sequence[TensorMeta]) -> None:
         """Raise WEIGHTS_NOT_FINITE. The trainer's ranks look at what they hold themselves, or in a pass of the sources
@@ -246,7 +246,7 @@ class Leading:
                     await self._refuse_not_finite(source, metas)
                 while True:  # once; batch by batch when it rolls in place
                     plan, sent = await self._deliver(source, wire, plan, request, deadline)
-                    taken = digests_of(sent)
+                    taken = digests_of(sent, plan.digest_key)
                     digests |= taken
                     said: dict[str, Any] = {
                         "update_id": plan.update_id,

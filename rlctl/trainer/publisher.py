@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlctl.contract.digests import key_of
+from rlctl.contract.digests import is_digest, key_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.enums import number
 from rlctl.contract.errors import Reason
@@ -189,7 +189,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: evidence of
         the bytes that ranks hold: "" for the highest level that each target reaches, or expected, replica, received,
         none; probe asks for the probe alone. ``digest``: function of the digests: "" for SHA-256, or keyed, which every
-        rank computes where its part lies; docs/verification.md compares them. ``probe``: log probabilities that the new
+        rank computes where its part lies; docs/digests.md compares them. ``probe``: log probabilities that the new
         weights give; every target computes them before it serves, at every level of ``verify``. ``quorum``: targets
         that must confirm, 0 for all. ``retries``: times that the sources go through their weights again after a group
         failed, without the targets that are gone. ``partial``: not every parameter is sent. ``finite``: before anything
@@ -217,6 +217,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         timeout = duration(deadline_s)  # raises for what is no time: nothing has begun yet
         if not isinstance(version, str):  # a step's number, say
             raise Reason.FIELD_INVALID.error(f"version is {version!r}; it must be a text", field="version")
+        if checkpoint and digest not in ("", "sha256"):
+            raise Reason.FIELD_CONFLICT.error("a checkpoint is digested by SHA-256", field="digest")
         limit = asyncio.timeout(deadline_s + GRACE_S)
         self._progress = progress
         progress.begun = True
@@ -441,6 +443,8 @@ def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> s
     in. ``like``: a digest by whose function and key it is made, an update's say; "" is SHA-256. Raises UNSUPPORTED as
     an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
     """
+    if like and not is_digest(like):
+        raise Reason.FIELD_INVALID.error("it is no digest of weights", field="like")
     source, digest = as_offer(weights), ModelDigest(key_of(like))
     reference: list[TensorMeta] = []
     if checkpoint:

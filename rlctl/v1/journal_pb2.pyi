@@ -175,6 +175,7 @@ class ModelRecord(_message.Message):
     FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -192,6 +193,8 @@ class ModelRecord(_message.Message):
     """Generation of its groups."""
     first_sequence: _builtins.int
     """Sequence of its first version. 0 means 1."""
+    digest_key: _builtins.bytes
+    """Key of the digests in the update to it, 16 bytes. Empty: SHA-256."""
     @_builtins.property
     def latest(self) -> _common_pb2.WeightVersion:
         """Version published last."""
@@ -237,11 +240,12 @@ class ModelRecord(_message.Message):
         first_sequence: _builtins.int = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
         history: _abc.Iterable[_fleet_pb2.PublishedVersion] | None = ...,
+        digest_key: _builtins.bytes = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "publish_time", b"publish_time", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "history", b"history", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "publish_time", b"publish_time", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "digest_key", b"digest_key", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "history", b"history", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "publish_time", b"publish_time", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,25 +29,29 @@ class _DigestFunction:
 class _DigestFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DigestFunction.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIGEST_FUNCTION_UNSPECIFIED: _DigestFunction.ValueType  # 0
-    """In an update treated as SHA256."""
+    """Treated as SHA256; in a delta as the function of its base."""
     DIGEST_FUNCTION_SHA256: _DigestFunction.ValueType  # 1
     """SHA-256 of full tensors, which are brought together at one rank for it."""
     DIGEST_FUNCTION_KEYED: _DigestFunction.ValueType  # 2
     """A sum over the elements by a key that is drawn for the version: every rank digests what it holds, where it lies. For parties
     that trust each other. Refused if a stage of the model does not compute it.
     """
+    DIGEST_FUNCTION_AS_VERIFIED: _DigestFunction.ValueType  # 3
+    """Checks: the function, and the key, that the stage's weights were verified by."""
 
 class DigestFunction(_DigestFunction, metaclass=_DigestFunctionEnumTypeWrapper):
     """Functions that digest weights. A digest says by which it was made: "HEX" is a SHA-256, "HEX@KEY" a keyed digest."""
 
 DIGEST_FUNCTION_UNSPECIFIED: DigestFunction.ValueType  # 0
-"""In an update treated as SHA256."""
+"""Treated as SHA256; in a delta as the function of its base."""
 DIGEST_FUNCTION_SHA256: DigestFunction.ValueType  # 1
 """SHA-256 of full tensors, which are brought together at one rank for it."""
 DIGEST_FUNCTION_KEYED: DigestFunction.ValueType  # 2
 """A sum over the elements by a key that is drawn for the version: every rank digests what it holds, where it lies. For parties
 that trust each other. Refused if a stage of the model does not compute it.
 """
+DIGEST_FUNCTION_AS_VERIFIED: DigestFunction.ValueType  # 3
+"""Checks: the function, and the key, that the stage's weights were verified by."""
 Global___DigestFunction: _TypeAlias = DigestFunction  # noqa: Y015
 
 class _AfterUpdate:
@@ -1706,7 +1710,7 @@ class CheckWeightsRequest(_message.Message):
     digest_key: _builtins.bytes
     """Key of keyed digests, 16 bytes: only the model digest and those of its tensors are computed. Empty: the one of expected_digest."""
     digest: Global___DigestFunction.ValueType
-    """CHECKSUM: function of the digests. Unset, and with neither key nor expected_digest: the one that the weights were verified by."""
+    """CHECKSUM: function of the digests. Unset: the one of digest_key and expected_digest, or else SHA256. Not for adapters."""
     tensor: _builtins.str
     """READ: checkpoint name of the tensor. Required there."""
     rows: _builtins.int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.weights.shards.mismatch import difference
@@ -26,7 +25,7 @@ def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange,
     """Digest the rank's parts and, together with the other ranks, the model."""
     report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
     every: dict[str, str] = {}
-    key = request.digest_key or key_of(request.expected_digest)
+    key = request.digest_key
     if key or (not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))):
         result = model_digest(held, exchange, key=key)
         report.model_digest = result.digest

@@ -38,9 +38,9 @@ _VOLATILE = (
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def digest_of(checkpoint: Checkpoint, key: bytes = b"") -> str:
-    """The model digest of what lies on disk."""
-    digest = ModelDigest(key)
+def digest_of(checkpoint: Checkpoint) -> str:
+    """The model digest of what lies on disk, hex."""
+    digest = ModelDigest()
     for name in checkpoint.metas:
         digest.add(name, checkpoint.read(name))
     return digest.digest()

@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from rlctl.contract.digests import key_of
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.serialized_tensors.payload import FLATTENED
@@ -379,7 +378,7 @@ class Updates:
         self, update: OpenUpdate, stored: Checkpoint, request: UpdateWeightsFromDiskRequest, call: Call
     ) -> None:
         if request.expected_digest:
-            digest = await asyncio.to_thread(digest_of, stored, key_of(request.expected_digest))
+            digest = await asyncio.to_thread(digest_of, stored)
             if digest != request.expected_digest:
                 raise Reason.DIGEST_MISMATCH.error(
                     f"{request.model_path} has digest {digest}, {request.expected_digest} was expected",

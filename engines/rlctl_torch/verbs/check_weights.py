@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
@@ -180,7 +179,7 @@ class _Digesting:
         self._action = action
         self._council = council
         self._shadow = shadow
-        self._key = request.digest_key or key_of(request.expected_digest)
+        self._key = request.digest_key
         self._origin = rank.origin if rank.update is None else None
 
     def run(self) -> CheckReport:

@@ -183,7 +183,7 @@ class FromDisk(InUpdate):
             return ""
         held = self._rank.model.shards if update.shadow is None else update.shadow.shards
         with update.council.exchanging() as exchange:
-            found = model_digest(held, exchange, key=key_of(expected)).digest
+            found = model_digest(held, exchange).digest
         if found != expected:
             raise Reason.DIGEST_MISMATCH.error(
                 f"the model digest is {found} after loading {self._request.model_path}, {expected} was expected",

@@ -19,11 +19,12 @@ from rlctl.cli.render.errors import machine_readable
 from rlctl.cli.render.printer import show
 from rlctl.cli.render.progress import progress
 from rlctl.contract import comments
+from rlctl.contract.digests import as_verified
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
-from rlctl.v1.verbs_pb2 import PauseGenerationRequest
+from rlctl.v1.verbs_pb2 import CheckWeightsRequest, PauseGenerationRequest
 
 SERVICES = ("CoordinatorService", "StageService")
 """Where a verb's comment stands: at the coordinator, or for the steps of an update at the stage."""
@@ -101,6 +102,8 @@ def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str,
         message_options.assign(request, field, values[field.parameter])
     if isinstance(request, PauseGenerationRequest) and not request.by:
         request.by = f"{_user()}@{socket.gethostname()}"
+    if isinstance(request, CheckWeightsRequest):
+        as_verified(request)
     try:
         check(request)
         _send(settings, verb, request, values)

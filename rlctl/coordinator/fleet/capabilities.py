@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from rlctl.contract import adapter_identity, memory_regions
+from rlctl.contract import adapter_identity, digests, memory_regions
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet.roster import Slot
@@ -19,7 +19,12 @@ from rlctl.v1.common_pb2 import (
     PauseMode,
     Transport,
 )
-from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest, ReleaseMemoryRequest
+from rlctl.v1.verbs_pb2 import (
+    CheckWeightsRequest,
+    ContinueGenerationRequest,
+    PauseGenerationRequest,
+    ReleaseMemoryRequest,
+)
 
 _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
@@ -84,6 +89,15 @@ def refuse_unpaused(slots: Sequence[Slot], request: PauseGenerationRequest) -> N
         if unpaused is not None:
             unpaused.outcome = OUTCOME_REJECTED
             raise unpaused
+
+
+def refuse_unkeyed(slots: Sequence[Slot], request: CheckWeightsRequest) -> None:
+    """Raise UNSUPPORTED, with its name, for a stage that does not compute the keyed digest that a check asks for."""
+    for slot in slots:
+        unkeyed = digests.unkeyed(slot.capabilities, request, slot.name)
+        if unkeyed is not None and not unsupported(slot, "CheckWeights"):
+            unkeyed.outcome = OUTCOME_REJECTED
+            raise unkeyed
 
 
 def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:

@@ -163,6 +163,7 @@ def published(
     checkpoint: str,
     verification: Verification,
     now: Timestamp,
+    digest_key: bytes = b"",
 ) -> ModelRecord:
     """The record after publishing a version. The sequence never goes backwards."""
     record = ModelRecord()
@@ -173,7 +174,7 @@ def published(
     record.publish_time.CopyFrom(now)
     record.latest.CopyFrom(version)
     del record.former_labels[:]
-    record.model_digest = model_digest
+    record.model_digest, record.digest_key = model_digest, digest_key
     record.checkpoint = checkpoint
     record.verification.CopyFrom(verification)
     return record

@@ -16,6 +16,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.coordinator.fleet.roster import Roster, Slot
@@ -444,7 +445,8 @@ class Healer:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        expected = Expected(digest=digest, fingerprints=session.model.fingerprints)
+        comparable = key_of(digest) == session.model.record.digest_key
+        expected = Expected(digest=digest, fingerprints=session.model.fingerprints if comparable else b"")
         await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
 
     def _from_peer(self, session: Session, peer: Slot) -> FromPeer:

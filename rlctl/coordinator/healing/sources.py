@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rlctl.contract.adapter_identity import same
+from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.coordinator.fleet.capabilities import adapter_travels, unsupported
+from rlctl.coordinator.fleet.capabilities import adapter_travels, keys_digests, unsupported
 from rlctl.coordinator.fleet.roster import ABSENT, Roster, Slot
 from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
 from rlctl.coordinator.healing.from_peer import alike
@@ -68,6 +69,12 @@ class Sources:
             )
         if not model.model_digest and not witnesses(self._roster, slot):
             raise unverifiable()
+        if key_of(model.model_digest) and not keys_digests(slot):
+            raise Reason.UNHEALABLE.error(
+                f"{slot.name}'s engine does not compute the keyed digest of version {model.latest.label!r}",
+                field="slots",
+                next_step="The trainer's next full update with digest=sha256 reaches the stage.",
+            )
         transport = TRANSPORT_DISK if isinstance(found, str) else TRANSPORT_TORCH_GLOO
         obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])
         if all(obstacles.values()):

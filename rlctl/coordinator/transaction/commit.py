@@ -437,6 +437,7 @@ class Finish:
                 session.model,
                 version,
                 model_digest=digest,
+                digest_key=session.record.plan.digest_key,
                 checkpoint=session.checkpoint,
                 verification=evidence,
                 now=self._clock.wall(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlctl.contract.digests import key_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet import versions
@@ -42,6 +41,7 @@ from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
     DIGEST_FUNCTION_KEYED,
     DIGEST_FUNCTION_SHA256,
+    DIGEST_FUNCTION_UNSPECIFIED,
     UPDATE_KIND_ADAPTER,
     UPDATE_KIND_DELTA,
     UPDATE_KIND_FULL,
@@ -105,10 +105,16 @@ class Planner:
 
         Every stage of the model must compute it, targets or not: a later heal compares with the version's digest.
         """
-        if request.kind == UPDATE_KIND_DELTA and request.options.digest != DIGEST_FUNCTION_SHA256:
-            return key_of(model.record.model_digest)
-        if request.options.digest != DIGEST_FUNCTION_KEYED:
-            return b""
+        named = request.options.digest
+        delta = request.kind == UPDATE_KIND_DELTA
+        key = model.record.digest_key if delta else self._new_key() if named == DIGEST_FUNCTION_KEYED else b""
+        of_base = DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256
+        if delta and named not in (DIGEST_FUNCTION_UNSPECIFIED, of_base):
+            raise Reason.FIELD_CONFLICT.error(
+                f"a delta is digested as its base was, {'with a key' if key else 'by SHA-256'}", field="options.digest"
+            )
+        if not key:
+            return key
         if request.adapter or request.path == DATA_PATH_DISK:
             what = "an adapter" if request.adapter else "a checkpoint"
             raise Reason.UNSUPPORTED.error(f"{what} is digested by SHA-256", field="options.digest")
@@ -119,7 +125,7 @@ class Planner:
                     field="options.digest",
                     next_step="Update with digest=sha256, or retire the stage.",
                 )
-        return self._new_key()
+        return key
 
     def targets(
         self, request: BeginWeightUpdateRequest

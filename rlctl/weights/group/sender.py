@@ -20,7 +20,7 @@ from rlctl.weights.tensor.buckets import Bucket, put, room_for, unpack
 from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.source import WeightSource, check_given, is_stable, refuse_lacking, unannounced, unfit
 from rlctl.weights.tensor.tensors import TensorMeta, castable
-from rlctl.weights.tensor.work import usable_cores
+from rlctl.weights.tensor.work import digesting_threads
 
 _AHEAD = 4
 """Tensors of a stable source that are on their way, or being digested, while the next one is taken."""
@@ -134,7 +134,8 @@ class _Sending:
     def __enter__(self) -> _Sending:
         # Both release the GIL. One thread broadcasts, so that the order holds.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
-        self._digesters = ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest")
+        key = self._digest.key if self._digest is not None else b""
+        self._digesters = ThreadPoolExecutor(digesting_threads(key), "digest")
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -192,8 +191,15 @@ def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) 
     spreads = Gathering(shards.shards, exchange).spreads
     held = [shards.shards[name] for name in sorted(shards.shards)]
     sums: list[Sum] = []
-    with suppress(RlctlError):  # what this rank was told to stop for is raised at all ranks together
+    # What goes wrong at one rank is raised at all of them: the others wait for this one.
+    try:
         sums = keyed_sums(key, held, stop)
+    except RlctlError as error:
+        stop.set(error)
+    except torch.OutOfMemoryError as error:
+        stop.set(Reason.MEMORY_FULL.error(str(error).splitlines()[0]))
+    except Exception as error:  # noqa: BLE001
+        stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
     agree_to_go_on(exchange, stop)
     mine = {shard.meta.name: each.words for shard, each in zip(held, sums, strict=True)}
     found = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(mine).encode())]

@@ -20,7 +20,7 @@ from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.placement import CPU, host_id
 from rlctl.weights.tensor.source import WeightSource, check_given, unannounced, unfit
 from rlctl.weights.tensor.tensors import TensorMeta
-from rlctl.weights.tensor.work import usable_cores
+from rlctl.weights.tensor.work import digesting_threads
 
 SEGMENT_BYTES = 1 << 30
 """Most bytes of tensors in one segment; a tensor that is larger has one of its own."""
@@ -119,7 +119,7 @@ class SegmentSender:
         tensors = source.tensors()
         digesting: dict[int, list[Future[None]]] = {}
         limit = time.monotonic() + 2 * lease_s if deadline is None else deadline
-        with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as digesters:
+        with ThreadPoolExecutor(digesting_threads(digest.key if digest else b""), "digest") as digesters:
             for bucket in buckets:
                 memory = self._pool.take(bucket.nbytes, limit)
                 views: list[tuple[str, torch.Tensor]] = []

@@ -13,8 +13,8 @@ K are integers from -64 to 63, C and A integers of 64 bits, all of them from a k
   that it has in the full tensor. The digests of parts that tile the tensor add up to the tensor's.
 - ``h`` is a product of two matrices of small integers, which processors with instructions for int8 and GPUs compute as
   fast as they read memory. The function needs no kernel of its own.
-- Two contents that differ, and were fixed before the key was drawn, have the same digest with a chance of at most about
-  2^-100 (docs/verification.md derives it). Somebody who knows the key can make two contents with one digest, so the key
+- Two contents that differ, and were chosen without knowledge of the key, have one digest with a chance of less than
+  2^-100 (docs/digests.md derives it). Somebody who knows the key can make two contents with one digest, so the key
   is drawn for each version, and published checkpoints keep SHA-256.
 """
 
@@ -43,6 +43,9 @@ _CPU_BYTES = (4 << 20, 16 << 20)
 
 _DEVICE_BYTES = (256 << 20, 1 << 30)
 """The same on other devices, which are slow to start work and fast to do it."""
+
+_LINE_BYTES = 512
+"""Bytes of memory that the sums of one row take, however short it is."""
 
 _EXACT = 2048
 """Columns of which a product in float32 is exact: 2048 * 2^6 * 2^7 = 2^24."""
@@ -74,7 +77,9 @@ class Sum:
         return "".join(f"{word:016x}" for word in self.words)
 
 
-def keyed_sums(key: bytes, shards: Sequence[Shard], stop: Stop | None = None) -> list[Sum]:
+def keyed_sums(
+    key: bytes, shards: Sequence[Shard], stop: Stop | None = None, *, threads: int | None = None
+) -> list[Sum]:
     """The digest of each part, as the part of its full tensor that it is.
 
     Args:
@@ -82,20 +87,26 @@ def keyed_sums(key: bytes, shards: Sequence[Shard], stop: Stop | None = None) ->
         shards: parts of tensors, or whole ones, on any device. What is digested is their contents cast to the full
             tensor's dtype.
         stop: its cause is raised between two batches (16 MiB on a CPU, 1 GiB elsewhere).
+        threads: for parts in the host's memory. None: as many as torch leaves cores idle.
     """
     stop = stop or Stop()
-
-    def digest(batch: Sequence[_Rows]) -> dict[int, Sum]:
-        stop.check()
-        found: dict[int, Sum] = {}
-        for device in {rows.shard.local.device for rows in batch}:
-            found |= _digest(_keys(key, device), [rows for rows in batch if rows.shard.local.device == device])
-        return found
-
+    threads = threads or usable_cores() // torch.get_num_threads()
     sums = [Sum()] * len(shards)
-    for found in _mapped(digest, list(_batches(shards))):
-        for index, part in found.items():
-            sums[index] += part
+    by_device: dict[torch.device, list[int]] = {}
+    for index, shard in enumerate(shards):
+        by_device.setdefault(shard.local.device, []).append(index)
+    for device, indexes in by_device.items():
+        keys = _keys(key, device)
+
+        def digest(batch: Sequence[_Rows], keys: _Keys = keys) -> dict[int, Sum]:
+            stop.check()
+            return _digest(keys, batch)
+
+        # Work for another device is started in this thread, on its stream.
+        used = threads if device.type == "cpu" else 1
+        for found in _mapped(digest, _batches(shards, indexes), used):
+            for index, part in found.items():
+                sums[index] += part
     return sums
 
 
@@ -107,11 +118,12 @@ def identity(key: bytes, meta: TensorMeta) -> Sum:
 
 
 def _mapped(
-    work: Callable[[Sequence[_Rows]], dict[int, Sum]], batches: Sequence[Sequence[_Rows]]
+    work: Callable[[Sequence[_Rows]], dict[int, Sum]], batches: Iterable[Sequence[_Rows]], threads: int
 ) -> Iterable[dict[int, Sum]]:
-    """Do the work of each batch, on the cores that torch itself leaves idle."""
-    threads = min(len(batches), usable_cores() // torch.get_num_threads())
-    if threads <= 1:
+    """What the work gives for each batch."""
+    if threads > 1:
+        batches = list(batches)
+    if threads <= 1 or len(batches) == 1:  # type: ignore[arg-type]
         return map(work, batches)
     with ThreadPoolExecutor(threads, "digest") as pool:
         return list(pool.map(work, batches))
@@ -134,14 +146,15 @@ class _Rows:
     held: torch.Tensor
 
 
-def _batches(shards: Sequence[Shard]) -> Iterator[list[_Rows]]:
-    """All rows of all shards, in batches of about as many bytes as suit their device."""
+def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_Rows]]:
+    """All rows of these shards, in batches of about as many bytes as suit their device."""
     batch: list[_Rows] = []
     left = 1.0
-    for index, shard in enumerate(shards):
+    for index in indexes:
+        shard = shards[index]
         chunk, whole = _CPU_BYTES if shard.local.device.type == "cpu" else _DEVICE_BYTES
         for first, matrix in _matrices(shard.local.detach()):
-            size = matrix.shape[1] * shard.meta.dtype.itemsize
+            size = max(_LINE_BYTES, matrix.shape[1] * shard.meta.dtype.itemsize)
             rows = max(1, chunk // size)
             for at in range(0, len(matrix), rows):
                 held = matrix[at : at + rows]
@@ -179,10 +192,7 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
     for rows in batch:
         meta, part = rows.shard.meta, rows.shard.slice
         full = meta.shape or (1,)
-        data = rows.held.to(meta.dtype)
-        if data.stride(-1) != 1:
-            data = data.contiguous()
-        data = data.view(torch.int8)
+        data = _bytes(rows.held.to(meta.dtype))
         first = part.start * meta.dtype.itemsize if part.dim == len(full) - 1 else 0
         blocks = -(-full[-1] * meta.dtype.itemsize // BLOCK)
         numbers = _row_numbers(rows, full) * blocks
@@ -239,6 +249,15 @@ def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def _bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """The rows of a matrix as bytes. They share its memory where each row lies apart and in one piece."""
+    matrix = matrix.resolve_conj().resolve_neg()
+    # A product reads past the memory of rows that overlap.
+    if matrix.stride(1) != 1 or matrix.stride(0) < matrix.shape[1]:
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.view(torch.int8)
+
+
 def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
     """The numbers that the rows have in the full tensor."""
     part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.held))
@@ -261,12 +280,12 @@ def _cuts(first: int, width: int) -> Iterator[tuple[int, int, int]]:
 
 def _product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The product of two matrices of int8, exact, int32."""
-    return _product_on(data.device.type)(data, keys)
+    return _product_on(data.device)(data, keys)
 
 
 @functools.cache
-def _product_on(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The fastest product that is exact on this kind of device."""
+def _product_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The fastest product that is exact on a device."""
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(-128, 128, (64, 512), dtype=torch.int8, generator=generator)
     keys = torch.randint(-64, 64, (512, LANES), dtype=torch.int8, generator=generator)
@@ -274,13 +293,17 @@ def _product_on(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
     right = data.to(torch.int64) @ keys.to(torch.int64)
     try:
         found = _int8_product(data.to(device), keys.to(device)).cpu()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # this build of torch has none
         return _float_product
     return _int8_product if torch.equal(found.to(torch.int64), right) else _float_product
 
 
 def _int8_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    if data.is_cuda and (len(data) <= 16 or data.shape[1] % 8):  # cuBLASLt takes no such matrix
+    # cuBLASLt takes matrices of more than 16 rows whose rows begin and end at multiples of 16 bytes.
+    aligned = not (data.data_ptr() | data.stride(0) | data.shape[1] | keys.data_ptr()) % 16
+    if data.is_cuda and not (aligned and len(data) > 16):
         return _float_product(data, keys)
     product: torch.Tensor = torch._int_mm(data, keys)
     return product

@@ -24,6 +24,8 @@ from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
 
 KEYED = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED)
+RECEIVED = common.VERIFICATION_LEVEL_RECEIVED
+AS_VERIFIED = v.CheckWeightsRequest(digest=v.DIGEST_FUNCTION_AS_VERIFIED)
 
 
 def keyed(text: str, key: bytes) -> str:
@@ -146,13 +148,29 @@ async def test_a_delta_keeps_the_key_of_its_base(fleet: InProcessFleet) -> None:
     base = await update(fleet, "w1")
     plan = await begin(fleet, "w1-again", kind=v.UPDATE_KIND_DELTA, base=base.weight_version)
     assert plan.digest_key == key_of(base.model_digest)
+    other = v.UpdateOptions(digest=v.DIGEST_FUNCTION_SHA256)
     operation = await commit(fleet, plan, base.model_digest)
     assert (operation.state, operation.model_digest) == (OPERATION_STATE_OK, base.model_digest)
+    error = await refusal(begin(fleet, "other", kind=v.UPDATE_KIND_DELTA, base=operation.weight_version, options=other))
+    assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, "options.digest")
+    # Nothing was digested at the targets of the base: its key is known all the same.
+    plan = await prepared(fleet, "w2", options=v.UpdateOptions(digest=KEYED.digest, verify=RECEIVED))
+    received = await commit(fleet, plan, keyed("w2", plan.digest_key))
+    assert (received.state, received.model_digest) == (OPERATION_STATE_OK, "")
+    later = await begin(fleet, "w3", kind=v.UPDATE_KIND_DELTA, base=received.weight_version)
+    assert later.digest_key == plan.digest_key
+
+
+async def test_a_delta_to_a_version_by_sha256_is_not_keyed(fleet: InProcessFleet) -> None:
+    base = common.WeightVersion(label="initial", sequence=1)
+    error = await refusal(begin(fleet, kind=v.UPDATE_KIND_DELTA, base=base, options=KEYED))
+    assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, "options.digest")
+    assert (await begin(fleet, kind=v.UPDATE_KIND_DELTA, base=base)).digest_key == b""
 
 
 async def test_a_check_goes_by_the_function_that_the_version_was_verified_by(fleet: InProcessFleet) -> None:
     operation = await update(fleet)
-    checked = await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    checked = await fleet.stub.CheckWeights(AS_VERIFIED)
     found = {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results}
     assert found == {operation.model_digest}
     strict = await fleet.stub.CheckWeights(v.CheckWeightsRequest(digest=v.DIGEST_FUNCTION_SHA256))
@@ -161,11 +179,52 @@ async def test_a_check_goes_by_the_function_that_the_version_was_verified_by(fle
     other = await fleet.stub.CheckWeights(v.CheckWeightsRequest(digest_key=bytes(16)))
     found = {rank.check.model_digest for result in other.stage_results for rank in result.rank_results}
     assert (other.state, found) == (OPERATION_STATE_OK, {keyed("w1", bytes(16))})
-    # None of that is what later checks are compared with.
+    assert fleet.stage("b").report.model_digest == operation.model_digest
+
+
+@pytest.mark.parametrize("function", ["as verified", "sha256"])
+async def test_what_something_else_has_written_is_found_by_either_function(
+    fleet: InProcessFleet, function: str
+) -> None:
+    await update(fleet)
+    check = AS_VERIFIED if function == "as verified" else v.CheckWeightsRequest()
+    if function == "sha256":
+        await fleet.stub.CheckWeights(check)
     held(fleet, "another's")
-    (good, bad) = (await fleet.stub.CheckWeights(v.CheckWeightsRequest())).stage_results
+    (good, bad) = (await fleet.stub.CheckWeights(check)).stage_results
     assert (good.outcome, bad.outcome) == (common.OUTCOME_APPLIED, common.OUTCOME_DIRTY)
     assert bad.error.reason == "DIGEST_MISMATCH"
+
+
+async def test_a_sha256_of_an_earlier_version_is_forgotten(fleet: InProcessFleet) -> None:
+    for text in ("w1", "w2"):
+        assert (await update(fleet, text)).state == OPERATION_STATE_OK
+        assert (await fleet.stub.CheckWeights(v.CheckWeightsRequest())).state == OPERATION_STATE_OK
+
+
+@pytest.mark.parametrize("refused_by", ["coordinator", "stage"])
+@pytest.mark.parametrize("field", ["digest_key", "expected_digest"])
+async def test_a_stage_that_computes_none_is_asked_for_none(fleet: InProcessFleet, refused_by: str, field: str) -> None:
+    fields: dict[str, Any] = {"digest_key": bytes(16), "expected_digest": keyed("initial", bytes(16))}
+    request = v.CheckWeightsRequest(**{field: fields[field]})
+    request.header.target.slots.append("a")
+    if refused_by == "coordinator":
+        fleet.server.coordinator.roster.slots["a"].record.registration.capabilities.keyed_digests = False
+        error = await refusal(fleet.stub.CheckWeights(request))
+        assert (error.reason, error.field) == (Reason.UNSUPPORTED, field)
+        assert "a's engine" in error.message
+        return
+    fleet.stages["a"]._stage.registration.capabilities.keyed_digests = False  # type: ignore[attr-defined]
+    (result,) = (await fleet.stub.CheckWeights(request)).stage_results
+    assert (result.error.reason, result.error.field) == ("UNSUPPORTED", field)
+
+
+async def test_a_checkpoint_has_no_keyed_digest(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    request = v.UpdateWeightsFromDiskRequest(
+        model_path=checkpoint("two"), weight_version="two", expected_digest=keyed("two", bytes(16))
+    )
+    error = await refusal(fleet.stub.UpdateWeightsFromDisk(request))
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "expected_digest")
 
 
 async def test_a_check_against_a_keyed_digest_computes_that(fleet: InProcessFleet) -> None:
@@ -183,6 +242,9 @@ async def test_a_check_against_a_keyed_digest_computes_that(fleet: InProcessFlee
         ({"digest_key": bytes(16), "digest": v.DIGEST_FUNCTION_SHA256}, Reason.FIELD_CONFLICT, "digest"),
         ({"digest_key": bytes(16), "expected_digest": "0" * 64}, Reason.FIELD_CONFLICT, "digest_key"),
         ({"digest": v.DIGEST_FUNCTION_KEYED}, Reason.FIELD_REQUIRED, "digest_key"),
+        ({"digest_key": bytes(16), "adapter": "math"}, Reason.FIELD_CONFLICT, "adapter"),
+        ({"digest_key": bytes(16), "digest": v.DIGEST_FUNCTION_AS_VERIFIED}, Reason.FIELD_CONFLICT, "digest"),
+        ({"digest": v.DIGEST_FUNCTION_AS_VERIFIED, "adapter": "math"}, Reason.FIELD_CONFLICT, "digest"),
         ({"expected_digest": "0" * 64 + "@12"}, Reason.FIELD_INVALID, "expected_digest"),
         ({"expected_digest": "0" * 64 + "@"}, Reason.FIELD_INVALID, "expected_digest"),
     ],
@@ -230,6 +292,12 @@ async def test_a_heal_of_a_stage_that_computes_no_keyed_digest_says_so(
         monkeypatch.setattr(FakeEngine, "check_weights", older)
         await restart(fleet, "a")
         await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1"))))
+        assert (error.reason, error.field) == (Reason.UNHEALABLE, "slots")
+        assert "a's engine does not compute the keyed digest of version 'w1'" in error.message
+        # One that says that it does, and answers by SHA-256.
+        for registered in (fleet.server.coordinator.roster.slots["a"].record, fleet.stages["a"]._stage):
+            registered.registration.capabilities.keyed_digests = True  # type: ignore[attr-defined]
         healed = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1")))
         error = healed.stage_results[0].error
         assert error.reason == "VERIFICATION_UNREACHABLE"
@@ -241,7 +309,7 @@ async def test_the_key_outlives_the_coordinator(fleet: InProcessFleet) -> None:
     operation = await update(fleet)
     await restart_coordinator(fleet)
     await fleet.until(lambda stages: all(stage.routable for stage in stages))
-    checked = await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    checked = await fleet.stub.CheckWeights(AS_VERIFIED)
     assert checked.state == OPERATION_STATE_OK
     found = {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results}
     assert found == {operation.model_digest}

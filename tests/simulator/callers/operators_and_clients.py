@@ -129,13 +129,21 @@ class Operator(Caller):
             verbs_pb2.FlushCacheRequest(header=header),
             verbs_pb2.ReleaseMemoryRequest(header=header, tags=tags, keep_weights=chance.random() < 0.5),
             verbs_pb2.ResumeMemoryRequest(header=header, tags=tags),
-            verbs_pb2.CheckWeightsRequest(header=header),
+            self._check(header),
             verbs_pb2.AbortRequestsRequest(header=header, abort_all=True),
             verbs_pb2.GetModelInfoRequest(header=header),
         ]
         if chance.random() < 0.1:
             choices = [verbs_pb2.CheckWeightsRequest(header=header, action=verbs_pb2.CHECK_ACTION_RESET_TENSORS)]
         return chance.choice(choices)
+
+    def _check(self, header: RequestHeader) -> verbs_pb2.CheckWeightsRequest:
+        """A checksum, by one of the functions."""
+        chance = self.sim.world.chance(f"check of {self.sim.world.now}")
+        functions = (verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED, verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED)
+        key = chance.randbytes(16) if chance.random() < 0.2 else b""
+        function = verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED if key else chance.choice(functions)
+        return verbs_pb2.CheckWeightsRequest(header=header, digest=function, digest_key=key)
 
     async def do(self, request: Message, chance: random.Random, timeout_s: float = 15.0) -> None:
         """Let a verb be carried out, whatever comes of it; and, sometimes, ask for it again."""

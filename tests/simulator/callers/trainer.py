@@ -118,7 +118,9 @@ class Trainer(Caller):
         if begin.kind == verbs_pb2.UPDATE_KIND_PARTIAL and chance.random() < 0.5 and self.base.label:
             begin.kind = verbs_pb2.UPDATE_KIND_DELTA
             begin.base.CopyFrom(self.base)
-        if self.sim.world.chance(f"digest of {begin.version}").random() < 0.4:
+        chance = self.sim.world.chance(f"digest of {begin.version}")
+        able = all(self.sim.slots[slot].keys_digests for slot in self.fleet.models[self.model])
+        if chance.random() < (0.4 if able else 0.05):
             begin.options.digest = verbs_pb2.DIGEST_FUNCTION_KEYED
 
     async def update(self, tag: str, chance: random.Random) -> None:

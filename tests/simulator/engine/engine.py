@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
-from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import differing
 from rlctl.engine import Call, Engine, EngineInfo
@@ -148,7 +147,7 @@ class SimEngine(Engine):
             answers_for_ranks=slot.speaker,
             memory_tags=[] if modest else sorted(TAGS),
             cache_tiers=["kv"],
-            keyed_digests=True,
+            keyed_digests=slot.keys_digests,
             staged_apply=not modest,
             keeps_weights=not modest,
             unsupported=dict.fromkeys(MODEST if modest else (), "this engine has none of it"),
@@ -516,7 +515,7 @@ class SimEngine(Engine):
             return verbs.CheckReport(action=request.action, probed=computed if self.rank == 0 else ())
         if not self.slot.digests or request.action == verbs.CHECK_ACTION_READ:
             raise Reason.UNSUPPORTED.error("this engine cannot digest or read its weights", field="action")
-        key = request.digest_key or key_of(request.expected_digest)
+        key = request.digest_key if self.slot.keys_digests else b""
         held = [engine.holding.asked_for(request) for engine in self.machine.engines]
         mine = self.holding.asked_for(request)
         report = verbs.CheckReport(

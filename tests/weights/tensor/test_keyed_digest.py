@@ -41,7 +41,7 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Ten
 
 
 def by_the_formula(key: bytes, full: torch.Tensor) -> Sum:
-    """The sum that docs/verification.md states, byte by byte, in Python's integers."""
+    """The sum that docs/digests.md states, byte by byte, in Python's integers."""
     stream = hashlib.shake_256(b"rlctl keyed digest 1" + key).digest(BLOCK * LANES + LANES * 16 + 16)
     small = [[(stream[c * LANES + lane] & 127) - 64 for lane in range(LANES)] for c in range(BLOCK)]
     large = stream[BLOCK * LANES :]
@@ -111,6 +111,20 @@ def test_memory_of_any_layout_is_digested_as_its_values() -> None:
     full = made((6, 8), torch.bfloat16)
     for same in (full.t().contiguous().t(), torch.cat([full, full], 1)[:, :8], full.clone().requires_grad_()):
         assert whole(same) == whole(full)
+    column, row = made((8, 1), torch.bfloat16), made((1, 4096), torch.float32)
+    imaginary = torch.randn(3, 4, dtype=torch.complex64)
+    for same in (
+        row.expand(2048, 4096),
+        column.expand(8, 5),
+        torch.arange(9.0).unfold(0, 4, 1),
+        made((3, 8), torch.bfloat16).unsqueeze(1).expand(3, 4, 8),
+        made((8,), torch.float32).expand(5, 8),
+        full[3:4].t(),
+        made((1, 1, 5), torch.float32).transpose(1, 2),
+        imaginary.conj(),
+        torch._neg_view(full),
+    ):
+        assert whole(same) == whole(same.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
 
 
 def test_memory_that_is_no_matrix_is_read_where_it_lies() -> None:
@@ -238,8 +252,8 @@ def test_a_product_that_this_torch_cannot_compute_is_replaced(monkeypatch: pytes
     full = made((6, 10), torch.bfloat16)
     right = whole(full)
     monkeypatch.setattr(keyed_digest, "_int8_product", product)
-    chosen: Callable[[str], object] = keyed_digest._product_on.__wrapped__
-    assert chosen("cpu") is keyed_digest._float_product
+    chosen: Callable[[torch.device], object] = keyed_digest._product_on.__wrapped__
+    assert chosen(torch.device("cpu")) is keyed_digest._float_product
     monkeypatch.setattr(keyed_digest, "_product_on", lambda _: keyed_digest._float_product)
     assert whole(full) == right
 
