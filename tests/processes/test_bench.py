@@ -97,6 +97,7 @@ def test_a_quick_run_of_the_sidecars_benchmark() -> None:
     assert figures["added_p50_c1"]["floor"] > 0
 
 
+@pytest.mark.long
 def test_a_quick_run_of_the_rollouts_benchmark() -> None:
     done = bench("rollout", "--quick", "--json")
     assert done.returncode == 0, done.stderr

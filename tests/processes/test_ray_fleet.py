@@ -55,6 +55,7 @@ def node(stage: Stage) -> str:
     return stage.registration.address.rpartition(":")[0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_same_file_on_a_cluster(cluster: Nodes, up: list[str], tiny: tuple[Any, Path], tmp_path: Path) -> None:
     model, checkpoint = tiny

@@ -105,6 +105,7 @@ def test_a_half_that_comes_late_is_computed_at_the_version_of_its_pair_or_not_at
         assert (error.reason, error.field) == (Reason.STAGE_NOT_SERVING, "bootstrap_version_seq")
 
 
-@pytest.mark.parametrize("half", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("half", ["prefill", "decode"])
 def test_samples_outlive_either(pair: Fleet, half: str) -> None:
     killed_meanwhile(pair, pair.rollout("actor"), f"actor-{half}-0", NAME)

@@ -57,6 +57,7 @@ def scores(driver: Driver) -> list[float]:
     return list(driver.tell(request).probed[0].logprobs)
 
 
+@pytest.mark.long
 def test_a_server_whose_loads_repeat_takes_updates(sglang: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     driver = Driver(Unread, tiny[1], options={"allowed_roots": str(tmp_path)})
     try:

@@ -14,7 +14,7 @@ from sidecar_process import Served
 
 from rlctl.demo.tiny import encode
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.long]
 PROMPTS = ["1+2=", "7+8=", "12+34=", "9"]
 
 

@@ -143,6 +143,7 @@ def test_a_server_of_somebody_else_that_does_not_repeat_a_load_is_refused(vllm: 
             assert "Start the server again" in refused.value.next_step
 
 
+@pytest.mark.long
 def test_weights_that_were_made_up_are_no_version_and_bytes_prove_no_load_of_them(
     vllm: str, experts: tuple[Any, Path], tmp_path: Path
 ) -> None:
