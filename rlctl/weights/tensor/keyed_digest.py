@@ -201,9 +201,9 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
             products.append(_product(data[:, left:right], keys.small[at : at + right - left]))
             lines.append(numbers + block)
             owners.append(place[rows.index])
-    counts = torch.tensor([len(each) for each in lines])
+    counts = torch.tensor([len(each) for each in lines], device="cpu")
     device = keys.small.device
-    owner = torch.repeat_interleave(torch.tensor(owners), counts).to(device)
+    owner = torch.repeat_interleave(torch.tensor(owners, device="cpu"), counts).to(device)
     terms = keys.terms(torch.cat(products), torch.cat(lines).to(device))
     words = torch.zeros(len(place), 2, dtype=torch.int64, device=device).index_add_(0, owner, terms)
     return {index: Sum.of(*signed) for index, signed in zip(place, words.tolist(), strict=True)}
@@ -260,7 +260,7 @@ def _bytes(matrix: torch.Tensor) -> torch.Tensor:
 
 def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
     """The numbers that the rows have in the full tensor."""
-    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.held))
+    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.held), device="cpu")
     if part.dim is None or part.dim == len(full) - 1:
         return numbers
     inner = math.prod(full[part.dim + 1 : -1])
@@ -286,9 +286,9 @@ def _product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _product_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The fastest product that is exact on a device."""
-    generator = torch.Generator().manual_seed(1)
-    data = torch.randint(-128, 128, (64, 512), dtype=torch.int8, generator=generator)
-    keys = torch.randint(-64, 64, (512, LANES), dtype=torch.int8, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1)  # also where another device is torch's default
+    data = torch.randint(-128, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
+    keys = torch.randint(-64, 64, (512, LANES), dtype=torch.int8, generator=generator, device="cpu")
     data[0], data[1], keys[:, 0], keys[:, 1] = -128, 127, -64, 63
     right = data.to(torch.int64) @ keys.to(torch.int64)
     try:

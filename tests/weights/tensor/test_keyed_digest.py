@@ -258,6 +258,21 @@ def test_a_product_that_this_torch_cannot_compute_is_replaced(monkeypatch: pytes
     assert whole(full) == right
 
 
+def test_torchs_defaults_do_not_matter() -> None:
+    """An engine sets its own while it runs."""
+    full = made((6, 10), torch.bfloat16)
+    right = whole(full)
+    keyed_digest._product_on.cache_clear()
+    keyed_digest._keys.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"), torch.inference_mode():
+            assert whole(full) == right
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_it_ends_when_it_is_told_to() -> None:
     stop = Stop()
     stop.set(Reason.CANCELLED.error("enough"))
