@@ -1,5 +1,6 @@
 """HTTP in front of a fleet. It holds no state of the fleet: coordinator and stages decide.
 
+Stages are picked by ``Router.pick`` in ``rlctl/rollout/picking/router.py``; the package router is sglang-router.
 Requests to engines with HTTP of their own are forwarded (``generation/passthrough.py``). Requests to other engines are
 translated.
 

@@ -10,5 +10,6 @@ Start with ``facts.py`` and ``state_machine.py``. The facts are pure: ``Facts.st
 ``Facts.refuse`` refuses a command for its epoch, update or state, and ``Facts.settle`` applies its outcome. A verb that
 changes anything is refused under any epoch but the present one. ``Stage.attach`` refuses an older epoch,
 ``Stage.carry_out`` runs a command, and ``Stage.grant`` takes a serving lease. ``relay.py`` sends one command to all
-ranks; ``serving_state.py`` (``Serving.refuse``) is the gate of generation.
+ranks. ``serving_state.py`` is the gate of generation: ``Serving.refuse`` for new requests, ``Serving.refuse_ongoing``
+for running ones. ``Facts.vouched`` decides whether tokens of a running request come from an admitted version.
 """

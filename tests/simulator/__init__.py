@@ -8,6 +8,7 @@ rlctl.runtime.
 
 Start with ``scenario.py`` (``Seed``: the course of one seed). ``oracle.py`` judges what the processes report, and
 ``inspection.py`` (``look``) what the stages would serve; both record violations by ``Observer.broken``. ``mutants.py``
-(``MUTANTS``, ``without``) switches safeguards off, as does ``tools/simulate --break NAME``. ``runner.py`` runs a seed;
+(``MUTANTS``, ``without``) switches safeguards off, as does ``tools/simulate --break NAME``. A mutant with an empty
+list switches off a rule of the simulated engine, which asks for it by name. ``runner.py`` runs a seed;
 ``shrink.py`` reduces a failing seed.
 """

@@ -6,5 +6,6 @@ The ``Reader`` of each kind of server reads the body.
 Imports: rlctl_servers.adapters, rlctl_servers.requests, rlctl_servers.server, rlctl_servers.updates, rlctl.engine,
 rlctl.contract.
 
-Start with ``passing.py`` (``Passing``). ``answers.py`` puts rlctl's labels of versions into answers.
+Start with ``passing.py`` (``Passing.read``; ``Passing._sent`` sends the body). ``answers.py`` puts rlctl's labels of
+versions into answers.
 """

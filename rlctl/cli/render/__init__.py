@@ -4,5 +4,7 @@ Decides the columns of each answer. A command returns data, and the printer writ
 
 Imports: cli.app, sdk, contract.
 
-Start with ``printer.py`` (``View``, ``show``), ``operations.py`` and ``stages.py``.
+Start with ``printer.py`` (``View``; ``show`` selects the form). ``tables.py`` draws tables: ``plain`` for pipes,
+``rich`` for terminals. The tables are built in ``operations.py`` (``view``) and ``stages.py`` (``stages_table``);
+``columns.py`` has the columns of each verb's answer.
 """

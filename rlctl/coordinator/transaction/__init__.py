@@ -5,7 +5,8 @@ and whether the evidence suffices. Nothing of a version is served before it is p
 
 Imports: coordinator.verbs, coordinator.operations, coordinator.fleet, contract, ports.
 
-Start with ``planner.py`` (``Planner.plan``: targets, version, groups, or the refusal), then ``transaction.py``
+Start with ``planner.py`` (``Planner.plan``: version and groups, or the refusal; ``Planner.targets``: the
+choice of the targets; ``Planner._digest_key``: the key of keyed digests), then ``transaction.py``
 (``Session``: the steps up to the commit), ``transfer.py`` (joins, writes, further attempts), ``commit.py``
 (``Finish.commit``; ``Finish._publish`` writes the version to the journal). ``verification_levels.py`` decides without
 I/O (``levels``: what each target must prove; ``judge_digests``: whether it has), and ``verification.py`` commands the

@@ -5,7 +5,8 @@ checkpoint names, and which names are unknown or tied.
 
 Imports: contract.
 
-Start with ``tensors.py`` (``TensorMeta``), ``digest.py`` (``tensor_digest``, ``ModelDigest``), ``buckets.py``
-(``plan``: which tensors share a bucket) and ``source.py`` (``WeightSource``). ``placement.py`` has the identities
+Start with ``tensors.py`` (``TensorMeta``), ``digest.py`` (``tensor_digest``, ``ModelDigest``: digests by SHA-256 or
+with a key), ``keyed_digest.py`` (``keyed_sums``: the arithmetic of keyed digests), ``buckets.py`` (``plan``: which
+tensors share a bucket) and ``source.py`` (``WeightSource``). ``placement.py`` has the identities
 of hosts and devices.
 """
