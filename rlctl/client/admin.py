@@ -172,8 +172,8 @@ class AsyncAdmin:
         digest: str = "",
         **targets: Unpack[Targets],
     ) -> Operation:
-        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256 or as_verified; ""
-        is as_verified for a checksum.
+        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256 or as_verified.
+        The default is as_verified for a checksum without expected_digest.
         """
         request = verbs_pb2.CheckWeightsRequest(
             action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]

@@ -7,6 +7,11 @@ Digests of different functions or keys say nothing about each other.
 from __future__ import annotations
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import (
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+)
 from rlctl.v1.fleet_pb2 import Capabilities
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
@@ -21,6 +26,7 @@ KEY_BYTES = 16
 SHA256_DIGITS, KEYED_DIGITS = 64, 32
 """Hex digits of the digest of one tensor."""
 
+_BY_DIGEST = {VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_REPLICA, VERIFICATION_LEVEL_EXPECTED}
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -30,7 +36,7 @@ def with_key(digest: str, key: bytes) -> str:
 
 
 def key_of(digest: str) -> bytes:
-    """The key that a digest was made with; b"" for a SHA-256, and for what is no digest."""
+    """The key that a digest was made with; b"" for a SHA-256 and for any other text."""
     return bytes.fromhex(digest.partition("@")[2]) if is_digest(digest) else b""
 
 
@@ -46,9 +52,14 @@ def is_digest(text: str) -> bool:
     return digits and (not at or (len(key) == 2 * KEY_BYTES and not set(key) - _HEX))
 
 
+def computes_keyed(capabilities: Capabilities) -> bool:
+    """Whether an engine computes keyed digests, if it digests anything."""
+    return capabilities.keyed_digests or not _BY_DIGEST & {*capabilities.verification}
+
+
 def unkeyed(capabilities: Capabilities, request: CheckWeightsRequest, slot: str = "") -> RlctlError | None:
-    """That a stage computes no keyed digest, where a check asks for one; else None."""
-    if capabilities.keyed_digests or not (request.digest_key or key_of(request.expected_digest)):
+    """The refusal of a keyed check by a stage that computes no keyed digest; else None."""
+    if computes_keyed(capabilities) or not (request.digest_key or key_of(request.expected_digest)):
         return None
     field = "digest_key" if request.digest_key else "expected_digest"
     whose = f"{slot}'s engine" if slot else "the engine"
@@ -59,5 +70,6 @@ def as_verified(request: CheckWeightsRequest) -> None:
     """Make a checksum of all weights, for which the caller names no function, one by which damage can be found."""
     checksum = request.action in (CHECK_ACTION_UNSPECIFIED, CHECK_ACTION_CHECKSUM)
     named = request.digest or request.digest_key or request.expected_digest
-    if checksum and not (named or request.adapter or request.shadow or request.skip_tensors):
+    without = request.HasField("model_digest") and not request.model_digest
+    if checksum and not (named or without or request.adapter or request.shadow or request.skip_tensors):
         request.digest = DIGEST_FUNCTION_AS_VERIFIED

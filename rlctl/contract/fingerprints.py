@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SIZE = 8
-"""Bytes of a tensor's SHA-256 that are kept. Whether a set of tensors is right is said by its whole digest."""
+"""Bytes of a tensor's digest that are kept. Whether a set of tensors is right is said by its whole digest."""
 
 
 def fingerprints(digests: Mapping[str, str]) -> bytes:

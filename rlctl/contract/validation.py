@@ -322,20 +322,7 @@ def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
 def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
     _digest(request.expected_digest, "expected_digest")
     _digest_key(request.digest_key)
-    checksums = (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM)
-    if request.digest_key and request.action not in checksums:
-        raise Reason.FIELD_CONFLICT.error("digest_key is for the action CHECKSUM", field="digest_key")
-    key = request.digest_key or digests.key_of(request.expected_digest)
-    if key and request.digest == verbs_pb2.DIGEST_FUNCTION_SHA256:
-        raise Reason.FIELD_CONFLICT.error("a SHA-256 has no key", field="digest")
-    if request.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not key:
-        raise Reason.FIELD_REQUIRED.error("a keyed digest needs a key", field="digest_key")
-    if key and request.adapter:
-        raise Reason.FIELD_CONFLICT.error("adapters are digested by SHA-256", field="adapter")
-    if request.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED and (key or request.expected_digest or request.adapter):
-        raise Reason.FIELD_CONFLICT.error("the weights' own function takes no key, digest or adapter", field="digest")
-    if request.digest_key and request.expected_digest and digests.key_of(request.expected_digest) != request.digest_key:
-        raise Reason.FIELD_CONFLICT.error("expected_digest was made with another key", field="digest_key")
+    _digest_function(request)
     _fingerprints(request.fingerprints)
     if request.action == verbs_pb2.CHECK_ACTION_PROBE:
         _prompts(request.prompts, "prompts")
@@ -346,6 +333,36 @@ def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
     elif request.tensor or request.HasField("rows"):
         field = "tensor" if request.tensor else "rows"
         raise Reason.FIELD_CONFLICT.error(f"{field} is for the action READ", field=field)
+
+
+def _digest_function(request: verbs_pb2.CheckWeightsRequest) -> None:
+    """The function, its key, and what each of them excludes."""
+    key = request.digest_key or digests.key_of(request.expected_digest)
+    digesting = (
+        verbs_pb2.CHECK_ACTION_UNSPECIFIED,
+        verbs_pb2.CHECK_ACTION_CHECKSUM,
+        verbs_pb2.CHECK_ACTION_COMPARE,
+    )
+    as_verified = request.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED
+    if as_verified and (key or request.expected_digest or request.adapter or request.shadow or request.skip_tensors):
+        raise Reason.FIELD_CONFLICT.error(
+            "AS_VERIFIED takes no digest_key, expected_digest, adapter, shadow or skip_tensors", field="digest"
+        )
+    if request.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not key:
+        raise Reason.FIELD_REQUIRED.error("a keyed digest needs a key", field="digest_key")
+    if not key and not as_verified:
+        return
+    field = "digest" if as_verified else "digest_key" if request.digest_key else "expected_digest"
+    if request.action not in digesting:
+        raise Reason.FIELD_CONFLICT.error("only CHECKSUM and COMPARE compute keyed digests", field=field)
+    if request.HasField("model_digest") and not request.model_digest:
+        raise Reason.FIELD_CONFLICT.error("a keyed digest is the model digest", field="model_digest")
+    if request.digest == verbs_pb2.DIGEST_FUNCTION_SHA256:
+        raise Reason.FIELD_CONFLICT.error("digest is SHA256, but a key is given", field="digest")
+    if request.adapter:
+        raise Reason.FIELD_CONFLICT.error("adapters are digested by SHA-256", field="adapter")
+    if request.digest_key and request.expected_digest and digests.key_of(request.expected_digest) != request.digest_key:
+        raise Reason.FIELD_CONFLICT.error("expected_digest was made with another key", field="digest_key")
 
 
 def _read(request: verbs_pb2.CheckWeightsRequest) -> None:
@@ -391,7 +408,7 @@ def _options(options: verbs_pb2.UpdateOptions, field: str = "options") -> None:
     if options.HasField("probe"):
         _probe(options.probe, f"{field}.probe")
     if options.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
-        raise _invalid("as_verified is for checks of weights that have been verified", f"{field}.digest")
+        raise _invalid("as_verified is for CheckWeights only", f"{field}.digest")
 
 
 @_rule(verbs_pb2.PrepareUpdateRequest)

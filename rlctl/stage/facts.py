@@ -372,7 +372,7 @@ class Facts:
                 if self.update is not None and not self.update.full:
                     self.update.spoilt = True
             case verbs_pb2.CheckWeightsRequest() if applied and steady and _of_all(request):
-                self._digested(results, shadow=request.shadow)
+                self._digested(request, results)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
@@ -448,19 +448,25 @@ class Facts:
         self.model_digest = self.sha256_digest = ""
         self.checkpoint = ""
 
-    def _digested(self, results: Sequence[RankResult], *, shadow: bool) -> None:
-        digests = _digests(results)
+    def _digested(self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]) -> None:
+        """Keep the digest of an update's verification. A SHA-256 of another check is kept beside it."""
+        update, digests = self.update, _digests(results)
+        verifies = update is not None and request.header.fence.update_id == update.update_id
         if len(digests) != 1:
-            if shadow and self.update is not None:
-                self.update.digest = ""
+            if request.shadow and update is not None:
+                update.digest = ""
             return
         (digest,) = digests
-        # What a version was verified by stays, beside the SHA-256 that a check may ask for.
-        if shadow and self.update is not None:
-            if self.update.prepared and (not self.update.digest or comparable(digest, self.update.digest)):
-                self.update.digest = digest
-        elif not shadow and self.weights is Weights.WHOLE:
-            if not self.model_digest or comparable(digest, self.model_digest):
+        if request.shadow:
+            if update is not None and update.prepared:
+                known = verifies or not update.digest or comparable(digest, update.digest)
+                update.digest = digest if known else update.digest
+        elif self.weights is Weights.WHOLE:
+            before = self.model_digest
+            first = not before and not key_of(digest)  # a caller's own key is nobody else's
+            if verifies or first or (before and comparable(digest, before)):
+                if before and not key_of(before) and key_of(digest):
+                    self.sha256_digest = before
                 self.model_digest = digest
             elif not key_of(digest):
                 self.sha256_digest = digest

@@ -236,6 +236,8 @@ class Leading:
         sent = [Sent()]
         try:
             async with self._renewing(plan):
+                if request.options.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not plan.digest_key:
+                    raise Reason.UNSUPPORTED.error("the coordinator's release has no keyed digests", field="digest")
                 reference = [] if request.adapter else await self._get_reference(plan)
                 wire = fit(self._model, offers, reference, partial)
                 metas = [meta for offered in wire for meta in offered.metas]

@@ -29,7 +29,7 @@ class _DigestFunction:
 class _DigestFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DigestFunction.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIGEST_FUNCTION_UNSPECIFIED: _DigestFunction.ValueType  # 0
-    """Treated as SHA256; in a delta as the function of its base."""
+    """Treated as SHA256; in a delta as the function of its base; in CheckWeights as the one of digest_key or expected_digest."""
     DIGEST_FUNCTION_SHA256: _DigestFunction.ValueType  # 1
     """SHA-256 of full tensors, which are brought together at one rank for it."""
     DIGEST_FUNCTION_KEYED: _DigestFunction.ValueType  # 2
@@ -37,13 +37,13 @@ class _DigestFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Digest
     that trust each other. Refused if a stage of the model does not compute it.
     """
     DIGEST_FUNCTION_AS_VERIFIED: _DigestFunction.ValueType  # 3
-    """Checks: the function, and the key, that the stage's weights were verified by."""
+    """CheckWeights only: function and key of the stage's last verification."""
 
 class DigestFunction(_DigestFunction, metaclass=_DigestFunctionEnumTypeWrapper):
     """Functions that digest weights. A digest says by which it was made: "HEX" is a SHA-256, "HEX@KEY" a keyed digest."""
 
 DIGEST_FUNCTION_UNSPECIFIED: DigestFunction.ValueType  # 0
-"""Treated as SHA256; in a delta as the function of its base."""
+"""Treated as SHA256; in a delta as the function of its base; in CheckWeights as the one of digest_key or expected_digest."""
 DIGEST_FUNCTION_SHA256: DigestFunction.ValueType  # 1
 """SHA-256 of full tensors, which are brought together at one rank for it."""
 DIGEST_FUNCTION_KEYED: DigestFunction.ValueType  # 2
@@ -51,7 +51,7 @@ DIGEST_FUNCTION_KEYED: DigestFunction.ValueType  # 2
 that trust each other. Refused if a stage of the model does not compute it.
 """
 DIGEST_FUNCTION_AS_VERIFIED: DigestFunction.ValueType  # 3
-"""Checks: the function, and the key, that the stage's weights were verified by."""
+"""CheckWeights only: function and key of the stage's last verification."""
 Global___DigestFunction: _TypeAlias = DigestFunction  # noqa: Y015
 
 class _AfterUpdate:
@@ -709,7 +709,7 @@ class UpdateOptions(_message.Message):
     adapters: Global___AdapterPolicy.ValueType
     """Whether loaded adapters survive a base update."""
     digest: Global___DigestFunction.ValueType
-    """Function of the digests that the update is verified by. Of the updates that send tensors; not for adapters."""
+    """Digest function of the verification. Only for updates that send tensors. Not for adapters."""
     @_builtins.property
     def probe(self) -> Global___Probe:
         """Log probabilities that the new weights must reproduce. Every target computes them before it serves, at every level of verify.

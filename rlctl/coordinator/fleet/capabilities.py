@@ -14,7 +14,6 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,
     VERIFICATION_LEVEL_EXPECTED,
-    VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     PauseMode,
     Transport,
@@ -36,8 +35,7 @@ def can_digest(slot: Slot) -> bool:
 
 def keys_digests(slot: Slot) -> bool:
     """Whether a stage computes keyed digests, if it computes any."""
-    known = slot.capabilities
-    return known.keyed_digests or not {VERIFICATION_LEVEL_RECEIVED, *_BY_DIGEST} & {*known.verification}
+    return digests.computes_keyed(slot.capabilities)
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:

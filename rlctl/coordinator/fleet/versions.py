@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.adapter_identity import same
+from rlctl.contract.digests import key_of
 from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
@@ -153,6 +154,11 @@ def history(record: ModelRecord) -> list[PublishedVersion]:
         version=record.latest, model_digest=record.model_digest, checkpoint=record.checkpoint, publish_time=time
     )
     return [latest, *reversed(record.history)]
+
+
+def digest_key(record: ModelRecord) -> bytes:
+    """Key of the digests of the published version; b"": SHA-256. Without a model digest, the one of its update."""
+    return key_of(record.model_digest) if record.model_digest else record.digest_key
 
 
 def published(

@@ -21,7 +21,7 @@ from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.fleet.stage_links import Peers
-from rlctl.coordinator.fleet.versions import adoptable, witnesses
+from rlctl.coordinator.fleet.versions import adoptable, digest_key, witnesses
 from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.healing.orphans import HEAL_MARK
 from rlctl.coordinator.healing.sources import Sources, needs_heal, unverifiable
@@ -445,7 +445,7 @@ class Healer:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        comparable = key_of(digest) == session.model.record.digest_key
+        comparable = key_of(digest) == digest_key(session.model.record)
         expected = Expected(digest=digest, fingerprints=session.model.fingerprints if comparable else b"")
         await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
 

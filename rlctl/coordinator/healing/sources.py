@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlctl.contract.adapter_identity import same
 from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.coordinator.fleet.capabilities import adapter_travels, keys_digests, unsupported
+from rlctl.coordinator.fleet.capabilities import adapter_travels, can_digest, unsupported
 from rlctl.coordinator.fleet.roster import ABSENT, Roster, Slot
 from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
 from rlctl.coordinator.healing.from_peer import alike
@@ -69,7 +69,7 @@ class Sources:
             )
         if not model.model_digest and not witnesses(self._roster, slot):
             raise unverifiable()
-        if key_of(model.model_digest) and not keys_digests(slot):
+        if key_of(model.model_digest) and can_digest(slot) and not slot.capabilities.keyed_digests:
             raise Reason.UNHEALABLE.error(
                 f"{slot.name}'s engine does not compute the keyed digest of version {model.latest.label!r}",
                 field="slots",

@@ -107,7 +107,7 @@ class Planner:
         """
         named = request.options.digest
         delta = request.kind == UPDATE_KIND_DELTA
-        key = model.record.digest_key if delta else self._new_key() if named == DIGEST_FUNCTION_KEYED else b""
+        key = versions.digest_key(model.record) if delta else self._new_key() if named == DIGEST_FUNCTION_KEYED else b""
         of_base = DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256
         if delta and named not in (DIGEST_FUNCTION_UNSPECIFIED, of_base):
             raise Reason.FIELD_CONFLICT.error(
@@ -123,7 +123,7 @@ class Planner:
                 raise Reason.UNSUPPORTED.error(
                     f"{slot.name}'s engine computes no keyed digests",
                     field="options.digest",
-                    next_step="Update with digest=sha256, or retire the stage.",
+                    next_step="Send a full update with digest=sha256, or retire the stage.",
                 )
         return key
 

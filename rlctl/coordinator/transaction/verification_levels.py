@@ -238,7 +238,7 @@ def judge_digests(
     for slot, digest in found.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and not comparable(digest, expected.digest):
             wrong[slot] = Reason.VERIFICATION_UNREACHABLE.error(
-                "its engine does not compute the digest that the version was published with", outcome=OUTCOME_DIRTY
+                "its engine answered with another digest function than requested", outcome=OUTCOME_DIRTY
             )
         elif levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected.digest:
             wrong[slot] = _mismatch(

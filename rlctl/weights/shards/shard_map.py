@@ -191,13 +191,13 @@ def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) 
     spreads = Gathering(shards.shards, exchange).spreads
     held = [shards.shards[name] for name in sorted(shards.shards)]
     sums: list[Sum] = []
-    # What goes wrong at one rank is raised at all of them: the others wait for this one.
+    # An error at one rank is raised at every rank. Otherwise the others would wait.
     try:
         sums = keyed_sums(key, held, stop)
     except RlctlError as error:
         stop.set(error)
     except torch.OutOfMemoryError as error:
-        stop.set(Reason.MEMORY_FULL.error(str(error).splitlines()[0]))
+        stop.set(Reason.MEMORY_FULL.error((str(error) or "out of memory").splitlines()[0]))
     except Exception as error:  # noqa: BLE001
         stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
     agree_to_go_on(exchange, stop)

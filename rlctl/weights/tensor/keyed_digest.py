@@ -1,4 +1,4 @@
-"""The keyed digest: a digest of weights at the speed of memory, whose parts add up.
+"""The keyed digest: a digest of weights whose parts add up.
 
 A tensor is a matrix of bytes: its rows are all dimensions but the last, a row's bytes are those of the last dimension
 (a vector is one row, a scalar one row of one element). A row is cut into blocks of 8,192 bytes, the last one may be
@@ -9,12 +9,12 @@ shorter. With the bytes x as signed integers of 8 bits, a tensor's digest is two
 
 K are integers from -64 to 63, C and A integers of 64 bits, all of them from a key of 128 random bits. What follows:
 
-- It is a sum over elements. Whoever holds a part of a tensor digests that part where it lies, with the rows and columns
-  that it has in the full tensor. The digests of parts that tile the tensor add up to the tensor's.
-- ``h`` is a product of two matrices of small integers, which processors with instructions for int8 and GPUs compute as
-  fast as they read memory. The function needs no kernel of its own.
+- It is a sum over elements. A rank that holds a part of a tensor digests that part where it lies, with the rows and
+  columns that it has in the full tensor. The digests of parts that tile the tensor add up to the tensor's.
+- ``h`` is a product of two matrices of small integers. Processors with instructions for int8, and GPUs, have
+  instructions for this product. The function needs no kernel of its own.
 - Two contents that differ, and were chosen without knowledge of the key, have one digest with a chance of less than
-  2^-100 (docs/digests.md derives it). Somebody who knows the key can make two contents with one digest, so the key
+  2^-100 (docs/digests.md derives it). A party that knows the key can make two contents with one digest, so the key
   is drawn for each version, and published checkpoints keep SHA-256.
 """
 
@@ -210,7 +210,7 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
 
 
 class _Keys:
-    """What a key stands for, on a device.
+    """K, C and S of a key, on one device.
 
     Attributes:
         small: K, int8, 8192 x 16.
@@ -305,7 +305,14 @@ def _int8_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     aligned = not (data.data_ptr() | data.stride(0) | data.shape[1] | keys.data_ptr()) % 16
     if data.is_cuda and not (aligned and len(data) > 16):
         return _float_product(data, keys)
-    product: torch.Tensor = torch._int_mm(data, keys)
+    try:
+        product: torch.Tensor = torch._int_mm(data, keys)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if not data.is_cuda:
+            raise
+        return _float_product(data, keys)  # a shape that cuBLASLt does not take
     return product
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest
-from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation, RankResult
 
 KEYED = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED)
 RECEIVED = common.VERIFICATION_LEVEL_RECEIVED
@@ -219,6 +220,44 @@ async def test_a_stage_that_computes_none_is_asked_for_none(fleet: InProcessFlee
     assert (result.error.reason, result.error.field) == ("UNSUPPORTED", field)
 
 
+async def test_a_comparison_with_a_keyed_digest_reaches_every_rank(fleet: InProcessFleet) -> None:
+    operation = await update(fleet)
+    compare = v.CheckWeightsRequest(action=v.CHECK_ACTION_COMPARE, expected_digest=operation.model_digest)
+    compared = await fleet.stub.CheckWeights(compare)
+    assert compared.state == OPERATION_STATE_OK
+    assert [rank.check.matched for result in compared.stage_results for rank in result.rank_results] == [1, 1, 1]
+
+
+async def test_a_callers_own_key_is_no_stages_digest(fleet: InProcessFleet) -> None:
+    options = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED, verify=RECEIVED)
+    plan = await prepared(fleet, options=options)
+    assert (await commit(fleet, plan, keyed("w1", plan.digest_key))).state == OPERATION_STATE_OK
+    await fleet.stub.CheckWeights(v.CheckWeightsRequest(digest_key=bytes(16)))
+    assert fleet.stage("b").report.model_digest == ""
+    await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    await fleet.until(lambda stages: all(stage.report.model_digest == digest("w1") for stage in stages))
+
+
+async def test_the_digest_of_a_verification_counts_beside_an_earlier_check(fleet: InProcessFleet) -> None:
+    """A check by SHA-256 between commit and verification."""
+    checked = asyncio.Event()
+
+    async def check(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "check_weights" and not checked.is_set():
+            checked.set()
+            stage = fleet.stages["a"]._stage  # type: ignore[attr-defined]
+            request = v.CheckWeightsRequest()
+            result = RankResult(check=v.CheckReport(model_digest=digest("w1")))
+            stage.facts._digested(request, [result])
+            assert stage.facts.model_digest == digest("w1")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = check
+    operation = await update(fleet)
+    assert checked.is_set()
+    assert fleet.stages["a"]._stage.facts.model_digest == operation.model_digest  # type: ignore[attr-defined]
+    assert fleet.stages["a"]._stage.facts.sha256_digest == digest("w1")  # type: ignore[attr-defined]
+
+
 async def test_a_checkpoint_has_no_keyed_digest(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
     request = v.UpdateWeightsFromDiskRequest(
         model_path=checkpoint("two"), weight_version="two", expected_digest=keyed("two", bytes(16))
@@ -243,6 +282,15 @@ async def test_a_check_against_a_keyed_digest_computes_that(fleet: InProcessFlee
         ({"digest_key": bytes(16), "expected_digest": "0" * 64}, Reason.FIELD_CONFLICT, "digest_key"),
         ({"digest": v.DIGEST_FUNCTION_KEYED}, Reason.FIELD_REQUIRED, "digest_key"),
         ({"digest_key": bytes(16), "adapter": "math"}, Reason.FIELD_CONFLICT, "adapter"),
+        ({"digest_key": bytes(16), "model_digest": False}, Reason.FIELD_CONFLICT, "model_digest"),
+        (
+            {"expected_digest": keyed("x", bytes(16)), "action": v.CHECK_ACTION_PROBE},
+            Reason.FIELD_CONFLICT,
+            "expected_digest",
+        ),
+        ({"digest": v.DIGEST_FUNCTION_AS_VERIFIED, "action": v.CHECK_ACTION_SNAPSHOT}, Reason.FIELD_CONFLICT, "digest"),
+        ({"digest": v.DIGEST_FUNCTION_AS_VERIFIED, "skip_tensors": ["w"]}, Reason.FIELD_CONFLICT, "digest"),
+        ({"digest": v.DIGEST_FUNCTION_AS_VERIFIED, "shadow": True}, Reason.FIELD_CONFLICT, "digest"),
         ({"digest_key": bytes(16), "digest": v.DIGEST_FUNCTION_AS_VERIFIED}, Reason.FIELD_CONFLICT, "digest"),
         ({"digest": v.DIGEST_FUNCTION_AS_VERIFIED, "adapter": "math"}, Reason.FIELD_CONFLICT, "digest"),
         ({"expected_digest": "0" * 64 + "@12"}, Reason.FIELD_INVALID, "expected_digest"),
@@ -301,7 +349,7 @@ async def test_a_heal_of_a_stage_that_computes_no_keyed_digest_says_so(
         healed = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1")))
         error = healed.stage_results[0].error
         assert error.reason == "VERIFICATION_UNREACHABLE"
-        assert "does not compute the digest that the version was published with" in error.message
+        assert "answered with another digest function than requested" in error.message
         assert not fleet.stage("a").routable
 
 
