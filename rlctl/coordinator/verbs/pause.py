@@ -96,7 +96,11 @@ class Pausing:
                 return
             await self._roster.pauses.take_back(operation_id)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
-            again = [slot for slot in targets if slot.name in paused and not _is_kept(slot, adapter)]
+            released = [slot for slot in targets if not _is_kept(slot, adapter)]
+            for result in results:
+                if result.outcome == OUTCOME_APPLIED and result.slot in {slot.name for slot in released}:
+                    run.add(_taken_back(result, f"the pause was taken back, because {missing or absent} did not pause"))
+            again = [slot for slot in released if slot.name in paused]
             await self._go_on_again(adapter, again, run, missing or absent)
         if absent:
             raise Reason.DEADLINE_EXCEEDED.error(f"{absent} could not be told, and its serving lease had not run out")

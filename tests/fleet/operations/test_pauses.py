@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fleet_steps import cut_off, kill, load, on_record, restart_coordinator
-from updating import begin, commit, digest, join, refusal, write
+from updating import begin, commit, digest, fault, from_disk, join, refusal, restart, write
 from waiting import eventually
 
 from rlctl.contract.durations import duration
@@ -758,3 +758,19 @@ async def test_a_resume_under_a_pause_lets_nothing_go_on(fleet: InProcessFleet, 
     assert served == set()
     await go_on(fleet)
     await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+async def test_a_pause_that_was_taken_back_is_no_stages_success(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    """Also at a stage that does not generate, and is healed afterwards."""
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        fault(fleet, 1, 2, "pause_generation", Reason.ENGINE_FAILED.error("no"))
+        paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+        stale = next(result for result in paused.stage_results if result.slot == "a")
+        assert (stale.outcome, stale.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+        assert "the pause was taken back, because b did not pause" in stale.error.message
+        assert not fleet.server.coordinator.roster.slots["a"].pause
