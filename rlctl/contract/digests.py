@@ -52,22 +52,22 @@ def is_digest(text: str) -> bool:
     return digits and (not at or (len(key) == 2 * KEY_BYTES and not set(key) - _HEX))
 
 
-def computes_keyed(capabilities: Capabilities) -> bool:
+def computes_keyed_digests(capabilities: Capabilities) -> bool:
     """Whether an engine computes keyed digests, if it digests anything."""
     return capabilities.keyed_digests or not _BY_DIGEST & {*capabilities.verification}
 
 
-def unkeyed(capabilities: Capabilities, request: CheckWeightsRequest, slot: str = "") -> RlctlError | None:
+def keyed_digest_refusal(capabilities: Capabilities, request: CheckWeightsRequest, slot: str = "") -> RlctlError | None:
     """The refusal of a keyed check by a stage that computes no keyed digest; else None."""
-    if computes_keyed(capabilities) or not (request.digest_key or key_of(request.expected_digest)):
+    if computes_keyed_digests(capabilities) or not (request.digest_key or key_of(request.expected_digest)):
         return None
     field = "digest_key" if request.digest_key else "expected_digest"
-    whose = f"{slot}'s engine" if slot else "the engine"
-    return Reason.UNSUPPORTED.error(f"{whose} computes no keyed digests", field=field)
+    engine = f"{slot}'s engine" if slot else "the engine"
+    return Reason.UNSUPPORTED.error(f"{engine} computes no keyed digests", field=field)
 
 
 def as_verified(request: CheckWeightsRequest) -> None:
-    """Make a checksum of all weights, for which the caller names no function, one by which damage can be found."""
+    """Set AS_VERIFIED in a checksum of all weights whose caller named no function, so that damage is found."""
     checksum = request.action in (CHECK_ACTION_UNSPECIFIED, CHECK_ACTION_CHECKSUM)
     named = request.digest or request.digest_key or request.expected_digest
     without = request.HasField("model_digest") and not request.model_digest

@@ -17,7 +17,7 @@ from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
-from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_unkeyed, refuse_unpaused
+from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_keyed_check, refuse_unpaused
 from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
@@ -347,7 +347,7 @@ class Coordinator:
         if isinstance(request, PauseGenerationRequest) and request.adapter:
             refuse_unpaused(targets, request)
         if isinstance(request, CheckWeightsRequest):
-            refuse_unkeyed(targets, request)
+            refuse_keyed_check(targets, request)
         missing = incapable_all(targets, request)
         if missing is not None:
             raise Reason.UNSUPPORTED_BY_ALL.error(

@@ -463,7 +463,7 @@ class Facts:
                 update.digest = digest if known else update.digest
         elif self.weights is Weights.WHOLE:
             before = self.model_digest
-            first = not before and not key_of(digest)  # a caller's own key is nobody else's
+            first = not before and not key_of(digest)  # never a key that a caller chose
             if verifies or first or (before and comparable(digest, before)):
                 if before and not key_of(before) and key_of(digest):
                     self.sha256_digest = before

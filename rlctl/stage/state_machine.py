@@ -314,9 +314,9 @@ class Stage:
             if unkept is not None:
                 raise unkept
         if isinstance(request, verbs_pb2.CheckWeightsRequest):
-            keyless = digests.unkeyed(self.registration.capabilities, request)
-            if keyless is not None:
-                raise keyless
+            refusal = digests.keyed_digest_refusal(self.registration.capabilities, request)
+            if refusal is not None:
+                raise refusal
         if isinstance(request, verbs_pb2.PauseGenerationRequest):
             unpaused = adapter_identity.unpaused(self.registration.capabilities, request)
             if unpaused is not None:
@@ -418,7 +418,7 @@ class Stage:
 
     def _place(self, request: Message) -> None:
         """Tell the ranks what only the stage knows: where it begins among a group's members, which are named for the
-        whole fleet, and the key of the digest that its weights were verified by.
+        whole fleet, and the key of the digest that a check computes.
         """
         if isinstance(request, verbs_pb2.CheckWeightsRequest):
             request.digest_key = self.facts.digest_key(request)

@@ -188,8 +188,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``: None empties
         the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: evidence of
         the bytes that ranks hold: "" for the highest level that each target reaches, or expected, replica, received,
-        none; probe asks for the probe alone. ``digest``: function of the digests: "" for SHA-256, or keyed, which every
-        rank computes where its part lies; docs/digests.md compares them. ``probe``: log probabilities that the new
+        none; probe asks for the probe alone. ``digest``: function of the digests: "" for SHA-256, or keyed: each rank
+        digests its own parts (docs/digests.md). ``probe``: log probabilities that the new
         weights give; every target computes them before it serves, at every level of ``verify``. ``quorum``: targets
         that must confirm, 0 for all. ``retries``: times that the sources go through their weights again after a group
         failed, without the targets that are gone. ``partial``: not every parameter is sent. ``finite``: before anything
@@ -440,11 +440,11 @@ def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> s
 
     ``checkpoint``: directory of the rollout checkpoint, whose names and dtypes the tensors have in the fleet. Without
     it, a module's tensors have the names that ``save_pretrained`` would write, and all have the dtypes that they are
-    in. ``like``: a digest by whose function and key it is made, an update's say; "" is SHA-256. Raises UNSUPPORTED as
+    in. ``like``: a digest with the wanted function and key; "" is SHA-256. Raises UNSUPPORTED as
     an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
     """
     if like and not is_digest(like):
-        raise Reason.FIELD_INVALID.error("it is no digest of weights", field="like")
+        raise Reason.FIELD_INVALID.error("like is not a digest (HEX or HEX@KEY)", field="like")
     source, digest = as_offer(weights), ModelDigest(key_of(like))
     reference: list[TensorMeta] = []
     if checkpoint:

@@ -362,7 +362,7 @@ class StageReport(_message.Message):
     state: _common_pb2.StageState.ValueType
     """Derived state."""
     model_digest: _builtins.str
-    """Model digest of those weights, hex; empty: not computed."""
+    """Model digest of those weights; empty: not computed."""
     checkpoint: _builtins.str
     """Checkpoint that was loaded last."""
     update_id: _builtins.str
@@ -529,7 +529,7 @@ class StageRegistration(_message.Message):
     checkpoint: _builtins.str
     """Checkpoint that it loaded at its start."""
     model_digest: _builtins.str
-    """Model digest of that checkpoint, hex; empty: not computed."""
+    """Model digest of that checkpoint; empty: not computed."""
     weight_version: _builtins.str
     """Label for the model's first version. Empty: "initial"."""
     frozen: _builtins.bool
@@ -760,7 +760,7 @@ class Model(_message.Message):
     updatable: _builtins.bool
     """It receives weights."""
     model_digest: _builtins.str
-    """Model digest of the latest version, hex; empty: not computed."""
+    """Model digest of the latest version; empty: not computed."""
     update_id: _builtins.str
     """Update that is open. Empty: none."""
     update_owner: _builtins.str
@@ -824,7 +824,7 @@ class PublishedVersion(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
-    """Model digest of its weights, hex; empty: not known."""
+    """Model digest of its weights; empty: not known."""
     checkpoint: _builtins.str
     """Checkpoint of the version; empty: a trainer sent it."""
     @_builtins.property

@@ -194,7 +194,7 @@ class ModelRecord(_message.Message):
     first_sequence: _builtins.int
     """Sequence of its first version. 0 means 1."""
     digest_key: _builtins.bytes
-    """Key of the digests in the update to it, 16 bytes. Empty: SHA-256."""
+    """Key of the digests of the latest version, 16 bytes. Empty: SHA-256."""
     @_builtins.property
     def latest(self) -> _common_pb2.WeightVersion:
         """Version published last."""

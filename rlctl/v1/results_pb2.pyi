@@ -341,7 +341,7 @@ class Operation(_message.Message):
     model: _builtins.str
     """Model that the operation was meant for, when one was named."""
     model_digest: _builtins.str
-    """Weight updates: model digest of the published weights, hex, when it was computed."""
+    """Weight updates: model digest of the published weights, when it was computed."""
     adapter: _builtins.str
     """PauseGeneration and ContinueGeneration: the adapter that the request names. Empty: all requests."""
     @_builtins.property

@@ -547,9 +547,9 @@ class CommitWeightUpdateRequest(_message.Message):
     fencing_token: _builtins.int
     """Proof of ownership; an implicit update has no owner that could prove it."""
     expected_digest: _builtins.str
-    """Model digest that the sources computed: of what they sent and, in a delta, of what was left as it is, hex. Empty: level "expected" is not reached."""
+    """Model digest that the sources computed: of what they sent and, in a delta, of what was left as it is. Empty: level "expected" is not reached."""
     sent_digest: _builtins.str
-    """Digest over just the tensors that were sent, hex. Empty: the same as expected_digest."""
+    """Digest over just the tensors that were sent. Empty: the same as expected_digest."""
     fingerprints: _builtins.bytes
     """The first 8 bytes of the digest of every tensor that expected_digest is over, in the sorted order of their names. Empty: at a mismatch
     nobody can say which tensor differs.

@@ -31,24 +31,24 @@ class _DigestFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Digest
     DIGEST_FUNCTION_UNSPECIFIED: _DigestFunction.ValueType  # 0
     """Treated as SHA256; in a delta as the function of its base; in CheckWeights as the one of digest_key or expected_digest."""
     DIGEST_FUNCTION_SHA256: _DigestFunction.ValueType  # 1
-    """SHA-256 of full tensors, which are brought together at one rank for it."""
+    """SHA-256 of full tensors. Each tensor is gathered at one rank."""
     DIGEST_FUNCTION_KEYED: _DigestFunction.ValueType  # 2
-    """A sum over the elements by a key that is drawn for the version: every rank digests what it holds, where it lies. For parties
-    that trust each other. Refused if a stage of the model does not compute it.
+    """Keyed digest, with a key of the version. Each rank digests its own parts. A party that knows the key can forge contents. Refused if
+    a stage of the model does not compute keyed digests.
     """
     DIGEST_FUNCTION_AS_VERIFIED: _DigestFunction.ValueType  # 3
     """CheckWeights only: function and key of the stage's last verification."""
 
 class DigestFunction(_DigestFunction, metaclass=_DigestFunctionEnumTypeWrapper):
-    """Functions that digest weights. A digest says by which it was made: "HEX" is a SHA-256, "HEX@KEY" a keyed digest."""
+    """Functions that digest weights. The text of a digest shows its function: "HEX" is a SHA-256, "HEX@KEY" a keyed digest."""
 
 DIGEST_FUNCTION_UNSPECIFIED: DigestFunction.ValueType  # 0
 """Treated as SHA256; in a delta as the function of its base; in CheckWeights as the one of digest_key or expected_digest."""
 DIGEST_FUNCTION_SHA256: DigestFunction.ValueType  # 1
-"""SHA-256 of full tensors, which are brought together at one rank for it."""
+"""SHA-256 of full tensors. Each tensor is gathered at one rank."""
 DIGEST_FUNCTION_KEYED: DigestFunction.ValueType  # 2
-"""A sum over the elements by a key that is drawn for the version: every rank digests what it holds, where it lies. For parties
-that trust each other. Refused if a stage of the model does not compute it.
+"""Keyed digest, with a key of the version. Each rank digests its own parts. A party that knows the key can forge contents. Refused if
+a stage of the model does not compute keyed digests.
 """
 DIGEST_FUNCTION_AS_VERIFIED: DigestFunction.ValueType  # 3
 """CheckWeights only: function and key of the stage's last verification."""
@@ -828,7 +828,7 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     is_async: _builtins.bool
     """Answer when the operation is accepted instead of when it has ended."""
     expected_digest: _builtins.str
-    """Model digest that the checkpoint must have after loading, hex. Empty: not compared."""
+    """Model digest that the checkpoint must have after loading. Empty: not compared."""
     apply: Global___ApplyMode.ValueType
     """Into the weights that generate, under a pause, or into a shadow copy while generation goes on; the pause is for the swap then."""
     max_unavailable: _builtins.int
@@ -1450,7 +1450,7 @@ class WeightsReport(_message.Message):
     bytes_received: _builtins.int
     """Bytes that arrived at the rank."""
     received_digest: _builtins.str
-    """Digest over the tensors that came, as they came, when PrepareUpdate asked for it; at commit (staged: at seal), hex."""
+    """Digest over the tensors that came, as they came, when PrepareUpdate asked for it; at commit (staged: at seal)."""
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
         """Time inside collectives."""
@@ -1569,7 +1569,7 @@ class PullReport(_message.Message):
     sequence: _builtins.int
     """Its sequence where it was published."""
     model_digest: _builtins.str
-    """Model digest of that version, hex: what a load of the directory must give."""
+    """Model digest of that version: what a load of the directory must give."""
     changed: _builtins.bool
     """This rank brought it there; false: it was there already, or another rank of the host did it."""
     deltas: _builtins.int
@@ -1652,7 +1652,7 @@ class CheckpointReport(_message.Message):
     version: _builtins.str
     """Version that the directory says it is at, when it was published or pulled."""
     model_digest: _builtins.str
-    """Model digest that it says it has, hex."""
+    """Model digest that it says it has."""
     def __init__(
         self,
         *,
@@ -1696,7 +1696,7 @@ class CheckWeightsRequest(_message.Message):
     model_digest: _builtins.bool
     """Also compute the model digest (full tensors under checkpoint names, whatever the layout). Default true."""
     expected_digest: _builtins.str
-    """Model digest to compare with, hex. Empty: none."""
+    """Model digest to compare with. Empty: none."""
     per_tensor: _builtins.bool
     """List every tensor's digest in the answer."""
     selector: _common_pb2.WeightSelector.ValueType
@@ -1708,7 +1708,7 @@ class CheckWeightsRequest(_message.Message):
     fingerprints: _builtins.bytes
     """The first 8 bytes of the digest of every full tensor, in the sorted order of their names: the answer says which differ. Empty: none."""
     digest_key: _builtins.bytes
-    """Key of keyed digests, 16 bytes: only the model digest and those of its tensors are computed. Empty: the one of expected_digest."""
+    """Key of a keyed digest, 16 bytes. The answer then has no rank digests. Empty: the key of expected_digest."""
     digest: Global___DigestFunction.ValueType
     """CHECKSUM: function of the digests. Unset: the one of digest_key and expected_digest, or else SHA256. Not for adapters."""
     tensor: _builtins.str
@@ -1872,7 +1872,7 @@ class TensorPart(_message.Message):
     length: _builtins.int
     """Number of indices."""
     sha256: _builtins.str
-    """SHA-256 of the part, as of a tensor of that name, its shape and the reference's dtype; or its keyed digest; hex."""
+    """SHA-256 of the part as a tensor with that name, its shape and the reference's dtype, hex; or the keyed digest of the part, hex."""
     differs: _builtins.bool
     """Whether it is another one than was expected. Unset: not known."""
     def __init__(

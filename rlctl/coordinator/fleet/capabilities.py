@@ -33,9 +33,9 @@ def can_digest(slot: Slot) -> bool:
     return any(level in slot.capabilities.verification for level in _BY_DIGEST)
 
 
-def keys_digests(slot: Slot) -> bool:
+def computes_keyed_digests(slot: Slot) -> bool:
     """Whether a stage computes keyed digests, if it computes any."""
-    return digests.computes_keyed(slot.capabilities)
+    return digests.computes_keyed_digests(slot.capabilities)
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
@@ -89,13 +89,13 @@ def refuse_unpaused(slots: Sequence[Slot], request: PauseGenerationRequest) -> N
             raise unpaused
 
 
-def refuse_unkeyed(slots: Sequence[Slot], request: CheckWeightsRequest) -> None:
+def refuse_keyed_check(slots: Sequence[Slot], request: CheckWeightsRequest) -> None:
     """Raise UNSUPPORTED, with its name, for a stage that does not compute the keyed digest that a check asks for."""
     for slot in slots:
-        unkeyed = digests.unkeyed(slot.capabilities, request, slot.name)
-        if unkeyed is not None and not unsupported(slot, "CheckWeights"):
-            unkeyed.outcome = OUTCOME_REJECTED
-            raise unkeyed
+        refusal = digests.keyed_digest_refusal(slot.capabilities, request, slot.name)
+        if refusal is not None and not unsupported(slot, "CheckWeights"):
+            refusal.outcome = OUTCOME_REJECTED
+            raise refusal
 
 
 def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.capabilities import adapter_travels, keys_digests, no_pause, unsupported
+from rlctl.coordinator.fleet.capabilities import adapter_travels, computes_keyed_digests, no_pause, unsupported
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.process_groups import BACKENDS, Circle, GroupBook, circle
@@ -119,7 +119,7 @@ class Planner:
             what = "an adapter" if request.adapter else "a checkpoint"
             raise Reason.UNSUPPORTED.error(f"{what} is digested by SHA-256", field="options.digest")
         for slot in self._roster.slots.values():
-            if slot.model == request.model and not slot.record.retired and not keys_digests(slot):
+            if slot.model == request.model and not slot.record.retired and not computes_keyed_digests(slot):
                 raise Reason.UNSUPPORTED.error(
                     f"{slot.name}'s engine computes no keyed digests",
                     field="options.digest",

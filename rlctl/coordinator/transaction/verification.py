@@ -124,7 +124,7 @@ async def _fingerprints_of(session: Session, slot: Slot, expected: Expected) -> 
 def _check(
     session: Session, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
 ) -> CheckWeightsRequest:
-    """Digests of what a target is to be verified by, by the function of the digest that it is compared with."""
+    """The check that verifies a target. Its digest function is the one of the expected digest, or of the update."""
     given = expected.digest or expected.held
     key = key_of(given) if given else session.record.plan.digest_key
     return CheckWeightsRequest(

@@ -176,8 +176,8 @@ def model_digest(
     at most ``max_bytes`` (or one row) at a time, and digested there. Of what several ranks hold, every rank digests its
     own copy, and the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before they
     do, ends it at all. ``known``: SHA-256 digests, by checkpoint name, of full tensors that this rank holds and has
-    digested since they were last written; each under its reference dtype. With a ``key`` every rank digests what it
-    holds, where it lies, and nothing is gathered but the sums.
+    digested since they were last written; each under its reference dtype. With a ``key`` every rank digests its
+    own parts, and only the sums are exchanged.
 
     Raises what a rank's ``stop`` was told, at every rank; INTERNAL when the ranks' shard maps contradict each other;
     GROUP_FAILED when the ranks cannot exchange.

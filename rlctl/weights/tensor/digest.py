@@ -81,7 +81,7 @@ def tensor_digests(
 ) -> dict[str, str]:
     """The digest of each tensor, cast to the dtype beside it, by name; on all cores.
 
-    By SHA-256 one tensor is hashed by one core, the largest first: what is chained cannot be shared out. Raises what
+    SHA-256 cannot be split over cores: each core hashes one tensor, the largest first. Raises what
     ``stop`` is told, between two tensors.
     """
     stop = stop or Stop()

@@ -1,4 +1,4 @@
-"""The keyed digest: a digest of weights whose parts add up.
+"""The keyed digest of weights. The digests of the parts of a tensor add up to the digest of the tensor.
 
 A tensor is a matrix of bytes: its rows are all dimensions but the last, a row's bytes are those of the last dimension
 (a vector is one row, a scalar one row of one element). A row is cut into blocks of 8,192 bytes, the last one may be
@@ -34,15 +34,15 @@ from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
 from rlctl.weights.tensor.work import Stop, usable_cores
 
 BLOCK = 8192
-"""Bytes of a row that the small keys cover. Sums of |K * x| stay below 2^26."""
+"""Bytes of a row that the small keys cover. Sums of |K * x| are at most 2^26."""
 
 LANES = 16
 
 _CPU_BYTES = (4 << 20, 16 << 20)
-"""Bytes of one product, what caches hold; and bytes whose products are added up at once."""
+"""Bytes of one product, which fit the caches, and of one batch."""
 
 _DEVICE_BYTES = (256 << 20, 1 << 30)
-"""The same on other devices, which are slow to start work and fast to do it."""
+"""The same on other devices. Starting work there is slow, and the work is fast."""
 
 _LINE_BYTES = 512
 """Bytes of memory that the sums of one row take, however short it is."""
@@ -104,7 +104,7 @@ def keyed_sums(
 
         # Work for another device is started in this thread, on its stream.
         used = threads if device.type == "cpu" else 1
-        for found in _mapped(digest, _batches(shards, indexes), used):
+        for found in _mapped(digest, list(_batches(shards, indexes)), used):
             for index, part in found.items():
                 sums[index] += part
     return sums
@@ -118,12 +118,10 @@ def identity(key: bytes, meta: TensorMeta) -> Sum:
 
 
 def _mapped(
-    work: Callable[[Sequence[_Rows]], dict[int, Sum]], batches: Iterable[Sequence[_Rows]], threads: int
+    work: Callable[[Sequence[_Rows]], dict[int, Sum]], batches: Sequence[Sequence[_Rows]], threads: int
 ) -> Iterable[dict[int, Sum]]:
-    """What the work gives for each batch."""
-    if threads > 1:
-        batches = list(batches)
-    if threads <= 1 or len(batches) == 1:  # type: ignore[arg-type]
+    """The result of each batch."""
+    if threads <= 1 or len(batches) <= 1:
         return map(work, batches)
     with ThreadPoolExecutor(threads, "digest") as pool:
         return list(pool.map(work, batches))
@@ -226,7 +224,10 @@ class _Keys:
         self._seeds = large[2 * LANES :].to(device)
 
     def terms(self, products: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
-        """What each line (a block of a row) adds, lines x 2; ``products``: h, lines x 16, int32; ``lines``: numbers."""
+        """The terms of the sum, lines x 2, one for each line (a block of a row).
+
+        ``products``: h, lines x 16, int32; ``lines``: their numbers.
+        """
         wide = products.to(torch.int64)
         mixed = torch.stack([(wide * lane).sum(1) for lane in self._lanes.unbind(1)], 1)
         return mixed * _mixed(self._seeds + (lines[:, None] + 1) * _GOLDEN)
@@ -269,7 +270,7 @@ def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
 
 
 def _cuts(first: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """The blocks that ``width`` bytes from byte ``first`` of a row on lie in: (block, from, to), within the bytes."""
+    """Split ``width`` bytes from byte ``first`` of a row at the borders of blocks: (block, from, to)."""
     left = 0
     while left < width:
         block = (first + left) // BLOCK

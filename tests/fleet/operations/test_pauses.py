@@ -772,5 +772,5 @@ async def test_a_pause_that_was_taken_back_is_no_stages_success(
         paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
         stale = next(result for result in paused.stage_results if result.slot == "a")
         assert (stale.outcome, stale.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
-        assert "the pause was taken back, because b did not pause" in stale.error.message
+        assert "taken back, because b did not pause" in stale.error.message
         assert not fleet.server.coordinator.roster.slots["a"].pause

@@ -119,7 +119,7 @@ class Trainer(Caller):
             begin.kind = verbs_pb2.UPDATE_KIND_DELTA
             begin.base.CopyFrom(self.base)
         chance = self.sim.world.chance(f"digest of {begin.version}")
-        able = all(self.sim.slots[slot].keys_digests for slot in self.fleet.models[self.model])
+        able = all(self.sim.slots[slot].computes_keyed_digests for slot in self.fleet.models[self.model])
         if chance.random() < (0.4 if able else 0.05):
             begin.options.digest = verbs_pb2.DIGEST_FUNCTION_KEYED
 

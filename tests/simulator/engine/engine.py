@@ -147,7 +147,7 @@ class SimEngine(Engine):
             answers_for_ranks=slot.speaker,
             memory_tags=[] if modest else sorted(TAGS),
             cache_tiers=["kv"],
-            keyed_digests=slot.keys_digests,
+            keyed_digests=slot.computes_keyed_digests,
             staged_apply=not modest,
             keeps_weights=not modest,
             unsupported=dict.fromkeys(MODEST if modest else (), "this engine has none of it"),
@@ -515,7 +515,7 @@ class SimEngine(Engine):
             return verbs.CheckReport(action=request.action, probed=computed if self.rank == 0 else ())
         if not self.slot.digests or request.action == verbs.CHECK_ACTION_READ:
             raise Reason.UNSUPPORTED.error("this engine cannot digest or read its weights", field="action")
-        key = request.digest_key if self.slot.keys_digests else b""
+        key = request.digest_key if self.slot.computes_keyed_digests else b""
         held = [engine.holding.asked_for(request) for engine in self.machine.engines]
         mine = self.holding.asked_for(request)
         report = verbs.CheckReport(

@@ -70,7 +70,7 @@ class SimSlot:
         return VERIFICATION_LEVEL_PROBE in LEVELS[self.kind]
 
     @property
-    def keys_digests(self) -> bool:
+    def computes_keyed_digests(self) -> bool:
         """Whether its engines compute keyed digests. Others are older, and answer by SHA-256."""
         return zlib.crc32(self.name.encode()) % 6 > 0
 
