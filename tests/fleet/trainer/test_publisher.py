@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +19,27 @@ import rlctl
 from rlctl.client.connection import Connection
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.transaction.planner import Planner
 from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.trainer.bucket_plan import digests_of
 from rlctl.trainer.lead import Leading
 from rlctl.trainer.pending_update import AsyncPending
 from rlctl.trainer.publisher import AsyncPublisher
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
+from rlctl.v1.verbs_pb2 import TensorDigest
 from rlctl.weights.tensor.tensors import TensorMeta
+
+
+@contextlib.asynccontextmanager
+async def publishing(fleet: InProcessFleet) -> AsyncIterator[AsyncPublisher]:
+    client = await aio.connect(fleet.server.address)
+    publisher = client.publisher("actor")
+    yield publisher
+    await publisher.close()
+    await client.close()
 
 
 class Source:
@@ -365,3 +378,36 @@ async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_ev
             for pending in start("four"):
                 assert (await pending.wait()).version.label == "four"
         await asyncio.gather(*(each.close() for each in ranks))
+
+
+async def test_an_older_coordinator_is_told_of_before_anything_is_sent(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that knows no keys ignores what it is asked for."""
+    monkeypatch.setattr(Planner, "_digest_key", lambda *_: b"")
+    async with publishing(fleet) as publisher:
+        with pytest.raises(RlctlError) as caught:
+            await publisher.update([("w", torch.zeros(1))], version="keyed", digest="keyed")
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "digest")
+    assert fleet.server.coordinator.roster.models["actor"].record.latest.label == "initial"
+
+
+async def test_a_checkpoint_is_not_digested_by_a_key(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    async with publishing(fleet) as publisher:
+        with pytest.raises(RlctlError) as caught:
+            await publisher.update(Source(pytest.fail), version="k", checkpoint=checkpoint("two"), digest="keyed")
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_CONFLICT, "digest")
+
+
+def test_what_is_no_digest_names_no_function() -> None:
+    with pytest.raises(RlctlError) as caught:
+        rlctl.model_digest([("w", torch.zeros(1))], like="0" * 64 + "@zz")
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "like")
+
+
+@pytest.mark.parametrize(("key", "digits"), [(bytes(16), 64), (b"", 32)])
+def test_a_trainer_rank_of_another_release_is_noticed(key: bytes, digits: int) -> None:
+    with pytest.raises(RlctlError) as caught:
+        digests_of([Sent(digests=[TensorDigest(name="w", sha256="0" * digits)])], key)
+    assert caught.value.reason is Reason.SOURCE_FAILED
+    assert digests_of([Sent(digests=[TensorDigest(name="w", sha256="0" * (96 - digits))])], key)

@@ -23,6 +23,7 @@ from rlctl.weights.shards.shard_map import (
     model_digest,
 )
 from rlctl.weights.tensor.digest import tensor_digest
+from rlctl.weights.tensor.keyed_digest import Sum, keyed_sums
 from rlctl.weights.tensor.slices import Spread, owners
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl.weights.tensor.work import Stop
@@ -384,3 +385,35 @@ def test_only_whole_contiguous_memory_of_the_same_dtype_is_received_into() -> No
     assert in_place(torch.zeros(2, 2), Slice(0, 0, 2)) is None
     assert in_place(torch.zeros(4, 2, dtype=torch.bfloat16)) is None
     assert in_place(torch.zeros(2, 4).t()) is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (torch.OutOfMemoryError("no room\nat all"), Reason.MEMORY_FULL),
+        (torch.OutOfMemoryError(), Reason.MEMORY_FULL),
+        (ValueError("defect"), Reason.ENGINE_FAILED),
+        (Reason.WEIGHTS_DIRTY.error("gone"), Reason.WEIGHTS_DIRTY),
+    ],
+    ids=["out of memory", "out of memory, unsaid", "defect", "typed"],
+)
+def test_an_error_of_one_rank_ends_a_keyed_digest_at_all(
+    form: Form, monkeypatch: pytest.MonkeyPatch, failure: Exception, reason: Reason
+) -> None:
+    full, groups = full_model(), form(2)
+    maps = [filled(full, rank, 2) for rank in range(2)]
+    mine = maps[1].shards["layer.norm.weight"]
+
+    def sums(key: bytes, shards: Sequence[Shard], stop: Stop) -> list[Sum]:
+        if any(shard is mine for shard in shards):
+            raise failure
+        return keyed_sums(key, shards, stop)
+
+    monkeypatch.setattr("rlctl.weights.shards.shard_map.keyed_sums", sums)
+
+    def attempt(rank: int) -> Reason:
+        with pytest.raises(RlctlError) as caught:
+            model_digest(maps[rank], GroupExchange(groups[rank].process_group), key=bytes(range(16)))
+        return caught.value.reason
+
+    assert together(*(partial(attempt, rank) for rank in range(2))) == [reason] * 2
