@@ -96,11 +96,7 @@ class Pausing:
                 return
             await self._roster.pauses.take_back(operation_id)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
-            released = {slot.name: slot for slot in targets if not _is_kept(slot, adapter)}
-            for result in results:
-                if result.outcome == OUTCOME_APPLIED and result.slot in released:
-                    run.add(_taken_back(result, f"the pause was taken back, because {missing or absent} did not pause"))
-            again = [slot for name, slot in released.items() if name in paused]
+            again = [slot for slot in targets if slot.name in paused and not _is_kept(slot, adapter)]
             await self._go_on_again(adapter, again, run, missing or absent)
         if absent:
             raise Reason.DEADLINE_EXCEEDED.error(f"{absent} could not be told, and its serving lease had not run out")
@@ -125,8 +121,8 @@ class Pausing:
             elif result.outcome in POSSIBLY_DONE:
                 run.add(result)  # its pause was confirmed, but its present state is not known
             else:
-                refused = f"but it does not generate: {result.error.message}"
-                run.add(_taken_back(result, f"paused, then taken back, because {because_of} did not pause, {refused}"))
+                why = f"the pause was taken back, because {because_of} did not pause"
+                run.add(_taken_back(result, f"{why}; the stage does not generate: {result.error.message}"))
 
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
