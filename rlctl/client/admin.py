@@ -253,6 +253,11 @@ class AsyncAdmin:
         async for event in self.connection.stream("WatchFleet", coordinator_pb2.WatchFleetRequest(model=model)):
             yield event
 
+    async def backup_journal(self) -> AsyncIterator[bytes]:
+        """The coordinator's journal as it stands, an SQLite file, in parts. Without an error the file is whole."""
+        async for part in self.connection.stream("BackupJournal", coordinator_pb2.BackupJournalRequest()):
+            yield part.data
+
     async def operation(self, operation_id: str) -> Operation:
         """One operation as it stands."""
         request = coordinator_pb2.GetOperationRequest(operation_id=operation_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +26,12 @@ from rlctl.v1.stage_pb2_grpc import StageServiceStub
 
 log = logging.getLogger(__name__)
 
-MOST_STREAMS = {"WatchFleet": 256, "WatchOperation": 256}
-"""Streams that callers of one host may have open at a time. One that is not read keeps a copy of the fleet."""
+MOST_STREAMS = {"WatchFleet": 256, "WatchOperation": 256, "BackupJournal": 2}
+"""Streams that callers of one host may have open at a time. One that is not read keeps a copy of the fleet, or of the
+journal.
+"""
+
+_PART_BYTES = 1 << 20
 
 _OFTEN = ("RegisterStage", "RenewLease", "ConfirmFleet", "GetOperation", "ListOperations", "GetFleet")
 """Asked again and again by programs. Of stages that are refused the coordinator tells by itself."""
@@ -75,7 +81,8 @@ class CoordinatorServer:
             topology=config.topology,
             graces=config.graces,
         )
-        handler = generic_handler(SERVICE, methods(self.coordinator), most_streams=MOST_STREAMS)
+        implementations = {**methods(self.coordinator), "BackupJournal": _watch(self.backup_journal)}
+        handler = generic_handler(SERVICE, implementations, most_streams=MOST_STREAMS)
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)
 
     async def start(self) -> None:
@@ -87,6 +94,16 @@ class CoordinatorServer:
             await self.coordinator.stop()
             self._journal.close()
             raise
+
+    async def backup_journal(self, request: coordinator_pb2.BackupJournalRequest) -> AsyncIterator[Message]:
+        """Copy the journal into a temporary file, and send that."""
+        del request
+        with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
+            copy = Path(directory) / "journal.db"
+            await asyncio.to_thread(self._journal.copy, copy)
+            with copy.open("rb") as file:
+                while data := await asyncio.to_thread(file.read, _PART_BYTES):
+                    yield coordinator_pb2.JournalPart(data=data)
 
     async def stop(self) -> None:
         """Take no new calls, end what is open, close the journal."""

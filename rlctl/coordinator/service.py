@@ -157,7 +157,17 @@ class Coordinator:
         )
 
     async def start(self) -> None:
-        """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
+        """Take over: what is on record, then the links to the stages."""
+        await self.load()
+        for slot in list(self.roster.slots.values()):
+            if not slot.record.retired:
+                self._peers.connect(slot)
+        self.updates.start()
+        self._lifting.start()
+        log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
+
+    async def load(self) -> None:
+        """Take in what the journal holds, under a higher epoch than every coordinator before. Nothing is sent."""
         for key, body in self._journal.read("fleet"):
             record = parsed("fleet", key, body, FleetRecord)
             self.roster.epoch, self.roster.first_sequence = record.fleet_epoch, record.first_sequence
@@ -167,12 +177,6 @@ class Coordinator:
         self._peers.outlive_predecessor()
         await self.operations.load()
         self.keys.load()
-        for slot in list(self.roster.slots.values()):
-            if not slot.record.retired:
-                self._peers.connect(slot)
-        self.updates.start()
-        self._lifting.start()
-        log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
 
     async def _take_over(self, seen: int) -> None:
         """Raise the epoch above one that was seen, durably; links that stand were made under the old one and are made

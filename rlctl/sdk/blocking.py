@@ -150,6 +150,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     generate_stream = _iterating(AsyncFleet.generate_stream)
     status = _blocking(AsyncFleet.status)
     watch = _iterating(AsyncFleet.watch)
+    backup_journal = _iterating(AsyncFleet.backup_journal)
     operation = _blocking(AsyncFleet.operation)
     operations = _blocking(AsyncFleet.operations)
     cancel_operation = _blocking(AsyncFleet.cancel_operation)

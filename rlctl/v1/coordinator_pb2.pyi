@@ -394,6 +394,45 @@ class ListVersionsResponse(_message.Message):
 Global___ListVersionsResponse: _TypeAlias = ListVersionsResponse  # noqa: Y015
 
 @_typing.final
+class BackupJournalRequest(_message.Message):
+    """The whole journal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupJournalRequest: _TypeAlias = BackupJournalRequest  # noqa: Y015
+
+@_typing.final
+class JournalPart(_message.Message):
+    """A part of a copy of the journal, which is an SQLite file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """Bytes of the file that follow those of the part before."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JournalPart: _TypeAlias = JournalPart  # noqa: Y015
+
+@_typing.final
 class WatchFleetRequest(_message.Message):
     """Everything, and what changes."""
 

@@ -222,6 +222,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
+        self.BackupJournal = channel.unary_stream(
+                '/rlctl.v1.CoordinatorService/BackupJournal',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.BackupJournalRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.JournalPart.FromString,
+                _registered_method=True)
         self.WatchFleet = channel.unary_stream(
                 '/rlctl.v1.CoordinatorService/WatchFleet',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.WatchFleetRequest.SerializeToString,
@@ -789,6 +794,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BackupJournal(self, request, context):
+        """Copies the journal as it stands, in use or not.
+
+        Effect: none. The copy has the update tokens of the fleet in it: keep it as secret as the fleet's own token.
+        Idempotency: a read.
+        States: -.
+        Partial failure: none: a copy without its end is no journal.
+        Retry: every code.
+        Deadline: the call's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchFleet(self, request, context):
         """Follows the fleet: a snapshot, then every change.
 
@@ -1086,6 +1105,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListVersions,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.SerializeToString,
+            ),
+            'BackupJournal': grpc.unary_stream_rpc_method_handler(
+                    servicer.BackupJournal,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.BackupJournalRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.JournalPart.SerializeToString,
             ),
             'WatchFleet': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchFleet,
@@ -2104,6 +2128,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/ListVersions',
             rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.SerializeToString,
             rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BackupJournal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/BackupJournal',
+            rlctl_dot_v1_dot_coordinator__pb2.BackupJournalRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.JournalPart.FromString,
             options,
             channel_credentials,
             insecure,

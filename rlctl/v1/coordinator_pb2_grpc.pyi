@@ -415,6 +415,16 @@ class CoordinatorServiceStub:
     Retry: every code.
     Deadline: 30 s.
     """
+    BackupJournal: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.BackupJournalRequest, _coordinator_pb2.JournalPart]
+    """Copies the journal as it stands, in use or not.
+
+    Effect: none. The copy has the update tokens of the fleet in it: keep it as secret as the fleet's own token.
+    Idempotency: a read.
+    States: -.
+    Partial failure: none: a copy without its end is no journal.
+    Retry: every code.
+    Deadline: the call's.
+    """
     WatchFleet: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchFleetRequest, _fleet_pb2.FleetEvent]
     """Follows the fleet: a snapshot, then every change.
 
@@ -881,6 +891,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Partial failure: none.
     Retry: every code.
     Deadline: 30 s.
+    """
+    BackupJournal: _aio.UnaryStreamMultiCallable[_coordinator_pb2.BackupJournalRequest, _coordinator_pb2.JournalPart]  # type: ignore[assignment]
+    """Copies the journal as it stands, in use or not.
+
+    Effect: none. The copy has the update tokens of the fleet in it: keep it as secret as the fleet's own token.
+    Idempotency: a read.
+    States: -.
+    Partial failure: none: a copy without its end is no journal.
+    Retry: every code.
+    Deadline: the call's.
     """
     WatchFleet: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchFleetRequest, _fleet_pb2.FleetEvent]  # type: ignore[assignment]
     """Follows the fleet: a snapshot, then every change.
@@ -1561,6 +1581,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Partial failure: none.
         Retry: every code.
         Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def BackupJournal(
+        self,
+        request: _coordinator_pb2.BackupJournalRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.JournalPart], _abc.AsyncIterator[_coordinator_pb2.JournalPart]]:
+        """Copies the journal as it stands, in use or not.
+
+        Effect: none. The copy has the update tokens of the fleet in it: keep it as secret as the fleet's own token.
+        Idempotency: a read.
+        States: -.
+        Partial failure: none: a copy without its end is no journal.
+        Retry: every code.
+        Deadline: the call's.
         """
 
     @_abc_1.abstractmethod

@@ -6,7 +6,8 @@ instead of being skipped. The messages are in ``protos/rlctl/v1/journal.proto``.
 Imports: contract, ports, runtime.
 
 Start with ``sqlite.py`` (``SqliteJournal.write``: one thread, grouped commits). ``start_over.py`` replaces a
-journal for ``--new`` and keeps epoch and sequences.
+journal for ``--new`` and keeps epoch and sequences. ``files.py`` copies and replaces files that no coordinator has
+open; ``coordinator/maintenance.py`` decides which of them are sound.
 
 The record of an update is written by ``coordinator/updates/manager.py`` (``Updates.begin``), and by
 ``coordinator/transaction/transaction.py`` (``Session.advance``: each phase; ``Session.forget`` deletes the record).

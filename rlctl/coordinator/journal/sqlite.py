@@ -34,6 +34,11 @@ MOVED = "Start a coordinator on the file that holds the fleet's records."
 _COMMAND_SHOWN = 200
 """Characters of a process's command line in an error."""
 
+COPIED_AT_ONCE = 256
+"""Pages that a copy takes before it lets a write of the coordinator through."""
+
+COPY_PAUSE_S = 0.001
+
 _Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
@@ -51,6 +56,7 @@ class SqliteJournal:
         self._name = os.fspath(self._path)
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
+        self._copying = threading.Lock()
         self._closed = False
         try:
             private_files.make_directory(self._path.parent)
@@ -95,7 +101,7 @@ class SqliteJournal:
         except sqlite3.DatabaseError as error:
             connection.close()
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
-                raise self._failed(f"it is locked{_lock_holder(self._path)}", LOCKED) from error
+                raise self._failed(f"it is locked{lock_holder(self._path)}", LOCKED) from error
             damaged = not isinstance(error, sqlite3.OperationalError)
             raise self._failed(str(error), DAMAGED if damaged else NEXT_STEP) from error
         except RlctlError:
@@ -151,6 +157,25 @@ class SqliteJournal:
         except sqlite3.Error as error:
             raise self._failed(str(error)) from error
 
+    def copy(self, target: Path) -> None:
+        """Copy the journal as it stands into a new file; writes go on meanwhile, and those that end before the copy are
+        in it. From any thread. Raises JOURNAL_FAILED.
+        """
+        with self._copying:
+            if self._closed:
+                raise self._failed("it is closed")
+            try:
+                copy_database(self._connection, target)
+            except (OSError, sqlite3.Error) as error:
+                raise self._failed(f"it cannot be copied to {target}: {error}") from error
+
+    def vacuum(self) -> None:
+        """Give the room of deleted records back. Raises JOURNAL_FAILED."""
+        try:
+            self._connection.execute("VACUUM")
+        except sqlite3.Error as error:
+            raise self._failed(str(error)) from error
+
     def held(self) -> bool:
         """Whether the file that is locked is still the one of that name: moved away, it may have a successor."""
         try:
@@ -168,7 +193,8 @@ class SqliteJournal:
             self._closed = True
             self._queue.put(None)
         self._thread.join()
-        self._connection.close()
+        with self._copying:
+            self._connection.close()
 
     def _serve(self) -> None:
         stopping = False
@@ -210,7 +236,15 @@ class SqliteJournal:
         return Reason.JOURNAL_FAILED.error(f"journal {self._path}: {why}", next_step=next_step)
 
 
-def _lock_holder(path: Path) -> str:
+def copy_database(source: sqlite3.Connection, target: Path) -> None:
+    """Copy a database page by page into a new file that needs no log beside it. Raises OSError, sqlite3.Error."""
+    private_files.write_text(target, "")
+    with contextlib.closing(sqlite3.connect(target, isolation_level=None)) as copy:
+        source.backup(copy, pages=COPIED_AT_ONCE, sleep=COPY_PAUSE_S)
+        copy.execute("PRAGMA journal_mode = DELETE")
+
+
+def lock_holder(path: Path) -> str:
     """The process that has locked a file, for an error message: " by process 4711 (rlctl coordinator)".
 
     Empty where the kernel does not list locks, and where the holder is on another host or in another namespace.

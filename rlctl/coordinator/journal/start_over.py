@@ -29,7 +29,7 @@ def start_over(path: Path) -> None:
     """
     if not path.exists():
         return
-    reached = _reached(path)
+    reached = read_reached(path)
     wal = path.with_name(f"{path.name}-wal")
     if wal.exists():
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: {wal.name} is still in use")
@@ -56,7 +56,7 @@ async def _begin(path: Path, reached: FleetRecord) -> None:
         journal.close()
 
 
-def _reached(path: Path) -> FleetRecord:
+def read_reached(path: Path) -> FleetRecord:
     """The epoch and the first free sequence of a journal, as the first record of the next one."""
     reached = FleetRecord()
     journal = SqliteJournal(path)

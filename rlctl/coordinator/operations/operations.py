@@ -312,18 +312,8 @@ class Operations:
     async def _end(self, run: Run) -> None:
         put = _put(run.record)
         size = len(put.body)
-        expired = self._expired()
-        ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
-        # Ids of a clock that goes ahead must not make those of all other callers look old.
-        now = self.new_id()
-        forgotten = max((each for each in ids if each <= now), default="")
-        changes: list[Put | Delete] = [Delete("operation", key) for key in expired]
-        if forgotten > self._forgotten:
-            changes.append(Put("forgotten", "", forgotten.encode()))
         try:
-            await self._journal.write([put, *changes])
-            self._forget(expired)
-            self._forgotten = max(self._forgotten, forgotten)
+            await self._drop(self._expired(), put)
         except RlctlError as error:
             self._unrecorded.add(run.operation.operation_id)
             log.warning(
@@ -338,6 +328,26 @@ class Operations:
             run.ended_at = self._clock.now()
             log.log(*_line(run))
             await run.end()
+
+    async def drop_expired(self) -> int:
+        """Drop what is over the limits of retention; returns how many operations. Raises JOURNAL_FAILED."""
+        expired = self._expired()
+        if expired:
+            await self._drop(expired)
+        return len(expired)
+
+    async def _drop(self, expired: Sequence[str], *puts: Put) -> None:
+        """Delete operations from the journal, together with other changes, then from memory."""
+        ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
+        # Ids of a clock that goes ahead must not make those of all other callers look old.
+        now = self.new_id()
+        forgotten = max((each for each in ids if each <= now), default="")
+        changes: list[Put | Delete] = [*puts, *(Delete("operation", key) for key in expired)]
+        if forgotten > self._forgotten:
+            changes.append(Put("forgotten", "", forgotten.encode()))
+        await self._journal.write(changes)
+        self._forget(expired)
+        self._forgotten = max(self._forgotten, forgotten)
 
     def _forget(self, expired: Sequence[str]) -> None:
         """Another operation that ended at the same time may have forgotten them already."""

@@ -1,0 +1,96 @@
+"""Files of journals that no coordinator has open: copy one, put another in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+import uuid
+from pathlib import Path
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal.sqlite import LOCK_S, LOCKED, NEXT_STEP, copy_database, lock_holder
+
+IN_USE = "`rlctl journal backup` and `verify` without --journal and --name copy it through its coordinator."
+
+
+def copy(path: Path, target: Path) -> None:
+    """Copy the journal into a new file, and leave it and its log as they are. Raises JOURNAL_FAILED.
+
+    A journal that was closed has no log. It is read without locks, whose files SQLite would leave behind.
+    """
+    log, index = _beside(path, "-wal"), _beside(path, "-shm")
+    closed, index_existed, before = not log.exists(), index.exists(), path.stat()
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
+        with contextlib.closing(sqlite3.connect(uri, LOCK_S, uri=True, isolation_level=None)) as source:
+            source.execute("SELECT count(*) FROM sqlite_master")  # a copy would wait for the lock for ever
+            copy_database(source, target)
+    except sqlite3.Error as error:
+        raise failed(path, error, f"{LOCKED} {IN_USE}") from error
+    finally:
+        if not closed and not index_existed:
+            index.unlink(missing_ok=True)  # coordinators have none
+    after = path.stat()
+    if closed and (log.exists() or (before.st_mtime_ns, before.st_ino) != (after.st_mtime_ns, after.st_ino)):
+        raise Reason.JOURNAL_FAILED.error(f"journal {path}: a coordinator has just opened it", next_step=IN_USE)
+
+
+def check_pages(path: Path) -> None:
+    """Check every page, index and constraint of a file. Raises JOURNAL_FAILED with what is damaged."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
+    except sqlite3.Error as error:
+        raise failed(path, error) from error
+    if found != ["ok"]:
+        raise Reason.JOURNAL_FAILED.error(f"journal {path}: it is damaged: {'; '.join(found)}")
+
+
+def replace(path: Path, draft: Path) -> Path | None:
+    """Put a complete journal in the place of another, which is kept beside it. Returns its path; None: there was none.
+
+    Raises JOURNAL_FAILED, without a change, while a coordinator has the journal open.
+    """
+    if not path.exists():
+        os.replace(draft, path)
+        return None
+    readable = refuse_used(path)
+    if readable and _beside(path, "-wal").exists():
+        raise Reason.JOURNAL_FAILED.error(f"journal {path}: a coordinator has just opened it", next_step=LOCKED)
+    kept = path.with_name(f"{path.stem}.before-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}{path.suffix}")
+    os.link(path, kept)  # a journal of this name exists at every moment, even if this process dies
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(_beside(path, suffix), _beside(kept, suffix))
+    os.replace(draft, path)  # a coordinator that has opened the old file meanwhile sees that it has lost it
+    return kept
+
+
+def refuse_used(path: Path) -> bool:
+    """Raise JOURNAL_FAILED while a coordinator has the file open. Returns whether SQLite can read the file: then its
+    log is part of it.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    with contextlib.closing(sqlite3.connect(uri, LOCK_S, uri=True, isolation_level=None)) as connection:
+        try:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            connection.execute("BEGIN EXCLUSIVE")
+            connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise failed(path, error) from error
+        except sqlite3.DatabaseError:
+            return False
+    return True
+
+
+def failed(path: Path, error: sqlite3.Error, locked: str = LOCKED) -> RlctlError:
+    """What an error of SQLite means for a journal."""
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+        return Reason.JOURNAL_FAILED.error(f"journal {path}: it is locked{lock_holder(path)}", next_step=locked)
+    return Reason.JOURNAL_FAILED.error(f"journal {path}: {error}", next_step=NEXT_STEP)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
