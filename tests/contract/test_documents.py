@@ -1,4 +1,4 @@
-"""Links between documents resolve, paths exist, and the glossary is complete and in order."""
+"""Links between documents resolve, names of code exist, and glossary and decisions are complete and in order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from rlctl.v1 import common_pb2, results_pb2, verbs_pb2
+from tests.support.source_names import defined
 
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
@@ -99,3 +100,37 @@ def test_the_simulation_page_has_every_module() -> None:
     folder = ROOT / "tests" / "simulator"
     modules = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")}
     assert sorted(listed) == sorted(module for module in modules if not module.endswith("__init__"))
+
+
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_has_context_decision_and_consequences_on_one_page(decision: Path) -> None:
+    text = decision.read_text()
+    assert text.startswith(f"# {decision.name[:4]}. ")
+    assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == ["Context", "Decision", "Consequences"]
+    assert all(part.strip() for part in re.split(r"^#.+$", text, flags=re.MULTILINE)[2:])
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_index_of_decisions_lists_each_by_its_title_and_number() -> None:
+    titles = [decision.read_text().partition("\n")[0].partition(". ")[2] for decision in DECISIONS]
+    rows = [f"| [{path.name[:4]}]({path.name}) | {title} |" for path, title in zip(DECISIONS, titles, strict=True)]
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    assert re.findall(r"^\| \[.+$", index, flags=re.MULTILINE) == rows
+    assert [int(path.name[:4]) for path in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+
+
+def test_the_functions_that_the_architecture_names_are_in_their_modules() -> None:
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    places = re.findall(r"((?:`[\w.]+`(?:,? and )?)+) in `([\w/]+\.py)`", text)
+    assert len(places) > 40
+    missing = [
+        f"{path}: {name}"
+        for names, path in places
+        for name in re.findall(r"`([\w.]+)`", names)
+        if name not in defined(ROOT / path)
+    ]
+    assert missing == []

@@ -16,6 +16,7 @@ from rlctl.cli.main import root
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TOPS = ("rlctl", "engines", "tests", "tools")
+DOCUMENTS = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "reference"]
 PACKAGES = tuple(f"{path.parent.name}/" for top in TOPS for path in (ROOT / top).glob("*/__init__.py"))
 
 
@@ -61,7 +62,7 @@ def test_files_that_the_readme_names_exist() -> None:
         assert (ROOT / path.rstrip(".")).exists(), path
 
 
-@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT / "docs").as_posix())
 def test_modules_that_a_document_names_exist(document: Path) -> None:
     modules = [path.relative_to(ROOT).as_posix() for top in TOPS for path in (ROOT / top).rglob("*.py")]
     for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", document.read_text()):

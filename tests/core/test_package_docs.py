@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.source_names import defined
+
 ROOT = Path(__file__).parents[2]
 STAND_INS = ("rlctl/v1", "engines/rlctl_sglang/cpu")  # generated, and modules of other projects' names
 
@@ -28,20 +30,6 @@ PACKAGES = list(packages())
 
 def docstring(package: str) -> str:
     return ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
-
-
-def defined(path: Path) -> set[str]:
-    """Functions, classes, methods (``Class.method``) and variables of a module."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            members = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            names |= {node.name, *(f"{node.name}.{member}" for member in members)}
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    return names
 
 
 @pytest.mark.parametrize("package", PACKAGES)

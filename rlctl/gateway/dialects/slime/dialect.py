@@ -3,7 +3,7 @@ of what SGLang's dialect has.
 
 The workers are the fleet's enabled engines, under their addresses at this gateway, so that a trainer which asks each of
 them to abort goes through the stage. An engine comes into a fleet by its stage server and never by its address alone;
-docs/architecture.md says why.
+docs/decisions has the reason (dialects of routers).
 """
 
 from __future__ import annotations
