@@ -14,6 +14,7 @@ import pytest
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "docs" / "guides" / "quickstart.md"
 COORDINATOR = "rlctl.v1.CoordinatorService"
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -53,10 +54,8 @@ def test_services_and_methods_are_listed(buf: Path, address: str) -> None:
     assert f"{COORDINATOR}/PauseGeneration" in methods.stdout
 
 
-def test_the_readme_s_call_works(buf: Path, address: str) -> None:
-    (line,) = [
-        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(".venv-protos/bin/buf")
-    ]
+def test_the_call_of_the_quickstart_works(buf: Path, address: str) -> None:
+    (line,) = [line for line in QUICKSTART.read_text().splitlines() if line.startswith(".venv-protos/bin/buf")]
     command = shlex.split(line.replace("127.0.0.1:5080", address))
     done = subprocess.run([buf, *command[1:]], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

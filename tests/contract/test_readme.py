@@ -1,17 +1,13 @@
-"""The README's code is the example's, and its commands are commands."""
+"""The README's code is the example's; commands and names of README and guides exist."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
-
-from rlctl.cli.main import root
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -29,23 +25,6 @@ def test_the_trainer_is_the_example() -> None:
     example = (ROOT / "examples" / "trainer.py").read_text()
     assert example.endswith(code)
     assert len(code.strip().splitlines()) <= 22
-
-
-def commands() -> list[list[str]]:
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("rlctl ")]
-
-
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_a_command_of_the_readme_parses(command: list[str], tmp_path: Path) -> None:
-    words = [str(tmp_path) if word == "/tmp/tiny" else word for word in command[1:]]
-    node: click.Command = root
-    while isinstance(node, click.Group):
-        name, words = words[0], words[1:]
-        found = node.get_command(click.Context(node), name)
-        assert found is not None, name
-        node = found
-    node.make_context(command[-1], words)
 
 
 def test_the_example_without_its_argument_says_how_it_is_used() -> None:
