@@ -39,6 +39,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("rlctl.cli.commands.validate", "Check a topology file."),
     "down": ("rlctl.cli.commands.down", "Take down a fleet that `up` started."),
     "status": ("rlctl.cli.commands.status", "Show models and stages; -w follows them."),
+    "top": ("rlctl.cli.commands.top", "Show rates and queues of the stages, live."),
+    "events": ("rlctl.cli.commands.events", "List what has happened; -f follows it."),
     "get stages": ("rlctl.cli.commands.get", "List the stages."),
     "get models": ("rlctl.cli.commands.get", "List the models."),
     "get operations": ("rlctl.cli.commands.get", "List operations, newest first."),

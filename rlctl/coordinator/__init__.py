@@ -4,7 +4,9 @@
 packages, from bottom to top: journal, fleet, operations, verbs, transaction, healing, updates. Each may import
 those before it.
 
-Only ``server.py`` and ``journal/sqlite.py`` import gRPC or SQLite. Everything else runs on the ports of
+``maintenance.py`` verifies, restores and compacts journals while no coordinator runs.
+
+Only ``server.py``, ``maintenance.py`` and ``journal`` import gRPC or SQLite. Everything else runs on the ports of
 ``rlctl/ports.py``, so that the simulation can replace network, disk and clock.
 
 Imports: contract, ports, command_stream; ``server.py`` also transport.

@@ -128,6 +128,11 @@ def rich(tables: Sequence[Table], *, width: int, whole_ids: bool) -> RenderableT
     return Group(*(Padding(part, (0 if index == 0 else 1, 0, 0, 0), expand=False) for index, part in enumerate(parts)))
 
 
+def style(word: str) -> str:
+    """Style of a state or an outcome; "" for other words."""
+    return _STYLES.get(word, "")
+
+
 def _rich(table: Table, width: int, *, whole_ids: bool) -> RenderableType:
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -154,7 +159,7 @@ def _rich(table: Table, width: int, *, whole_ids: bool) -> RenderableType:
         last = index == len(headers) - 1
         grid.add_column(header, no_wrap=not last, overflow="fold" if last else "ellipsis")
     for row in rows:
-        grid.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        grid.add_row(*(Text(cell, style=style(cell)) for cell in row))
     return Group(grid, *(Text(note) for note in notes)) if notes else grid
 
 

@@ -1,0 +1,59 @@
+"""Commands that follow a fleet: they survive the coordinator's restart, and end by Ctrl-C or --timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from rlctl.cli.app.connection import connected
+from rlctl.cli.app.settings import Settings
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.runtime.terminal import time_limit
+
+if TYPE_CHECKING:
+    from rlctl.sdk.blocking import Fleet
+
+T = TypeVar("T")
+
+AGAIN_S = 0.5
+
+
+def follow(
+    settings: Settings, read: Callable[[Fleet], Generator[T, None, None]], lost: Callable[[RlctlError], None]
+) -> Generator[T, None, None]:
+    """What ``read`` reads of the fleet, which it begins anew after each loss of the coordinator.
+
+    ``lost`` is called once for each loss. Raises what ``read`` and the connection raise before the first item, and
+    every error but UNREACHABLE later.
+    """
+    seen, reported = False, ""
+    while True:
+        try:
+            with connected(settings) as fleet, contextlib.closing(read(fleet)) as items:
+                for item in items:
+                    seen, reported = True, ""
+                    yield item
+        except RlctlError as error:
+            if not seen or error.reason is not Reason.UNREACHABLE:
+                raise
+            if not reported:
+                lost(error)
+            reported = error.message
+        time.sleep(AGAIN_S)
+
+
+@contextlib.contextmanager
+def watching(settings: Settings) -> Iterator[threading.Event]:
+    """Let --timeout end the block: without an error, if the event was set in it."""
+    deadline = None if settings.timeout_s is None else time.monotonic() + settings.timeout_s
+    seen = threading.Event()
+    try:
+        with time_limit(settings.timeout_s, "watching"):
+            yield seen
+    except RlctlError as error:
+        up = error.reason is Reason.DEADLINE_EXCEEDED and deadline is not None and time.monotonic() >= deadline
+        if not (up and seen.is_set()):
+            raise

@@ -1,0 +1,196 @@
+"""``rlctl events``: what is on record, and what changes, over a restart of the coordinator too."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from cli_helpers import Cli, LiveFleet
+
+from rlctl.cli.render.events import Changes, Event
+from rlctl.contract.errors import Reason
+from rlctl.sdk.blocking import Fleet, connect
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_RETIRED, ErrorDetail, WeightVersion
+from rlctl.v1.fleet_pb2 import (
+    FLEET_EVENT_KIND_CHANGED,
+    FLEET_EVENT_KIND_SNAPSHOT,
+    FleetEvent,
+    Model,
+    Stage,
+    StageRegistration,
+)
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_RUNNING,
+    Operation,
+    OperationState,
+)
+
+
+def stage(slot: str, state: int, **facts: object) -> Stage:
+    return Stage(
+        registration=StageRegistration(slot=slot, model="actor"),
+        state=state,
+        routable=state == STAGE_STATE_READY,
+        enabled=True,
+        incarnation=1,
+        **facts,
+    )
+
+
+def told(
+    *stages: Stage, kind: int = FLEET_EVENT_KIND_CHANGED, epoch: int = 1, models: tuple[Model, ...] = ()
+) -> FleetEvent:
+    event = FleetEvent(kind=kind)
+    event.fleet.header.fleet_epoch = epoch
+    event.fleet.stages.extend(stages)
+    event.fleet.models.extend(models)
+    return event
+
+
+def lines(changes: Iterator[Event]) -> list[tuple[str, str, str, str, str]]:
+    return [(event.kind, event.name, event.change, event.before, event.after) for event in changes]
+
+
+@pytest.fixture
+def changes() -> Changes:
+    """A fleet that was seen with stages a and b, model actor at v1."""
+    seen = Changes("fleet:1")
+    model = Model(name="actor", latest=WeightVersion(label="v1", sequence=1))
+    snapshot = told(
+        stage("a", STAGE_STATE_READY), stage("b", STAGE_STATE_READY), kind=FLEET_EVENT_KIND_SNAPSHOT, models=(model,)
+    )
+    assert lines(seen.of_fleet(snapshot)) == []
+    return seen
+
+
+def test_a_change_of_state_is_one_line_with_its_reason(changes: Changes) -> None:
+    paused = stage("a", STAGE_STATE_PAUSED, not_routable="PAUSED", quarantine=ErrorDetail(reason="LINK_LOST"))
+    state, quarantine = changes.of_fleet(told(paused))
+    assert (state.change, state.before, state.after) == ("state", "READY", "PAUSED")
+    assert "LINK_LOST" in state.detail
+    assert (quarantine.change, quarantine.after) == ("quarantine", "LINK_LOST")
+    assert lines(changes.of_fleet(told(paused))) == []
+
+
+def test_stages_join_restart_and_leave(changes: Changes) -> None:
+    joined = changes.of_fleet(told(stage("c", STAGE_STATE_READY)))
+    assert lines(joined) == [("stage", "c", "state", "", "READY")]
+    restarted = stage("c", STAGE_STATE_READY)
+    restarted.incarnation = 2
+    assert lines(changes.of_fleet(told(restarted))) == [("stage", "c", "incarnation", "1", "2")]
+    restarted.state = STAGE_STATE_RETIRED
+    assert ("stage", "c", "state", "READY", "RETIRED") in lines(changes.of_fleet(told(restarted)))
+
+
+def test_a_version_and_an_update_of_a_model_are_lines(changes: Changes) -> None:
+    begun = Model(name="actor", latest=WeightVersion(label="v1", sequence=1), update_id="u", update_owner="trainer")
+    (opened,) = changes.of_fleet(told(models=(begun,)))
+    assert (opened.change, opened.after, opened.detail) == ("update", "u", "by trainer")
+    published = Model(name="actor", latest=WeightVersion(label="v2", sequence=2))
+    assert lines(changes.of_fleet(told(models=(published,)))) == [
+        ("model", "actor", "version", "v1#1", "v2#2"),
+        ("model", "actor", "update", "u", ""),
+    ]
+
+
+def test_what_happened_while_the_coordinator_was_away_is_told_at_the_next_snapshot(changes: Changes) -> None:
+    lost = changes.of_loss(Reason.UNREACHABLE.error("no coordinator answers"))
+    assert (lost.kind, lost.name, lost.after) == ("coordinator", "fleet:1", "UNREACHABLE")
+    again = told(stage("a", STAGE_STATE_PAUSED), kind=FLEET_EVENT_KIND_SNAPSHOT, epoch=2)
+    assert lines(changes.of_fleet(again)) == [
+        ("coordinator", "fleet:1", "epoch", "1", "2"),
+        ("stage", "b", "state", "READY", "RETIRED"),
+        ("stage", "a", "state", "READY", "PAUSED"),
+    ]
+
+
+def operation(number: int, state: OperationState.ValueType) -> Operation:
+    made = Operation(operation_id=f"o{number}", verb="FlushCache", state=state, targets=["a"])
+    made.create_time.FromSeconds(1000 + number)
+    made.done_time.FromSeconds(1001 + number)
+    return made
+
+
+def test_each_operation_begins_once_and_ends_once(changes: Changes) -> None:
+    def told_of(*operations: Operation) -> list[tuple[str, str]]:
+        return [(event.name, event.after) for event in changes.of_operations(operations)]
+
+    running, ok = OPERATION_STATE_RUNNING, OPERATION_STATE_OK
+    assert told_of(operation(1, ok), operation(2, running)) == []
+    assert told_of(operation(1, ok), operation(2, ok), operation(3, running)) == [("o2", "OK"), ("o3", "RUNNING")]
+    assert changes.unlisted([operation(4, ok)]) == ["o3"]
+    assert told_of(operation(4, ok), operation(3, OPERATION_STATE_FAILED)) == [
+        ("o3", "FAILED"),
+        ("o4", "RUNNING"),
+        ("o4", "OK"),
+    ]
+    assert told_of(operation(4, ok), operation(3, OPERATION_STATE_FAILED)) == []
+    assert changes.may_be_cut([operation(5, ok), operation(6, ok)])
+    assert not changes.may_be_cut([operation(4, ok), operation(6, ok)])
+
+
+def test_the_latest_operations_are_lines_oldest_first(rlctl: LiveFleet) -> None:
+    assert rlctl("pause").code == rlctl("continue").code == 0
+    plain = rlctl("events").out.splitlines()
+    assert [line.split()[3] for line in plain] == ["PauseGeneration", "ContinueGeneration"]
+    assert "2/2 confirmed" in plain[0]
+    (last,) = rlctl("events", "--limit", "1", "-o", "jsonl").out.splitlines()
+    assert json.loads(last)["change"] == "ContinueGeneration"
+    assert rlctl("events", "-o", "yaml").code == 2
+    assert rlctl("events", "--limit", "0").out == ""
+
+
+@contextmanager
+def meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_events_are_followed_over_a_restart_of_the_coordinator(rlctl: LiveFleet) -> None:
+    address = rlctl.endpoint
+
+    def work() -> None:
+        time.sleep(1.0)
+        with connect(address) as fleet:
+            fleet.pause_generation(slots=["a"])
+        time.sleep(0.5)
+        rlctl.loop.call(rlctl.fleet.server.stop())
+        time.sleep(1.0)
+        rlctl.loop.call(rlctl.fleet.start_coordinator(address))
+        with connect(address) as fleet:
+            _until_linked(fleet)
+            fleet.continue_generation(slots=["a"])
+
+    with meanwhile(work):
+        ran = rlctl("events", "--follow", "--timeout", "7s", "-o", "json")
+    assert (ran.code, ran.err) == (0, "")
+    seen = [json.loads(line) for line in ran.out.splitlines()]
+    told = [(event["kind"], event["change"], event["before"], event["after"]) for event in seen]
+    expected = [
+        ("stage", "state", "READY", "PAUSED"),
+        ("coordinator", "state", "", "UNREACHABLE"),
+        ("coordinator", "epoch", "1", "2"),
+        ("stage", "state", "PAUSED", "READY"),
+    ]
+    assert [each for each in told if each in expected] == expected
+    ended = [each[1] for each in told if each[0] == "operation" and each[3] == "OK"]
+    assert ended == ["PauseGeneration", "ContinueGeneration"]
+
+
+def _until_linked(fleet: Fleet) -> None:
+    deadline = time.monotonic() + 5.0
+    while any(stage.state not in (STAGE_STATE_READY, STAGE_STATE_PAUSED) for stage in fleet.status().stages):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_without_a_coordinator_there_is_nothing_to_follow(cli: Cli) -> None:
+    assert cli("--endpoint", "127.0.0.1:1", "events", "-f").code == 5
