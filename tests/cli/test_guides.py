@@ -20,7 +20,14 @@ NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 OF_PROCESSES = ("up", "down", "restart", "logs", "rollback")
 """Commands for which a fleet in one process is not enough; tests/cli and tests/processes run them."""
 
-PLACEHOLDERS = {"SLOT": "actor-0", "NAME": "math", "ID": "0", "REASON": "STALE", "FILE": "examples/multi-model.yaml"}
+PLACEHOLDERS = {
+    "SLOT": "actor-0",
+    "NAME": "math",
+    "ID": "0",
+    "REASON": "STALE",
+    "FILE": "examples/multi-model.yaml",
+    "BACKUP": "README.md",
+}
 
 
 def lines(document: Path) -> list[list[str]]:
