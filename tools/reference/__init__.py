@@ -1,4 +1,4 @@
-"""The generated pages of ``docs/reference``: verbs, errors, commands, topology keys, the SGLang dialect.
+"""The generated pages of ``docs/reference``: verbs, errors, commands, topology keys, the SGLang dialect, results.
 
 ``tools/protos`` writes them; ``tools/protos --check`` compares. Edit the table or the comment that a page comes
 from.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.reference import cli, dialects, errors, topology, verbs
+from tools.reference import benchmarks, cli, dialects, errors, topology, verbs
 
 COMMAND = "tools/protos"
 """What regenerates the docs, named wherever they are out of date."""
@@ -25,6 +25,7 @@ PAGES = {
     "openapi-sglang.json": dialects.openapi,
     "topology.md": topology.page,
     "topology.schema.json": topology.schema,
+    "benchmarks.md": benchmarks.page,
 }
 """File → what writes it."""
 
