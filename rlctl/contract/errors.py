@@ -9,6 +9,7 @@ Exceptions::
     ├── Conflict             ABORTED              something else holds what it needs
     ├── Fenced               PERMISSION_DENIED    the caller is no longer in charge
     ├── Unauthenticated      UNAUTHENTICATED      no valid token
+    ├── Forbidden            PERMISSION_DENIED    the caller may not do it
     ├── Exhausted            RESOURCE_EXHAUSTED   too large, too many
     ├── Unsupported          UNIMPLEMENTED        nobody can, or not written yet
     ├── Unavailable          UNAVAILABLE          not reachable or not serving now; try again
@@ -151,6 +152,13 @@ class Unauthenticated(RlctlError):
     http_status = 401
 
 
+class Forbidden(RlctlError):
+    """The caller may not do it."""
+
+    status = "PERMISSION_DENIED"
+    http_status = 403
+
+
 class Exhausted(RlctlError):
     """Too large or too many."""
 
@@ -263,6 +271,21 @@ class Reason(enum.Enum):
         InvalidRequest,
         "The address is reachable from other hosts and no token is set.",
         "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or say --insecure.",
+    )
+    TLS_INVALID = (
+        InvalidRequest,
+        "A certificate, key or CA file cannot be used.",
+        "`rlctl certs issue` makes certificates; docs/tls.md lists what they need.",
+    )
+    TLS_FAILED = (
+        Unavailable,
+        "The TLS handshake with the peer failed.",
+        "docs/tls.md lists the certificates of each hop.",
+    )
+    PEER_NOT_ALLOWED = (
+        Forbidden,
+        "The identity in the caller's certificate may not call this service.",
+        "docs/tls.md lists who may call whom.",
     )
     SLOT_NOT_ADMITTED = (
         PreconditionFailed,

@@ -60,12 +60,14 @@ _BY_CLASS: dict[type[RlctlError], Exit] = {
     errors.PreconditionFailed: Exit.CONFLICT,
     errors.Conflict: Exit.CONFLICT,
     errors.Fenced: Exit.CONFLICT,
+    errors.Forbidden: Exit.USAGE,
     errors.DeadlineExceeded: Exit.TIMEOUT,
 }
 
 _BY_REASON = {
     Reason.UNREACHABLE: Exit.UNREACHABLE,
     Reason.LINK_LOST: Exit.UNREACHABLE,
+    Reason.TLS_FAILED: Exit.UNREACHABLE,
     Reason.NO_ROUTABLE_STAGE: Exit.TIMEOUT,  # said by whoever waited for one until the time was up
     Reason.CANCELLED: Exit.FAILED,
 }
