@@ -18,6 +18,7 @@ from rlctl.launch.local import child_processes
 from rlctl.testing import fake_engine
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport import grpc
+from rlctl.transport.tls.authority import Authority
 
 LAST_LINES = 40
 
@@ -106,13 +107,16 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
         heal: bool = True,
         graces: Graces | None = None,
         options: Mapping[str, str] = MappingProxyType({}),
+        authority: Authority | None = None,
         **stages: int,
     ) -> AsyncIterator[InProcessFleet]:
         specs = [
             StageSpec(name, checkpoint("one"), tp_size=ranks, options=dict(options)) for name, ranks in stages.items()
         ]
         journal = tmp_path / "journal.db"
-        async with InProcessFleet(journal, specs, token=token, lease_s=lease_s, heal=heal, graces=graces) as fleet:
+        async with InProcessFleet(
+            journal, specs, token=token, lease_s=lease_s, heal=heal, graces=graces, authority=authority
+        ) as fleet:
             yield fleet
 
     return make

@@ -12,8 +12,10 @@ from google.protobuf.message import Message
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.transport import grpc
-from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.channel import LastingChannel, bearer
 from rlctl.transport.status import from_grpc
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome, RequestHeader
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -26,12 +28,12 @@ RETRY_S = (0.1, 0.2, 0.5, 1.0)
 class Connection:
     """Calls one coordinator, on one event loop. Once it is closed, everything raises CANCELLED."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, tls: Tls | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.address = address
         self.token = token
-        self._channel = open_channel(address)
-        self._stub: Any = CoordinatorServiceStub(self._channel)
+        self.tls = tls
+        self._channel = LastingChannel(address, tls, Role.COORDINATOR, CoordinatorServiceStub)
 
     def on_behalf_of(self, token: str | None) -> Connection:
         """The same connection with another's token. Not to be closed by itself."""
@@ -48,10 +50,10 @@ class Connection:
             )
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the coordinator can be reached. Raises UNREACHABLE."""
+        """Wait until the coordinator can be reached. Raises UNREACHABLE, TLS_FAILED."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._channel.channel_ready()
+                await self._channel.ready()
         except TimeoutError:
             raise Reason.UNREACHABLE.error(
                 f"no coordinator answers at {self.address}", next_step="Is it up? `rlctl up` starts a fleet."
@@ -71,7 +73,9 @@ class Connection:
         while True:
             remaining = deadline - asyncio.get_running_loop().time()
             try:
-                return await getattr(self._stub, method)(request, timeout=remaining, metadata=bearer(self.token))
+                return await getattr(self._channel.stub, method)(
+                    request, timeout=remaining, metadata=bearer(self.token)
+                )
             except grpc.aio.AioRpcError as error:
                 failure = from_grpc(error)
                 if failure.reason is Reason.DEADLINE_EXCEEDED and failure.outcome == OUTCOME_UNKNOWN:
@@ -84,6 +88,7 @@ class Connection:
             pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
             if not _repeatable(failure) or remaining < pause:
                 raise failure
+            self._channel.failed()
             await asyncio.sleep(pause)
             tries += 1
 
@@ -104,10 +109,11 @@ class Connection:
         self.check_loop()
         call: Any = None
         try:
-            call = getattr(self._stub, method)(request, metadata=bearer(self.token))
+            call = getattr(self._channel.stub, method)(request, metadata=bearer(self.token))
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
+            self._channel.failed()
             raise from_grpc(error) from None
         except grpc.aio.UsageError:
             raise closed() from None

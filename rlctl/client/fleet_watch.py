@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rlctl.client.connection import Connection, closed
-from rlctl.contract.errors import Reason, RlctlError, Unauthenticated
+from rlctl.contract.errors import Forbidden, Reason, RlctlError, Unauthenticated
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.coordinator_pb2 import WatchFleetRequest
 from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Stage
@@ -32,7 +32,7 @@ class FleetView:
         """How often the coordinator has told something."""
         self.revision = 0
         """Of the fleet, as the coordinator numbers its changes, at the last news."""
-        self._refusal: Unauthenticated | None = None
+        self._refusal: Unauthenticated | Forbidden | None = None
         self._closed = False
         self._watching: asyncio.Task[None] | None = None
         self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
@@ -125,7 +125,7 @@ class FleetView:
             try:
                 async for event in self._connection.stream("WatchFleet", self._request):
                     self._take(event)
-            except Unauthenticated as error:
+            except (Unauthenticated, Forbidden) as error:
                 self._refusal = error
                 self._changed.set()
                 await asyncio.sleep(REFUSED_S)

@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rlctl.contract.errors import RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.service import Coordinator
@@ -21,6 +21,9 @@ from rlctl.ports import SystemClock
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
+from rlctl.transport.tls.peers import caller
 from rlctl.v1 import coordinator_pb2
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 
@@ -53,6 +56,7 @@ class CoordinatorConfig:
             brought to the published version without being asked.
         topology: the slots that may be filled, beside those that an operator admits; None: every slot.
         graces: how long is waited for trainers that may be gone.
+        tls: certificate of a coordinator; None for plain text.
     """
 
     journal: Path
@@ -63,18 +67,21 @@ class CoordinatorConfig:
     heal_by_hand: Collection[str] = ()
     topology: Collection[str] | None = None
     graces: Graces = field(default_factory=Graces)
+    tls: Tls | None = None
 
 
 class CoordinatorServer:
     """A coordinator with its server."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
+        if config.tls is not None:
+            config.tls.require(Role.COORDINATOR)
         self.config = config
         self.address = ""
         self._journal = SqliteJournal(config.journal)
         self.coordinator = Coordinator(
             self._journal,
-            GrpcDialer(StageServiceStub, config.token),
+            GrpcDialer(StageServiceStub, config.token, config.tls, Role.STAGE),
             SystemClock(),
             lease_s=config.serving_lease_s,
             heal_by_hand=config.heal_by_hand,
@@ -83,7 +90,7 @@ class CoordinatorServer:
         )
         implementations = {**methods(self.coordinator), "BackupJournal": _watch(self.backup_journal)}
         handler = generic_handler(SERVICE, implementations, most_streams=MOST_STREAMS)
-        self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)
+        self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure, tls=config.tls)
 
     async def start(self) -> None:
         """Take over the fleet that the journal describes, then serve. The journal is closed where that fails."""
@@ -142,8 +149,8 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         verb.name: refusals.told(verb.name, coordinator.verb) for verb in offered_by("CoordinatorService")
     }
     own: dict[str, Callable[[Any], Awaitable[Message]]] = {
-        "RegisterStage": coordinator.register_stage,
-        "DeregisterStage": coordinator.deregister_stage,
+        "RegisterStage": _of_own_slot(coordinator.register_stage, lambda request: request.registration.slot),
+        "DeregisterStage": _of_own_slot(coordinator.deregister_stage, lambda request: request.slot),
         "BeginWeightUpdate": coordinator.begin_weight_update,
         "JoinWeightUpdate": coordinator.join_weight_update,
         "RetryWeightUpdate": coordinator.retry_weight_update,
@@ -175,6 +182,20 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
     for name, watch in watches.items():
         implementations[name] = _watch(watch)
     return implementations
+
+
+def _of_own_slot(
+    method: Callable[[Any], Awaitable[Message]], slot: Callable[[Any], str]
+) -> Callable[[Any], Awaitable[Message]]:
+    """The method; a stage with a certificate may call it for its own slot only."""
+
+    async def call(request: Any) -> Message:
+        identity = caller()
+        if identity is not None and identity.role is Role.STAGE and identity.name != slot(request):
+            raise Reason.PEER_NOT_ALLOWED.error(f"{identity} may not act for slot {slot(request)!r}", field="slot")
+        return await method(request)
+
+    return call
 
 
 def _without_deadline(method: Callable[[Any], Awaitable[Message]]) -> Unary:

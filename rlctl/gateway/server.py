@@ -30,6 +30,8 @@ from rlctl.runtime.http_bodies import Bodies
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport import auth
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class GatewayConfig:
         drain_s: how long requests may go on once the gateway is to end.
         warm: load tokenizers in the background at the start, not with the first request that needs one.
         router: an sglang-router, not started yet, that is to run in front of it.
+        tls: certificate of a gateway, for HTTPS and for the fleet; None for plain text.
     """
 
     coordinator: str
@@ -66,6 +69,12 @@ class GatewayConfig:
     drain_s: float = DRAIN_S
     warm: bool = False
     router: SglangRouter | None = None
+    tls: Tls | None = None
+
+    @property
+    def scheme(self) -> str:
+        """Of its URLs."""
+        return "http" if self.tls is None else "https"
 
 
 class GatewayServer:
@@ -95,12 +104,24 @@ class GatewayServer:
         self._warming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE, TOKEN_MISSING, TOKEN_INVALID."""
+        """Connect and listen.
+
+        Raises INSECURE_BIND, FIELD_INVALID, FIELD_CONFLICT, TLS_INVALID, TLS_FAILED, UNREACHABLE, TOKEN_MISSING,
+        TOKEN_INVALID.
+        """
         config = self.config
+        if config.tls is not None:
+            config.tls.require(Role.GATEWAY)
+            if config.router is not None:
+                raise Reason.FIELD_CONFLICT.error(
+                    "sglang-router does not speak TLS to this gateway", field="router_backend"
+                )
         refuse_insecure(config.listen, token=config.token, insecure=config.insecure)
         host, port = split(config.listen, "listen")
         classes = [middleware.load(path) for path in config.middleware_paths]
-        self.fleet = self._fleet = await aio.connect(config.coordinator, token=config.token or "")
+        self.fleet = self._fleet = await aio.connect(
+            config.coordinator, token=config.token or "", tls=config.tls or False
+        )
         await self.fleet.status()  # whoever may not watch the fleet could serve nobody
         self.generation = self._generation = Generation(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
@@ -116,7 +137,9 @@ class GatewayServer:
             shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
-        await http_limits.Site(self._runner, host, port, share_port=config.share_port).start()
+        context = None if config.tls is None else config.tls.server_context(mutual=False)
+        site = http_limits.Site(self._runner, host, port, share_port=config.share_port, ssl_context=context)
+        await site.start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.warm:

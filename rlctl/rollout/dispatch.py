@@ -46,7 +46,7 @@ class Lines:
         if line is None:
             # Stages come back at other ports, or not at all: those that have gone make way for those that come.
             self._close_left()
-            line = self._lines[address] = Line(address)
+            line = self._lines[address] = Line(address, self._connection.tls)
         line.users += 1
         return line
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from rlctl.contract.errors import (
+    Forbidden,
     InvalidRequest,
     NotFound,
     Reason,
@@ -37,7 +38,7 @@ RETRIES = 4
 
 Prompt = str | Sequence[int]
 Resume = Literal["continue", "return"]
-_REFUSALS = (InvalidRequest, NotFound, Unauthenticated, Unsupported)
+_REFUSALS = (Forbidden, InvalidRequest, NotFound, Unauthenticated, Unsupported)
 
 
 class Asking(Sampling, total=False):

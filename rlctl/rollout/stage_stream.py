@@ -16,8 +16,10 @@ from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError, from_detail, typed
 from rlctl.runtime.event_loops import give_way
 from rlctl.transport import grpc
-from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, open_channel, refuse_large
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, LastingChannel, refuse_large
 from rlctl.transport.status import from_grpc
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.rollout_pb2 import (
     AbortRequest,
@@ -59,10 +61,9 @@ class Line:
         users: how many have it in use.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
         self.users = 0
-        self._channel = open_channel(address)
-        self._stub: Any = RolloutServiceStub(self._channel)
+        self._channel = LastingChannel(address, tls, Role.STAGE, RolloutServiceStub)
         self._streams: dict[Metadata, _Stream] = {}
 
     def ask(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Answers:
@@ -71,8 +72,10 @@ class Line:
         """
         stream = self._streams.pop(metadata, None)
         if stream is None or stream.over:
+            if stream is not None:
+                self._channel.failed()
             self._make_way()
-            stream = _Stream(self._stub.GenerateMany(metadata=metadata))
+            stream = _Stream(self._channel.stub.GenerateMany(metadata=metadata))
         self._streams[metadata] = stream  # after those that were used before it
         return stream.begin(request, deadline)
 
@@ -87,7 +90,7 @@ class Line:
         RlctlError.
         """
         try:
-            answer = await self._stub.Abort(AbortRequest(rids=[rid]), timeout=timeout_s, metadata=metadata)
+            answer = await self._channel.stub.Abort(AbortRequest(rids=[rid]), timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
         except asyncio.CancelledError:

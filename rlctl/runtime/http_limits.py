@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
@@ -38,9 +39,17 @@ BACKLOG = 4096
 class Site(web.BaseSite):
     """A listener whose connections are guarded."""
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, *, share_port: bool = False) -> None:
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        host: str,
+        port: int,
+        *,
+        share_port: bool = False,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
         """``share_port``: other processes listen there too (SO_REUSEPORT). The application has :func:`answering`."""
-        super().__init__(runner, backlog=BACKLOG)
+        super().__init__(runner, backlog=BACKLOG, ssl_context=ssl_context)
         self._host = host
         self._port = port
         self._share_port = share_port
@@ -48,7 +57,7 @@ class Site(web.BaseSite):
     @property
     def name(self) -> str:
         """Where it was told to listen."""
-        return f"http://{self._host}:{self._port}"
+        return f"{'https' if self._ssl_context else 'http'}://{self._host}:{self._port}"
 
     async def start(self) -> None:
         """Listen. Raises FIELD_INVALID where that address cannot be bound."""
@@ -58,7 +67,13 @@ class Site(web.BaseSite):
         loop, shared = asyncio.get_running_loop(), self._share_port or None
         try:
             self._server = await loop.create_server(
-                lambda: Guard(make()), self._host, self._port, reuse_port=shared, backlog=self._backlog
+                lambda: Guard(make()),
+                self._host,
+                self._port,
+                ssl=self._ssl_context,
+                ssl_handshake_timeout=HEAD_S if self._ssl_context else None,
+                reuse_port=shared,
+                backlog=self._backlog,
             )
         except OSError as error:
             host = f"[{self._host}]" if ":" in self._host else self._host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.connection import Connection
@@ -17,6 +17,7 @@ from rlctl.rollout.rollout import AsyncRollout, Resume
 from rlctl.runtime.addresses import refuse_unreachable
 from rlctl.sdk.sglang_names import AsyncEngine
 from rlctl.transport.auth import load_token
+from rlctl.transport.tls.credentials import Tls, load_tls
 from rlctl.v1.fleet_pb2 import Model, Stage
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
@@ -54,14 +55,22 @@ class Rollouts(TypedDict, total=False):
     session_idle_s: float
 
 
-async def connect(address: str, *, token: str | None = None, timeout_s: float = CONNECT_S) -> AsyncFleet:
+async def connect(
+    address: str,
+    *,
+    token: str | None = None,
+    tls: Tls | Literal[False] | None = None,
+    timeout_s: float = CONNECT_S,
+) -> AsyncFleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
-    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE; FIELD_INVALID for
-    what is no such address.
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
+    RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. Raises UNREACHABLE,
+    TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such address.
     """
     refuse_unreachable(address)
-    connection = Connection(address, token if token is not None else load_token())
+    tls = load_tls() if tls is None else tls or None
+    connection = Connection(address, token if token is not None else load_token(), tls)
     try:
         await connection.ready(timeout_s)
         return AsyncFleet(connection)

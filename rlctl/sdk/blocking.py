@@ -7,13 +7,14 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack
 
 from rlctl.rollout.rollout import AsyncRollout
 from rlctl.runtime.event_loops import LoopThread, cancel_others
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.sdk.sglang_names import AsyncEngine
+from rlctl.transport.tls.credentials import Tls
 
 if TYPE_CHECKING:
     from rlctl.trainer.publisher import Publisher
@@ -31,15 +32,22 @@ class _OnLoop(Generic[A_co]):
         self.loop = loop
 
 
-def connect(address: str, *, token: str | None = None, timeout_s: float = aio.CONNECT_S) -> Fleet:
+def connect(
+    address: str,
+    *,
+    token: str | None = None,
+    tls: Tls | Literal[False] | None = None,
+    timeout_s: float = aio.CONNECT_S,
+) -> Fleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
-    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE; FIELD_INVALID for
-    what is no such address.
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
+    RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. Raises UNREACHABLE,
+    TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such address.
     """
     loop = LoopThread("rlctl client")
     try:
-        return Fleet(loop.call(aio.connect(address, token=token, timeout_s=timeout_s)), loop)
+        return Fleet(loop.call(aio.connect(address, token=token, tls=tls, timeout_s=timeout_s)), loop)
     except BaseException:
         loop.stop()
         raise

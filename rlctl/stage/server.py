@@ -30,6 +30,9 @@ from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_ha
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.diagnosis import handshake_failure
+from rlctl.transport.tls.identity import Role
 from rlctl.transport.unary_verbs import admin_methods
 from rlctl.v1 import common_pb2, rollout_pb2, stage_pb2
 from rlctl.v1.control_pb2 import Attach
@@ -85,6 +88,7 @@ class StageConfig:
         worker_type: what the engine is for: regular, prefill, decode or encoder.
         token: bearer token that guards every service and is sent to every peer.
         insecure: bind where others can reach it though there is no token.
+        tls: certificate of this slot's stage; None for plain text.
     """
 
     slot: str
@@ -102,12 +106,15 @@ class StageConfig:
     worker_type: str = "regular"
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
+    tls: Tls | None = None
 
 
 class StageServer:
     """One engine's rank 0 with everything around it."""
 
     def __init__(self, config: StageConfig) -> None:
+        if config.tls is not None:
+            config.tls.require(Role.STAGE, name=config.slot)
         self.config = config
         self.address = ""
         self.rollout_address = ""
@@ -131,7 +138,10 @@ class StageServer:
         methods = admin_methods("StageService", self._commanded, self._clock, on_link_end=self._link_ended)
         service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
         self._admin = GrpcServer(
-            [(service, generic_handler(service, methods))], token=config.token, insecure=config.insecure
+            [(service, generic_handler(service, methods))],
+            token=config.token,
+            insecure=config.insecure,
+            tls=config.tls,
         )
         self._rollout: GrpcServer | None = None
         self._generation: Generation | None = None
@@ -176,7 +186,8 @@ class StageServer:
             "Abort": generation.abort,
         }
         handler = generic_handler(service, methods, cancellable=True)
-        self._rollout = GrpcServer([(service, handler)], token=self.config.token, insecure=self.config.insecure)
+        config = self.config
+        self._rollout = GrpcServer([(service, handler)], token=config.token, insecure=config.insecure, tls=config.tls)
         return await self._rollout.start(self.config.rollout_listen)
 
     async def _stop_rollout(self) -> None:
@@ -191,7 +202,12 @@ class StageServer:
 
         config = self.config
         port = DataPort(
-            lambda: self._engine, self._serving, SystemClock(), token=config.token, insecure=config.insecure
+            lambda: self._engine,
+            self._serving,
+            SystemClock(),
+            token=config.token,
+            insecure=config.insecure,
+            tls=config.tls,
         )
         of_rollout = config.rollout_listen
         host = "127.0.0.1" if of_rollout.startswith("unix:") else split(of_rollout, "rollout_listen")[0]
@@ -239,7 +255,7 @@ class StageServer:
 
     async def _dial(self, index: int, address: str) -> Commander:
         rank = index + 1
-        link = await GrpcDialer(WorkerServiceStub, self.config.token).dial(address)
+        link = await GrpcDialer(WorkerServiceStub, self.config.token, self.config.tls, Role.WORKER).dial(address)
         commander = Commander(
             link,
             self._clock,
@@ -432,14 +448,18 @@ class StageServer:
         request: RegisterStageRequest | DeregisterStageRequest,
         timeout_s: float = REGISTER_S,
     ) -> RegisterStageResponse | DeregisterStageResponse:
-        async with open_channel(self.config.coordinator) as channel:
+        address, tls = self.config.coordinator, self.config.tls
+        async with open_channel(address, tls, Role.COORDINATOR) as channel:
             stub = CoordinatorServiceStub(channel)
             call: Callable[..., grpc.aio.UnaryUnaryCall[object, RegisterStageResponse | DeregisterStageResponse]]
             call = getattr(stub, method)
             try:
                 return await call(request, timeout=timeout_s, metadata=bearer(self.config.token))
             except grpc.aio.AioRpcError as error:
-                raise from_grpc(error) from None
+                failure = from_grpc(error)
+                if failure.reason is Reason.UNREACHABLE:
+                    failure = await handshake_failure(address, tls, Role.COORDINATOR) or failure
+                raise failure from None
 
 
 def host_name() -> str:

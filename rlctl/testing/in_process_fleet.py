@@ -16,6 +16,8 @@ from rlctl.engine import EngineConfig, brings_ranks
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.transport import grpc
 from rlctl.transport.channel import open_channel
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.worker.server import WorkerConfig, WorkerServer
@@ -47,10 +49,13 @@ class InProcessFleet:
         lease_s: float = 10.0,
         heal: bool = True,
         graces: Graces | None = None,
+        authority: Authority | None = None,
     ) -> None:
         """``heal``: late joiners and restarted engines of model "actor" are healed without being asked; ``graces``: how
-        long is waited for trainers that may be gone.
+        long is waited for trainers that may be gone; ``authority``: CA that issues the certificates of every process,
+        None for plain text.
         """
+        self.authority = authority
         self.journal = journal
         self.specs = list(stages)
         self.token = token
@@ -76,6 +81,10 @@ class InProcessFleet:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         await self.server.stop()
 
+    def tls(self, path: str) -> Tls | None:
+        """Credentials of an identity, "stage/a"; None for plain text."""
+        return None if self.authority is None else Tls(self.authority.ensured(path))
+
     async def start_coordinator(self, listen: str = "127.0.0.1:0") -> None:
         """Start a coordinator on the fleet's journal."""
         config = CoordinatorConfig(
@@ -85,10 +94,11 @@ class InProcessFleet:
             serving_lease_s=self.lease_s,
             heal_by_hand=() if self.heal else ("actor",),
             graces=self.graces,
+            tls=self.tls("coordinator"),
         )
         self.server = CoordinatorServer(config)
         await self.server.start()
-        self.channel: grpc.aio.Channel = open_channel(self.server.address)
+        self.channel: grpc.aio.Channel = open_channel(self.server.address, self.tls("client/test"))
         self.stub = CoordinatorServiceStub(self.channel)
 
     async def start_stage(self, spec: StageSpec) -> StageServer:
@@ -96,7 +106,9 @@ class InProcessFleet:
         config = EngineConfig(spec.model_path, tp_size=spec.tp_size, options=spec.options)
         followers = []
         for rank in range(1, 1 if brings_ranks(spec.engine) else spec.tp_size):
-            worker = WorkerServer(WorkerConfig(spec.engine, dataclasses.replace(config, rank=rank), token=self.token))
+            own = dataclasses.replace(config, rank=rank)
+            tls = self.tls(f"worker/{spec.slot}")
+            worker = WorkerServer(WorkerConfig(spec.engine, own, token=self.token, tls=tls))
             followers.append(await worker.start())
             self.workers[spec.slot, rank] = worker
         stage = StageServer(
@@ -110,6 +122,7 @@ class InProcessFleet:
                 frozen=spec.frozen,
                 worker_type=spec.worker_type,
                 token=self.token,
+                tls=self.tls(f"stage/{spec.slot}"),
             )
         )
         await stage.start()

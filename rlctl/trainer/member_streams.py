@@ -23,6 +23,8 @@ from rlctl.trainer.source_rank import detail
 from rlctl.transport.handlers import generic_handler
 from rlctl.transport.links import DialledLink, GrpcDialer, ServedLink, serve_links
 from rlctl.transport.server import GrpcServer
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
 from rlctl.v1 import trainer_pb2
 from rlctl.v1.common_pb2 import ErrorDetail
 from rlctl.v1.trainer_pb2 import JoinRequest, JoinResponse, Offer, Sent, Shipment
@@ -83,11 +85,13 @@ class Members:
         self._news = asyncio.Event()
         self._server: GrpcServer | None = None
 
-    async def start(self, host: str) -> tuple[str, str]:
-        """Serve on a free port of ``host``; returns the address and the token for the members."""
+    async def start(self, host: str, tls: Tls | None = None) -> tuple[str, str]:
+        """Serve on a free port of ``host``; returns the address and the token for the members. Raises TLS_INVALID."""
+        if tls is not None:
+            tls.require(Role.TRAINER, Role.COORDINATOR)
         token = secrets.token_urlsafe(32)
         handler = generic_handler(SERVICE, {"Join": serve_links(self._listen)})
-        self._server = GrpcServer([(SERVICE, handler)], token=token)
+        self._server = GrpcServer([(SERVICE, handler)], token=token, tls=tls)
         return await self._server.start(join_address(host, 0)), token
 
     async def close(self) -> None:
@@ -254,9 +258,10 @@ class Lead:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def join(cls, rank: int, address: str, token: str) -> Lead:
-        """Connect to the lead. Raises UNREACHABLE."""
-        return cls(rank, await GrpcDialer(TrainerServiceStub, token, method="Join").dial(address))
+    async def join(cls, rank: int, address: str, token: str, tls: Tls | None = None) -> Lead:
+        """Connect to the lead. Raises UNREACHABLE, TLS_FAILED."""
+        dialer = GrpcDialer(TrainerServiceStub, token, tls, Role.TRAINER, method="Join")
+        return cls(rank, await dialer.dial(address))
 
     async def close(self) -> None:
         """Leave; updates under way fail on every rank."""

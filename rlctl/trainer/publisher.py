@@ -36,6 +36,7 @@ from rlctl.trainer.probe import Probe
 from rlctl.trainer.source_rank import STOP_S, Part, stopped
 from rlctl.trainer.update_result import UpdateResult
 from rlctl.trainer.weights_pass import in_thread
+from rlctl.transport.tls.credentials import load_tls
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader, WeightVersion
 from rlctl.v1.results_pb2 import Operation
@@ -360,13 +361,14 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 await self._members.close()
             self._members = Members(self._size)
             if self._size > 1:
-                told = json.dumps(await self._members.start(self._host))
+                tls = self._fleet.connection.tls
+                told = json.dumps((*await self._members.start(self._host, tls), tls is not None))
         if self._trainer_group is not None and self._size > 1:
             meet = functools.partial(self._share, self._trainer_group, told)
             shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
-            address, token = json.loads(await shared)
+            address, token, secure = json.loads(await shared)
             if self._rank:
-                self._lead = await Lead.join(self._rank, address, token)
+                self._lead = await Lead.join(self._rank, address, token, load_tls() if secure else None)
         if self._fleet is not None and self._members is not None:
             self._leading = Leading(
                 self._fleet,

@@ -1,13 +1,19 @@
-"""Client channels: keepalive and reconnect settings, and the token, in one place."""
+"""Client channels: keepalive and reconnect settings, credentials and the token, in one place."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
+import grpc
 import grpc.aio
 
 from rlctl.contract.errors import Reason
 from rlctl.transport.auth import sendable
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.diagnosis import handshake_failure
+from rlctl.transport.tls.identity import Role
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Above it gRPC itself refuses; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
@@ -48,8 +54,10 @@ _opened_by: set[int] = set()
 """Process ids: this one's, and those of the processes that it was forked from."""
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: Tls | None = None, role: Role = Role.COORDINATOR) -> grpc.aio.Channel:
     """A channel to ``host:port`` or ``unix:PATH`` on the running loop.
+
+    ``tls``: None for plain text. ``role``: of the server, which its certificate must name.
 
     Raises UNSUPPORTED in a process that was forked from one that had channels: nothing would ever come over this one.
     """
@@ -59,7 +67,52 @@ def open_channel(address: str) -> grpc.aio.Channel:
             next_step='Start such processes with multiprocessing\'s "spawn", or before the first connection is made.',
         )
     _opened_by.add(os.getpid())
-    return grpc.aio.insecure_channel(address, options=OPTIONS)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=OPTIONS)
+    name = ("grpc.ssl_target_name_override", tls.peer_name(role))
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*OPTIONS, name))
+
+
+class LastingChannel:
+    """A channel that outlives certificates: gRPC reads them once for each channel.
+
+    Attributes:
+        stub: of the present channel.
+    """
+
+    def __init__(self, address: str, tls: Tls | None, role: Role, stub: Callable[[grpc.aio.Channel], Any]) -> None:
+        """``role``: of the server."""
+        self._address = address
+        self._tls = tls
+        self._role = role
+        self._make_stub = stub
+        self._former: list[grpc.aio.Channel] = []
+        self._open()
+
+    def _open(self) -> None:
+        self._material = None if self._tls is None else self._tls.material
+        self._channel = open_channel(self._address, self._tls, self._role)
+        self.stub = self._make_stub(self._channel)
+
+    def failed(self) -> None:
+        """Open another channel if the certificate has been renewed. Calls on the former one go on."""
+        if self._tls is not None and self._tls.material is not self._material:
+            self._former.append(self._channel)
+            self._open()
+
+    async def ready(self) -> None:
+        """Wait until the server can be reached. Raises TLS_FAILED."""
+        while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                failure = await handshake_failure(self._address, self._tls, self._role)
+                if failure is not None:
+                    raise failure
+            await self._channel.wait_for_state_change(state)
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close it, once calls have ended or after so long."""
+        for channel in (*self._former, self._channel):
+            await channel.close(grace_s)
 
 
 def bearer(token: str | None) -> tuple[tuple[str, str], ...]:

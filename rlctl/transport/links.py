@@ -14,6 +14,9 @@ from rlctl.contract.errors import Reason
 from rlctl.ports import REFUSED
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.diagnosis import handshake_failure
+from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 
 CONNECT_S = 5.0
@@ -22,14 +25,25 @@ CONNECT_S = 5.0
 class GrpcDialer:
     """Opens streams of one method: to stages, follower ranks, a trainer's lead."""
 
-    def __init__(self, stub: Callable[[grpc.aio.Channel], Any], token: str | None, *, method: str = "Control") -> None:
+    def __init__(
+        self,
+        stub: Callable[[grpc.aio.Channel], Any],
+        token: str | None,
+        tls: Tls | None = None,
+        role: Role = Role.STAGE,
+        *,
+        method: str = "Control",
+    ) -> None:
+        """``role``: of the servers."""
         self._stub = stub
         self._token = token
+        self._tls = tls
+        self._role = role
         self._method = method
 
     async def dial(self, address: str) -> DialledLink:
-        """Connect. Raises UNREACHABLE, or what the peer refused with."""
-        channel = open_channel(address)
+        """Connect. Raises UNREACHABLE, TLS_FAILED, or what the peer refused with."""
+        channel = open_channel(address, self._tls, self._role)
         call = getattr(self._stub(channel), self._method)(metadata=bearer(self._token))
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -40,6 +54,8 @@ class GrpcDialer:
                 failure = from_grpc(error)
                 if "Connection refused" in (error.details() or ""):
                     failure.metadata[REFUSED] = "true"
+                elif failure.reason is Reason.UNREACHABLE:
+                    failure = await handshake_failure(address, self._tls, self._role) or failure
                 raise failure from None
             raise Reason.UNREACHABLE.error(f"{address} did not answer in {CONNECT_S:g} s") from None
         return DialledLink(channel, call)

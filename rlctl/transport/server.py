@@ -1,4 +1,4 @@
-"""A gRPC server with the parts of every rlctl service: token, health, reflection, graceful stop."""
+"""A gRPC server with the parts of every rlctl service: token, TLS, health, reflection, graceful stop."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from rlctl.contract.errors import Reason
 from rlctl.runtime.addresses import join, refuse_insecure, refuse_taken, refuse_used, split
 from rlctl.transport.auth import TokenGuard
 from rlctl.transport.channel import FLOW_CONTROL, MAX_MESSAGE_BYTES
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.peers import PeerGuard
 
 MAX_PENDING = 100_000
 """Calls that may wait to be taken in. From gRPC's own 1,000 on some are cancelled by lot, as if by their callers."""
@@ -69,8 +71,13 @@ class GrpcServer:
         *,
         token: str | None,
         insecure: bool = False,
+        tls: Tls | None = None,
     ) -> None:
-        guards = [TokenGuard(token)] if token else []
+        """``tls``: callers need a certificate whose identity may call the service; None: plain text."""
+        guards: list[grpc.aio.ServerInterceptor] = [TokenGuard(token)] if token else []
+        if tls is not None:
+            guards.append(PeerGuard(tls.identity))
+        self._tls = tls
         self._token = token
         self._insecure = insecure
         self._server = grpc.aio.server(interceptors=guards, options=OPTIONS)
@@ -86,10 +93,13 @@ class GrpcServer:
 
         Raises INSECURE_BIND, or FIELD_INVALID when the address cannot be bound.
         """
-        refuse_insecure(listen, token=self._token, insecure=self._insecure)
+        refuse_insecure(listen, token=self._token, insecure=self._insecure or self._tls is not None)
         refuse_taken(listen)
         try:
-            port = self._server.add_insecure_port(listen)
+            if self._tls is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError as error:
             refuse_used(listen)
             raise Reason.FIELD_INVALID.error(f"{listen} cannot be bound: {error}", field="listen") from None

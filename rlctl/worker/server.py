@@ -12,6 +12,8 @@ from rlctl.ports import Link, SystemClock
 from rlctl.transport.handlers import generic_handler
 from rlctl.transport.links import ServedLink
 from rlctl.transport.server import GrpcServer
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
 from rlctl.transport.unary_verbs import admin_methods
 from rlctl.v1 import worker_pb2
 from rlctl.v1.common_pb2 import WorkerCoordinates
@@ -29,6 +31,7 @@ class WorkerConfig:
         listen: where WorkerService binds; port 0 takes any.
         token: bearer token that guards every service.
         insecure: bind where others can reach it though there is no token.
+        tls: certificate of a worker; None for plain text.
     """
 
     engine: str
@@ -36,12 +39,15 @@ class WorkerConfig:
     listen: str = "127.0.0.1:0"
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
+    tls: Tls | None = None
 
 
 class WorkerServer:
     """One follower rank with its server."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        if config.tls is not None:
+            config.tls.require(Role.WORKER)
         self.config = config
         self.abandoned = asyncio.Event()
         self._clock = SystemClock()
@@ -59,7 +65,10 @@ class WorkerServer:
         methods = admin_methods("WorkerService", lambda: self._executor, self._clock, on_link_end=self._link_ended)
         service = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
         self._server = GrpcServer(
-            [(service, generic_handler(service, methods))], token=config.token, insecure=config.insecure
+            [(service, generic_handler(service, methods))],
+            token=config.token,
+            insecure=config.insecure,
+            tls=config.tls,
         )
 
     async def start(self) -> str:

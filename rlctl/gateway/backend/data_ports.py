@@ -19,6 +19,8 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.rollout.dispatch import Attempt
 from rlctl.runtime.http_errors import REASON, error_in
 from rlctl.runtime.http_forwarding import end_to_end
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
@@ -55,7 +57,9 @@ def _pattern(route: str) -> re.Pattern[str]:
 class DataPorts:
     """The client. On one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        """``tls``: of the gateway; None for plain text."""
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     def at(self, attempt: Attempt) -> Exchange:
@@ -71,7 +75,7 @@ class DataPorts:
                 auto_decompress=False,
                 trace_configs=[tracing],
             )
-        return Exchange(self._session, attempt)
+        return Exchange(self._session, attempt, self._tls)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -90,10 +94,11 @@ class Exchange:
         status: of the answer, once it has begun; as ``headers``.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, attempt: Attempt) -> None:
+    def __init__(self, session: aiohttp.ClientSession, attempt: Attempt, tls: Tls | None = None) -> None:
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._session = session
+        self._tls = tls
         self._registration = attempt.stage.registration
         self._response: aiohttp.ClientResponse | None = None
         self._lost: RlctlError | None = None
@@ -109,7 +114,8 @@ class Exchange:
         """
         if not self._registration.data_address:
             raise Reason.STAGE_NOT_SERVING.error(f"{self._registration.slot} has no data port")
-        url = URL(f"http://{self._registration.data_address}{target}", encoded=True)
+        scheme = "http" if self._tls is None else "https"
+        url = URL(f"{scheme}://{self._registration.data_address}{target}", encoded=True)
         response = await self._within(deadline, lambda: self._send(method, url, headers, body))
         self._response = response
         if (reason := response.headers.get(REASON)) is not None:
@@ -117,12 +123,21 @@ class Exchange:
         self.status, self.headers = response.status, CIMultiDict(end_to_end(response.headers))
 
     async def _send(self, method: str, url: URL, headers: Mapping[str, str], body: bytes) -> aiohttp.ClientResponse:
+        context = True if self._tls is None else self._tls.client_context()
+        name = None if self._tls is None else self._tls.peer_name(Role.STAGE)
         for more in reversed(range(_STALE)):
             reused: list[bool] = []
             data = body if len(body) < _AT_ONCE else io.BytesIO(body)
             try:
                 return await self._session.request(
-                    method, url, headers=headers, data=data, allow_redirects=False, trace_request_ctx=reused
+                    method,
+                    url,
+                    headers=headers,
+                    data=data,
+                    allow_redirects=False,
+                    ssl=context,
+                    server_hostname=name,
+                    trace_request_ctx=reused,
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if not reused or not more:
@@ -140,6 +155,9 @@ class Exchange:
         try:
             async with asyncio.timeout_at(deadline) as self._scope:
                 return await work()
+        except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
+            slot = self._registration.slot
+            raise Reason.TLS_FAILED.error(f"data port of {slot}: {error}", outcome=OUTCOME_UNKNOWN) from None
         except aiohttp.ClientError as error:
             slot, kind = self._registration.slot, type(error).__name__
             raise Reason.UNREACHABLE.error(f"{slot}: {kind}: {error}", outcome=OUTCOME_UNKNOWN) from None

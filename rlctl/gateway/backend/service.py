@@ -77,7 +77,7 @@ class Generation:
         self.fleet = fleet
         self.settings = settings or Settings()
         self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
-        self.ports = DataPorts()
+        self.ports = DataPorts(fleet.connection.tls)
         self.inflight = self.inflight_bytes = 0
         self.any_model = False
         self._rollouts: dict[str, AsyncRollout] = {}

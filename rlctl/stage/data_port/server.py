@@ -23,6 +23,8 @@ from rlctl.stage.data_port.admission import Admission
 from rlctl.stage.generation.gate_watch import Ongoing, OngoingRequest
 from rlctl.stage.serving_state import Serving
 from rlctl.transport import auth
+from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.identity import DATA_PORT
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +72,10 @@ class DataPort:
         *,
         token: str | None = None,
         insecure: bool = False,
+        tls: Tls | None = None,
     ) -> None:
-        """``engine``: the engine that runs now; ``serving``: the present state of the stage."""
+        """``engine``: the engine that runs now; ``serving``: the present state of the stage; ``tls``: of the stage."""
+        self._tls = tls
         self._engine = engine
         self._serving = serving
         self._clock = clock
@@ -85,7 +89,7 @@ class DataPort:
 
     async def start(self, listen: str, routes: Iterable[HttpRoute]) -> str:
         """Listen, and return the address. Raises INSECURE_BIND, FIELD_INVALID."""
-        refuse_insecure(listen, token=self._token, insecure=self._insecure)
+        refuse_insecure(listen, token=self._token, insecure=self._insecure or self._tls is not None)
         host, port = split(listen, "data_listen")
         app = web.Application(middlewares=[http_limits.answering, self._outermost], client_max_size=BODY_BYTES)
         for path in _HEALTH:
@@ -104,7 +108,8 @@ class DataPort:
             shutdown_timeout=0,
         )
         await self._runner.setup()
-        await http_limits.Site(self._runner, host, port).start()
+        context = None if self._tls is None else self._tls.server_context(mutual=True)
+        await http_limits.Site(self._runner, host, port, ssl_context=context).start()
         return join(host, self._runner.addresses[0][1])
 
     async def stop(self) -> None:
@@ -115,6 +120,8 @@ class DataPort:
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            if self._tls is not None:
+                self._refuse_peer(self._tls, request)
             if self._token and request.path not in _HEALTH:
                 headers = {name.lower(): value for name, value in request.headers.items()}
                 if (refusal := auth.check(headers, self._token)) is not None:
@@ -132,6 +139,13 @@ class DataPort:
         except Exception as error:
             log.error("%s %s", request.method, request.path, exc_info=error)
             return _refusal(Reason.INTERNAL.error("the stage failed; its log says more"))
+
+    @staticmethod
+    def _refuse_peer(tls: Tls, request: web.Request) -> None:
+        """Raise PEER_NOT_ALLOWED."""
+        peer = None if request.transport is None else request.transport.get_extra_info("peercert")
+        if (refusal := tls.http_refusal(peer, DATA_PORT)) is not None:
+            raise refusal
 
     def _closed(self, request: web.Request, status: int) -> RlctlError:
         error = Reason.VERB_UNKNOWN.error(

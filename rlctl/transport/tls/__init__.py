@@ -1,8 +1,9 @@
-"""TLS of every hop: identities in certificates, and the check of callers.
+"""TLS of every hop: identities in certificates, credentials that are read anew, the check of callers, a private CA.
 
-Decides who may call whom, and which name a server's certificate must have.
+Decides who may call whom, which name a server's certificate must have, and which files a process reads.
 
-Imports: contract, and ``grpc`` from transport.
+Imports: contract, runtime, and ``grpc`` from transport; ``cryptography`` (extra ``tls``) where certificates are read.
 
-Start with ``identity.py`` (``Identity``, ``refusal``) and ``peers.py`` (``peer_identity``, ``PeerGuard``).
+Start with ``identity.py`` (``Identity``, ``refusal``), ``credentials.py`` (``Tls``: the files of one process as
+credentials of channels, servers and HTTP) and ``peers.py`` (``peer_identity``). ``authority.py`` is the private CA.
 """

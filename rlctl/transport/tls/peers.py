@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from rlctl.contract.errors import RlctlError
+from rlctl.transport.auth import FIRST_S
 from rlctl.transport.status import abort
 from rlctl.transport.tls.identity import Identity, only_identity, refusal
 
@@ -55,19 +56,21 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
         behaviour = getattr(handler, kind)
 
-        async def admit(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def admit(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             identity = peer_identity(context)
-            error: RlctlError | None = refusal(self._server, identity, service, method)
+            error = refusal(self._server, identity, service, method)
             if error is not None:
+                if handler.request_streaming:
+                    await _first(request)
                 await abort(context, error)
             _CALLER.set(identity)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await admit(context)
+            await admit(request, context)
             return await behaviour(request, context)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await admit(context)
+            await admit(request, context)
             async with contextlib.aclosing(behaviour(request, context)) as answers:
                 async for each in answers:
                     yield each
@@ -79,6 +82,13 @@ class PeerGuard(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
         return guarded
+
+
+async def _first(requests: AsyncIterator[Any]) -> None:
+    """Wait for the first message: Python's client may not hear why a call ended while it writes (1.85)."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_S):
+            await anext(aiter(requests), None)
 
 
 def _kind(streaming: bool) -> str:

@@ -1,0 +1,129 @@
+"""The credentials of one process: for gRPC channels and servers, and for HTTP. All of them are made here.
+
+Servers look at the files at every handshake and channels when they are opened, so a renewed certificate is used for
+the next connection.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.transport.tls.files import Material, TlsFiles, TlsMaterial, tls_files
+from rlctl.transport.tls.identity import Identity, Role, only_identity, refusal, server_name
+
+
+class Tls:
+    """Certificate, key and CA of one process.
+
+    Attributes:
+        identity: in the certificate.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises TLS_INVALID, UNSUPPORTED."""
+        self._material = TlsMaterial(files)
+        self.identity: Identity = self._material.now().identity
+        self._contexts: dict[tuple[bool, bool], tuple[Material, ssl.SSLContext]] = {}
+
+    @property
+    def files(self) -> TlsFiles:
+        """Paths."""
+        return self._material.files
+
+    @property
+    def material(self) -> Material:
+        """The present content of the files."""
+        return self._material.now()
+
+    def require(self, *roles: Role, name: str = "") -> None:
+        """Raise TLS_INVALID unless the certificate is of one of the roles, and of the name if one is set."""
+        mine = self.identity
+        if mine.role not in roles or (name and mine.name != name):
+            needed = " or ".join(f"{role}/{name}" if name else str(role) for role in roles)
+            raise Reason.TLS_INVALID.error(
+                f"{self.files.cert}: it is of {mine}, and this process needs {needed}", field="tls_cert"
+            )
+
+    def peer_name(self, role: Role) -> str:
+        """DNS name that a peer of this role has in its certificate."""
+        return server_name(self.identity.fleet, role)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a new channel."""
+        now = self.material
+        return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server: callers need a certificate of the CA."""
+        used = self.material
+
+        def configuration(now: Material) -> Any:
+            return grpc.ssl_server_certificate_configuration([(now.key, now.cert)], root_certificates=now.ca)
+
+        def renewed() -> Any:
+            nonlocal used
+            now = self.material
+            if now is used:
+                return None
+            used = now
+            return configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(configuration(used), renewed, require_client_authentication=True)
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a client of HTTP. Another one after the files have changed."""
+        return self._context(serves=False)
+
+    def server_context(self, *, mutual: bool) -> ssl.SSLContext:
+        """For a server of HTTP; ``mutual``: callers need a certificate of the CA."""
+
+        def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = self._context(serves=True, mutual=mutual)
+
+        listening = self._make(serves=True, mutual=mutual)
+        listening.sni_callback = renew
+        return listening
+
+    def _context(self, *, serves: bool, mutual: bool = True) -> ssl.SSLContext:
+        now, cached = self.material, self._contexts.get((serves, mutual))
+        if cached is None or cached[0] is not now:
+            try:
+                made = self._make(serves=serves, mutual=mutual)
+            except RlctlError:  # the files are being replaced
+                if cached is None:
+                    raise
+                return cached[1]
+            cached = self._contexts[serves, mutual] = (now, made)
+        return cached[1]
+
+    def _make(self, *, serves: bool, mutual: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_verify_locations(cadata=self.material.ca.decode())
+        if serves:
+            context.verify_mode = ssl.CERT_REQUIRED if mutual else ssl.CERT_NONE
+        try:
+            context.load_cert_chain(self.files.cert, self.files.key)
+        except (OSError, ssl.SSLError) as error:
+            raise Reason.TLS_INVALID.error(f"{self.files.cert}: {error}", field="tls_cert") from None
+        return context
+
+    def http_refusal(self, peer: Mapping[str, Any] | None, service: str) -> RlctlError | None:
+        """Why the caller with this certificate (``getpeercert``) may not use a service of HTTP; None if it may."""
+        names: Iterable[tuple[str, str]] = (peer or {}).get("subjectAltName", ())
+        return refusal(self.identity, only_identity(value for kind, value in names if kind == "URI"), service)
+
+
+def load_tls(environment: Mapping[str, str] = os.environ, *, ca: str = "", cert: str = "", key: str = "") -> Tls | None:
+    """TLS by flags, else by RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY; None where none is set.
+
+    Raises FIELD_REQUIRED, TLS_INVALID, UNSUPPORTED.
+    """
+    files = tls_files(environment, ca=ca, cert=cert, key=key)
+    return None if files is None else Tls(files)

@@ -1,0 +1,204 @@
+"""The files of one process: its certificate, its key and the CA of its peers, read, checked and read again."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.transport.tls.identity import SCHEME, Identity, Role, only_identity
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = logging.getLogger(__name__)
+
+VARIABLES = {"ca": "RLCTL_TLS_CA", "cert": "RLCTL_TLS_CERT", "key": "RLCTL_TLS_KEY"}
+"""Setting → environment variable."""
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Paths of PEM files.
+
+    Attributes:
+        ca: certificates of the authorities that peers are checked against.
+        cert: certificate of this process, with intermediate certificates after it.
+        key: its private key.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of a process that uses these files."""
+        return {variable: str(getattr(self, name)) for name, variable in VARIABLES.items()}
+
+
+PLAIN_TEXT = dict.fromkeys(VARIABLES.values(), "")
+"""The environment of a process without TLS, whatever its parent has."""
+
+
+def tls_files(
+    environment: Mapping[str, str] = os.environ, *, ca: str = "", cert: str = "", key: str = ""
+) -> TlsFiles | None:
+    """The files of flags, else of RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY; None where all are empty.
+
+    Raises FIELD_REQUIRED where one is missing: a typing error must not switch TLS off.
+    """
+    given = {"ca": ca, "cert": cert, "key": key}
+    paths = {name: given[name] or environment.get(variable, "") for name, variable in VARIABLES.items()}
+    if not any(paths.values()):
+        return None
+    for name, path in paths.items():
+        if not path:
+            raise Reason.FIELD_REQUIRED.error(
+                "TLS needs a CA, a certificate and a key",
+                field=f"tls_{name}",
+                next_step=f"Set --tls-{name} or {VARIABLES[name]}.",
+            )
+    return TlsFiles(**{name: Path(path).expanduser() for name, path in paths.items()})
+
+
+@dataclass(frozen=True)
+class Material:
+    """The content of the files at one time.
+
+    Attributes:
+        ca: PEM. As ``cert`` and ``key``.
+        identity: in the certificate.
+        expires: end of its validity.
+    """
+
+    ca: bytes = field(repr=False)
+    cert: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    identity: Identity
+    expires: datetime.datetime
+
+
+class TlsMaterial:
+    """The files, read anew when they change. Content that cannot be used is logged, and the earlier one stays in use.
+
+    Attributes:
+        files: their paths.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Read. Raises TLS_INVALID, with the file, the cause and the next step; UNSUPPORTED without the extra."""
+        self.files = files
+        self._lock = threading.Lock()  # servers read in threads of gRPC
+        self._stamp = self._stamps()
+        self._now = read(files)
+
+    def now(self) -> Material:
+        """The present content."""
+        with self._lock:
+            if (stamp := self._stamps()) != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._now = self._again()
+                except RlctlError as error:
+                    log.error("%s; the earlier certificate stays in use until %s", error, self._now.expires)
+            return self._now
+
+    def _again(self) -> Material:
+        again = read(self.files)
+        if again.identity != self._now.identity:
+            raise _invalid(self.files.cert, "cert", f"it is of {again.identity}, and was of {self._now.identity}")
+        log.info("%s was read anew; it is valid until %s", self.files.cert, again.expires)
+        return again
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        stamps = []
+        for path in (self.files.ca, self.files.cert, self.files.key):
+            try:
+                stat = path.stat()
+            except OSError:
+                stamps.append((0, 0, 0))
+            else:
+                stamps.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+        return stamps
+
+
+def read(files: TlsFiles) -> Material:
+    """Read and check the files. Raises TLS_INVALID, UNSUPPORTED."""
+    try:
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ImportError:
+        raise Reason.UNSUPPORTED.error(
+            "TLS needs cryptography, which is not installed here", next_step="pip install 'rlctl[tls]'"
+        ) from None
+
+    authorities, chain = _certificates(files.ca, "ca"), _certificates(files.cert, "cert")
+    key = _content(files.key, "key")
+    try:
+        private = load_pem_private_key(key, None)
+    except (ValueError, TypeError) as error:  # TypeError: it is encrypted
+        raise _invalid(files.key, "key", f"it has no private key without a passphrase: {error}") from None
+    own = chain[0]
+    if private.public_key() != own.public_key():
+        raise _invalid(files.key, "key", f"it is not the key of {files.cert}")
+    now = datetime.datetime.now(datetime.UTC)
+    if now > own.not_valid_after_utc:
+        raise _invalid(files.cert, "cert", f"it expired at {own.not_valid_after_utc}")
+    if now < own.not_valid_before_utc:
+        raise _invalid(files.cert, "cert", f"it is valid from {own.not_valid_before_utc} on only")
+    if not any(_issued(chain[-1], authority) for authority in authorities):
+        raise _invalid(files.cert, "cert", f"it was not issued by the CA in {files.ca}")
+    identity = _identity(files.cert, own)
+    return Material(_content(files.ca, "ca"), _content(files.cert, "cert"), key, identity, own.not_valid_after_utc)
+
+
+def _identity(path: Path, certificate: x509.Certificate) -> Identity:
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    identity = only_identity(uris)
+    if identity is None:
+        shown = ", ".join(uris) or "none"
+        raise _invalid(path, "cert", f"it needs one URI {SCHEME}FLEET/ROLE among its alternative names; it has {shown}")
+    dns: Iterable[str] = names.get_values_for_type(x509.DNSName)
+    if identity.role is not Role.CLIENT and identity.server_name not in dns:
+        raise _invalid(path, "cert", f"it lacks the DNS name {identity.server_name} that callers require")
+    return identity
+
+
+def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except Exception:  # noqa: BLE001 a ValueError, TypeError or InvalidSignature: it is another's
+        return False
+    return True
+
+
+def _certificates(path: Path, name: str) -> list[x509.Certificate]:
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(_content(path, name))
+    except ValueError as error:
+        raise _invalid(path, name, f"it has no PEM certificate: {error}") from None
+
+
+def _content(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _invalid(path, name, f"it cannot be read: {error.strerror}") from None
+
+
+def _invalid(path: Path, name: str, why: str) -> RlctlError:
+    return Reason.TLS_INVALID.error(f"{path}: {why}", field=f"tls_{name}")

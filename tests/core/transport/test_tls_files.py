@@ -1,0 +1,165 @@
+"""The files of a process: each defect is an error that names the file, the cause and the next step."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls, load_tls
+from rlctl.transport.tls.files import TlsFiles, TlsMaterial, read, tls_files
+from rlctl.transport.tls.identity import Role
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.init(tmp_path / "tls", "lab")
+
+
+def names(certificate: Path) -> tuple[list[str], list[str], list[str]]:
+    loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+    san = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    ips = [str(ip) for ip in san.get_values_for_type(x509.IPAddress)]
+    return san.get_values_for_type(x509.UniformResourceIdentifier), san.get_values_for_type(x509.DNSName), ips
+
+
+def days_ago(days: int) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
+
+
+def test_an_issued_certificate_has_its_identity_its_role_and_its_hosts(authority: Authority) -> None:
+    uris, dns, ips = names(authority.issue("coordinator", hosts=["rl.example.com", "10.0.0.5"]).cert)
+    assert uris == ["rlctl://lab/coordinator"]
+    assert {"coordinator.lab.rlctl.internal", "trainer.lab.rlctl.internal", "localhost", "rl.example.com"} <= {*dns}
+    assert {"127.0.0.1", "::1", "10.0.0.5"} <= {*ips}
+    stage = authority.issue("stage/actor-0")
+    assert names(stage.cert) == (["rlctl://lab/stage/actor-0"], ["stage.lab.rlctl.internal"], [])
+    assert str(read(stage).identity) == "rlctl://lab/stage/actor-0"
+
+
+def test_keys_are_for_their_owner_only_and_a_ca_is_never_replaced(authority: Authority) -> None:
+    files = authority.issue("client/alice")
+    for key in (files.key, authority.directory / "ca.key"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    with pytest.raises(RlctlError, match=r"ca\.crt exists") as caught:
+        Authority.init(authority.directory, "lab")
+    assert caught.value.reason is Reason.OPERATION_CONFLICT
+
+
+def test_all_files_are_set_or_none() -> None:
+    assert tls_files({}) is None
+    with pytest.raises(RlctlError) as caught:
+        tls_files({"RLCTL_TLS_CA": "ca.crt", "RLCTL_TLS_CERT": "own.crt"})
+    assert caught.value.reason is Reason.FIELD_REQUIRED
+    assert "RLCTL_TLS_KEY" in caught.value.next_step
+    flags = tls_files({"RLCTL_TLS_CA": "a", "RLCTL_TLS_CERT": "b", "RLCTL_TLS_KEY": "c"}, cert="flag")
+    assert flags == TlsFiles(Path("a"), Path("flag"), Path("c"))
+
+
+def encrypted(files: TlsFiles) -> None:
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x")))
+
+
+def of_another(files: TlsFiles, authority: Authority, tmp_path: Path) -> None:
+    other = Authority.init(tmp_path / "other", "lab").issue("stage/a")
+    os.replace(other.cert, files.cert)
+    os.replace(other.key, files.key)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "file", "why"),
+    [
+        (lambda files, *_: files.cert.unlink(), "a.crt", "cannot be read: No such file or directory"),
+        (lambda files, *_: files.key.unlink(), "a.key", "cannot be read: No such file or directory"),
+        (lambda files, *_: files.ca.write_text("nothing"), "ca.crt", "it has no PEM certificate"),
+        (lambda files, *_: files.cert.write_bytes(files.key.read_bytes()), "a.crt", "it has no PEM certificate"),
+        (lambda files, *_: encrypted(files), "a.key", "no private key without a passphrase"),
+        (lambda files, ca, _: os.replace(ca.issue("stage/b").key, files.key), "a.key", "it is not the key of"),
+        (lambda files, ca, tmp: of_another(files, ca, tmp), "a.crt", "it was not issued by the CA in"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_its_reason(
+    authority: Authority, tmp_path: Path, spoil: Callable[..., object], file: str, why: str
+) -> None:
+    files = authority.issue("stage/a")
+    spoil(files, authority, tmp_path)
+    with pytest.raises(RlctlError) as caught:
+        load_tls(files.variables)
+    assert caught.value.reason is Reason.TLS_INVALID
+    assert caught.value.message.partition(": ")[0].endswith(file)
+    assert why in caught.value.message
+    assert "rlctl certs issue" in caught.value.next_step
+
+
+def test_an_expired_certificate_is_refused(authority: Authority) -> None:
+    files = authority.issue("stage/a", days=1, begins=days_ago(2))
+    with pytest.raises(RlctlError, match="it expired at"):
+        read(files)
+
+
+def test_a_certificate_of_another_role_or_slot_is_refused(authority: Authority) -> None:
+    tls = Tls(authority.issue("stage/a"))
+    tls.require(Role.STAGE, name="a")
+    with pytest.raises(RlctlError, match="it is of rlctl://lab/stage/a, and this process needs coordinator"):
+        tls.require(Role.COORDINATOR)
+    with pytest.raises(RlctlError, match="this process needs stage/b"):
+        tls.require(Role.STAGE, name="b")
+
+
+def test_a_renewed_certificate_is_read_and_a_spoilt_one_is_not(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = authority.issue("stage/a")
+    material = TlsMaterial(files)
+    first = material.now()
+    assert material.now() is first
+    authority.issue("stage/a")
+    second = material.now()
+    assert second.cert != first.cert
+    files.cert.write_text("half of a certif")
+    with caplog.at_level(logging.ERROR):
+        assert material.now() is second
+        assert material.now() is second
+    assert len(caplog.records) == 1, "the defect is logged once"
+    os.replace(authority.issue("stage/b").cert, files.cert)
+    os.replace(authority.files("stage/b").key, files.key)
+    assert material.now() is second, "the identity of a process does not change"
+
+
+def test_launchers_issue_what_is_missing_and_renew_in_the_last_third(authority: Authority) -> None:
+    first = authority.ensured("stage/a").cert.read_bytes()
+    assert authority.ensured("stage/a").cert.read_bytes() == first
+    for age, renewed in ((59, False), (61, True), (91, True)):
+        made = authority.issue("stage/a", days=90, begins=days_ago(age)).cert.read_bytes()
+        assert (authority.ensured("stage/a").cert.read_bytes() != made) is renewed, age
+
+
+def test_without_the_key_of_the_ca_nothing_is_issued(authority: Authority) -> None:
+    made = authority.ensured("stage/a")
+    (authority.directory / "ca.key").unlink()
+    assert authority.ensured("stage/a") == made
+    with pytest.raises(RlctlError, match=r"stage/b\.crt: it is missing") as caught:
+        authority.ensured("stage/b")
+    assert f"rlctl certs issue {authority.directory} stage/b" in caught.value.next_step
+
+
+@pytest.mark.parametrize("path", ["stage/../ca", "../x", "stage", "client/a/b"])
+def test_an_identity_cannot_leave_the_directory(authority: Authority, path: str) -> None:
+    with pytest.raises(RlctlError) as caught:
+        authority.issue(path)
+    assert caught.value.reason is Reason.TLS_INVALID
