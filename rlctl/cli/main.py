@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("rlctl.cli.commands.validate", "Check a topology file."),
     "down": ("rlctl.cli.commands.down", "Take down a fleet that `up` started."),
     "status": ("rlctl.cli.commands.status", "Show models and stages; -w follows them."),
+    "doctor": ("rlctl.cli.commands.doctor", "Check this host and a fleet, and say how to mend what is wrong."),
     "top": ("rlctl.cli.commands.top", "Show rates and queues of the stages, live."),
     "events": ("rlctl.cli.commands.events", "List what has happened; -f follows it."),
     "get stages": ("rlctl.cli.commands.get", "List the stages."),

@@ -68,7 +68,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.version import CONTRACT_VERSION
+from rlctl.version import CONTRACT_VERSION, __version__
 
 log = logging.getLogger(__name__)
 
@@ -580,7 +580,9 @@ class Coordinator:
 
     async def get_fleet(self, request: rpc.GetFleetRequest) -> Fleet:
         """Read the fleet."""
-        return self.roster.fleet(request.model)
+        fleet = self.roster.fleet(request.model)
+        fleet.contract_version, fleet.rlctl_version = CONTRACT_VERSION, __version__
+        return fleet
 
     async def list_versions(self, request: rpc.ListVersionsRequest) -> rpc.ListVersionsResponse:
         """Read the published versions of a model."""

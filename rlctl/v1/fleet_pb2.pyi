@@ -861,8 +861,14 @@ class Fleet(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
+    RLCTL_VERSION_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Grows with every change."""
+    contract_version: _builtins.int
+    """Version of this contract that the coordinator speaks. 0: the answer is not that of GetFleet."""
+    rlctl_version: _builtins.str
+    """Version of rlctl that the coordinator runs. Empty: the same."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -882,10 +888,12 @@ class Fleet(_message.Message):
         revision: _builtins.int = ...,
         models: _abc.Iterable[Global___Model] | None = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
+        contract_version: _builtins.int = ...,
+        rlctl_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "models", b"models", "revision", b"revision", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "header", b"header", "models", b"models", "revision", b"revision", "rlctl_version", b"rlctl_version", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,7 @@ import click
 from rlctl.cli.app.local_fleets import FleetChoice
 from rlctl.cli.app.types import DURATION
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.launch.supervisor import fleet_state
 
 FORMATS = ("table", "wide", "json", "jsonl", "yaml", "name")
 MACHINE_FORMATS = ("json", "jsonl", "yaml")
@@ -52,6 +53,11 @@ class Settings:
     def endpoint(self) -> str:
         """Address of the coordinator. Raises what :meth:`FleetChoice.endpoint` does."""
         return self.fleet_choice.endpoint(self._explicit_endpoint)
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether an endpoint is set, or a fleet is up on this machine."""
+        return self._explicit_endpoint is not None or bool(fleet_state.up())
 
     def fleet_name(self, explicit: str | None) -> str:
         """Name of a fleet on this machine, ``explicit`` if it is given. Raises what :meth:`FleetChoice.name` does."""

@@ -42,6 +42,9 @@ _STYLES = {
     **dict.fromkeys(("PAUSED", "ASLEEP", "UPDATING", "JOINING", "RUNNING", "SKIPPED", "EXCLUDED", "PARTIAL"), "yellow"),
     **dict.fromkeys(("STALE", "DRAINING", "CANCELLED", "NOT_SENT"), "yellow"),
     **dict.fromkeys(("DIRTY", "UNKNOWN", "UNREACHABLE", "REJECTED", "FAILED", "no"), "red"),
+    "ok": "green",
+    "warning": "yellow",
+    "failure": "red",
     EMPTY: "dim",
 }
 
