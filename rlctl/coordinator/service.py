@@ -452,7 +452,11 @@ class Coordinator:
 
     async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
         """Read one operation."""
-        return await self._answer(self.operations.get(request.operation_id), wait=False)
+        run = self.operations.get(request.operation_id)
+        answer = await self._answer(run, wait=False)
+        if run.record.HasField("timeline"):
+            answer.timeline.CopyFrom(run.record.timeline)
+        return answer
 
     async def list_operations(self, request: rpc.ListOperationsRequest) -> rpc.ListOperationsResponse:
         """Read operations, newest first."""

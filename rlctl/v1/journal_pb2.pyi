@@ -296,6 +296,7 @@ class OperationRecord(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     REQUEST_SHA256_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     request_sha256: _builtins.bytes
     """SHA-256 over the request without its header's timeout and fence: the same id with another body is refused."""
     @_builtins.property
@@ -306,16 +307,21 @@ class OperationRecord(_message.Message):
     def joined(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedCall]:
         """Calls that joined it."""
 
+    @_builtins.property
+    def timeline(self) -> _results_pb2.Timeline:
+        """Phases, of a weight update or a heal."""
+
     def __init__(
         self,
         *,
         operation: _results_pb2.Operation | None = ...,
         request_sha256: _builtins.bytes = ...,
         joined: _abc.Iterable[Global___JoinedCall] | None = ...,
+        timeline: _results_pb2.Timeline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["joined", b"joined", "operation", b"operation", "request_sha256", b"request_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joined", b"joined", "operation", b"operation", "request_sha256", b"request_sha256", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

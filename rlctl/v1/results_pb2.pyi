@@ -63,6 +63,62 @@ OPERATION_STATE_CANCELLED: OperationState.ValueType  # 6
 """Cancelled before it had an effect."""
 Global___OperationState: _TypeAlias = OperationState  # noqa: Y015
 
+class _PhaseKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PHASE_KIND_UNSPECIFIED: _PhaseKind.ValueType  # 0
+    """Never written."""
+    PHASE_KIND_PREPARE: _PhaseKind.ValueType  # 1
+    """Targets inspect the checkpoint, or make ready to take tensors in."""
+    PHASE_KIND_PAUSE: _PhaseKind.ValueType  # 2
+    """Targets pause generation."""
+    PHASE_KIND_TRANSFER: _PhaseKind.ValueType  # 3
+    """Targets take tensors in, or read them from disk."""
+    PHASE_KIND_SEAL: _PhaseKind.ValueType  # 4
+    """Targets complete a shadow copy or an adapter."""
+    PHASE_KIND_APPLY: _PhaseKind.ValueType  # 5
+    """Targets put the weights in place and flush their caches."""
+    PHASE_KIND_VERIFY: _PhaseKind.ValueType  # 6
+    """Targets compute digests and the probe."""
+    PHASE_KIND_PUBLISH: _PhaseKind.ValueType  # 7
+    """The coordinator silences the other stages and writes the version to the journal."""
+    PHASE_KIND_ADMIT: _PhaseKind.ValueType  # 8
+    """Targets report that they serve the version."""
+    PHASE_KIND_RESUME: _PhaseKind.ValueType  # 9
+    """Targets continue generation."""
+    PHASE_KIND_ABORT: _PhaseKind.ValueType  # 10
+    """Targets give the update up."""
+
+class PhaseKind(_PhaseKind, metaclass=_PhaseKindEnumTypeWrapper):
+    """Kind of a phase of a weight update."""
+
+PHASE_KIND_UNSPECIFIED: PhaseKind.ValueType  # 0
+"""Never written."""
+PHASE_KIND_PREPARE: PhaseKind.ValueType  # 1
+"""Targets inspect the checkpoint, or make ready to take tensors in."""
+PHASE_KIND_PAUSE: PhaseKind.ValueType  # 2
+"""Targets pause generation."""
+PHASE_KIND_TRANSFER: PhaseKind.ValueType  # 3
+"""Targets take tensors in, or read them from disk."""
+PHASE_KIND_SEAL: PhaseKind.ValueType  # 4
+"""Targets complete a shadow copy or an adapter."""
+PHASE_KIND_APPLY: PhaseKind.ValueType  # 5
+"""Targets put the weights in place and flush their caches."""
+PHASE_KIND_VERIFY: PhaseKind.ValueType  # 6
+"""Targets compute digests and the probe."""
+PHASE_KIND_PUBLISH: PhaseKind.ValueType  # 7
+"""The coordinator silences the other stages and writes the version to the journal."""
+PHASE_KIND_ADMIT: PhaseKind.ValueType  # 8
+"""Targets report that they serve the version."""
+PHASE_KIND_RESUME: PhaseKind.ValueType  # 9
+"""Targets continue generation."""
+PHASE_KIND_ABORT: PhaseKind.ValueType  # 10
+"""Targets give the update up."""
+Global___PhaseKind: _TypeAlias = PhaseKind  # noqa: Y015
+
 @_typing.final
 class RankResult(_message.Message):
     """What one rank answered, or why it did not."""
@@ -326,6 +382,7 @@ class Operation(_message.Message):
     DROPPED_ADAPTERS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """The request_id that made it."""
     verb: _builtins.str
@@ -392,6 +449,10 @@ class Operation(_message.Message):
     def verification(self) -> _common_pb2.Verification:
         """Weight updates: of each kind, the weakest verification among the targets that confirmed."""
 
+    @_builtins.property
+    def timeline(self) -> Global___Timeline:
+        """GetOperation of a weight update or a heal: its phases. Unset in other answers."""
+
     def __init__(
         self,
         *,
@@ -416,11 +477,170 @@ class Operation(_message.Message):
         dropped_adapters: _abc.Iterable[_builtins.str] | None = ...,
         verification: _common_pb2.Verification | None = ...,
         adapter: _builtins.str = ...,
+        timeline: Global___Timeline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "timeline", b"timeline", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "timeline", b"timeline", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
+
+@_typing.final
+class Timeline(_message.Message):
+    """The phases of a weight update or a heal, by their starts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """One entry for each kind in each batch and attempt. A heal of several stages has those of each stage."""
+
+    def __init__(
+        self,
+        *,
+        phases: _abc.Iterable[Global___Phase] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timeline: _TypeAlias = Timeline  # noqa: Y015
+
+@_typing.final
+class Phase(_message.Message):
+    """One phase of a weight update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    kind: Global___PhaseKind.ValueType
+    """Kind."""
+    steps: _builtins.int
+    """Number of its steps: a transfer has one for each request of a source."""
+    @_builtins.property
+    def start(self) -> _duration_pb2.Duration:
+        """Time from the acceptance of the operation to the start of the phase."""
+
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time from its first step's start to its last step's end. Phases may overlap."""
+
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePhase]:
+        """One entry for each stage that it addressed. Empty: the coordinator's own work."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___PhaseKind.ValueType = ...,
+        start: _duration_pb2.Duration | None = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        steps: _builtins.int = ...,
+        stages: _abc.Iterable[Global___StagePhase] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "kind", b"kind", "stages", b"stages", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
+@_typing.final
+class StagePhase(_message.Message):
+    """One phase at one stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
+    SLOWEST_RANK_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.str
+    """Stage."""
+    outcome: _common_pb2.Outcome.ValueType
+    """Outcome of its last step."""
+    slowest_rank: _builtins.int
+    """The rank that took longest in the last step."""
+    transport: _common_pb2.Transport.ValueType
+    """Transfers: transport of the tensors."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time from the start of the phase to the stage's last answer."""
+
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration:
+        """The part of it that the stage reports as its own. The rest is on the network, at the coordinator or between the steps."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTransfer]:
+        """Transfers: one entry for each rank."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.str = ...,
+        outcome: _common_pb2.Outcome.ValueType = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
+        slowest_rank: _builtins.int = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
+        ranks: _abc.Iterable[Global___RankTransfer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "elapsed", b"elapsed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "elapsed", b"elapsed", "outcome", b"outcome", "ranks", b"ranks", "slot", b"slot", "slowest_rank", b"slowest_rank", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagePhase: _TypeAlias = StagePhase  # noqa: Y015
+
+@_typing.final
+class RankTransfer(_message.Message):
+    """What one rank took in during a transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank."""
+    bytes: _builtins.int
+    """Bytes that arrived."""
+    @_builtins.property
+    def transfer(self) -> _duration_pb2.Duration:
+        """Time inside collectives, copies and reads."""
+
+    @_builtins.property
+    def load(self) -> _duration_pb2.Duration:
+        """Time spent placing slices."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        transfer: _duration_pb2.Duration | None = ...,
+        load: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "transfer", b"transfer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "load", b"load", "rank", b"rank", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankTransfer: _TypeAlias = RankTransfer  # noqa: Y015

@@ -404,7 +404,7 @@ class Healer:
             told.CopyFrom(adapter)
             told.ClearField("config")
             adapter = told
-        return Session(
+        session = Session(
             UpdateRecord(request=begin, plan=plan),
             model,
             [slot],
@@ -416,6 +416,8 @@ class Healer:
             clock=self._clock,
             adapter=adapter,
         )
+        session.timeline.belong_to(run)
+        return session
 
     async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
         """Let a stage read an adapter of its model again, or get it from another. It must be what was loaded before."""

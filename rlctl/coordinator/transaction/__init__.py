@@ -11,7 +11,7 @@ choice of the targets; ``Planner._digest_key``: the key of keyed digests), then 
 (``Finish.commit``; ``Finish._publish`` writes the version to the journal). ``verification_levels.py`` decides without
 I/O (``levels``: what each target must prove; ``judge_digests``: whether it has), and ``verification.py`` commands the
 targets to digest. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and unloads adapters, ``process_groups.py``
-names the groups.
+names the groups. ``timeline.py`` records the phases.
 
 A target that fails verification is quarantined in ``commit.py`` (``Finish._without``), and then receives AbortUpdate.
 The AbortUpdate makes the stage DIRTY in ``stage/facts.py`` (``Facts.settle``).

@@ -35,7 +35,13 @@ from rlctl.v1.common_pb2 import (
     ErrorDetail,
 )
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, StageResult
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+    PHASE_KIND_ADMIT,
+    PHASE_KIND_PUBLISH,
+    StageResult,
+)
 from rlctl.v1.verbs_pb2 import (
     ADAPTER_POLICY_DROP,
     AFTER_UPDATE_STAY_PAUSED,
@@ -87,6 +93,7 @@ class Finish:
             while waiting:
                 batch, waiting = waiting[:size], waiting[size:]
                 waiting = await self._roll(run, batch, waiting, levels, expected, digest)
+                session.timeline.turn()
         except Exception as error:
             if not session.published:
                 raise
@@ -169,10 +176,12 @@ class Finish:
         if waiting and not session.done:
             return waiting
         if waiting:
-            async with self._silencing([*good, *self._at_admitted()]):
-                await self._publish(run, good, digest or found, beside=session.model.admitted)
+            with session.timeline.phase(PHASE_KIND_PUBLISH):
+                async with self._silencing([*good, *self._at_admitted()]):
+                    await self._publish(run, good, digest or found, beside=session.model.admitted)
         else:
-            await self._close(run, digest or found)
+            with session.timeline.phase(PHASE_KIND_PUBLISH):
+                await self._close(run, digest or found)
         await self._serve(run, good)
         return waiting
 
@@ -475,7 +484,7 @@ class Finish:
         One that does not say so in time has not got the grant; the next one will reach it, and till then it is
         UPDATING and serves nothing.
         """
-        with contextlib.suppress(TimeoutError):
+        with self._session.timeline.phase(PHASE_KIND_ADMIT), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ADMISSION_S):
                 await self._roster.until(lambda: all(slot.report is None or not slot.report.update_id for slot in good))
 

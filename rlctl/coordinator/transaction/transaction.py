@@ -23,6 +23,7 @@ from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.planner import pause_mode
 from rlctl.coordinator.transaction.process_groups import ALONE, BACKENDS
+from rlctl.coordinator.transaction.timeline import UpdateTimeline
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.coordinator.verbs.continue_when_resident import Waking
 from rlctl.ports import Clock, Delete, Journal, Put
@@ -91,6 +92,7 @@ class Session:
         reference: a stage that is no target and holds what the targets should hold, or None.
         missed: targets that did not take in all that was sent to them.
         unprepared: what those answered that could not be paused or prepared.
+        timeline: its phases.
         writing: by transport, or by stage where each is fed alone, held by whoever lets targets take in weights that
             way, so that several sources come one after the other. No target takes weights in by two: those with
             different ones do not wait for each other.
@@ -126,6 +128,7 @@ class Session:
         self._journal = journal
         self._clock = clock
         self._steps = 0
+        self.timeline = UpdateTimeline(clock)
         self.resume: set[str] = set()
         self.paused_at: float | None = None
         self._told = False
@@ -184,7 +187,7 @@ class Session:
     def reached_by(self, request: Message) -> list[Slot]:
         """The targets that a request is for: of what forms groups and writes, those that are fed that way."""
         transports = self._transports_of(request)
-        planned, members = self._transports, self._members_of(request)
+        planned, members = self.transports, self._members_of(request)
         return [
             slot
             for slot in self.targets
@@ -219,7 +222,7 @@ class Session:
         return [transport for transport, backend in BACKENDS.items() if backend in backends or not backends]
 
     @property
-    def _transports(self) -> dict[str, common_pb2.Transport.ValueType]:
+    def transports(self) -> dict[str, common_pb2.Transport.ValueType]:
         """How tensors reach each target, by slot; one that is healed counts as fed over a group."""
         planned = {target.slot: target.transport for target in self.record.plan.targets}
         return {slot.name: planned.get(slot.name, common_pb2.TRANSPORT_TORCH_GLOO) for slot in self.targets}
@@ -273,6 +276,7 @@ class Session:
         plan = BeginWeightUpdateResponse()
         plan.CopyFrom(self.record.plan)
         before = self.targets, self.waiting, self._preparing, self.paused_at
+        self.timeline.turn()
 
         def undo() -> None:
             self.record.plan.CopyFrom(plan)
@@ -286,6 +290,7 @@ class Session:
 
     def turn(self) -> None:
         """The next batch of an update that rolls in place is the one that is written."""
+        self.timeline.turn()
         size = self.record.request.rollout.max_unavailable
         self.targets, self.waiting = self.waiting[:size], self.waiting[size:]
         self._preparing, self.paused_at = None, None
@@ -350,7 +355,7 @@ class Session:
 
     def _prepares(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
         """The steps that prepare the targets: those that digest what comes are told apart from the others."""
-        options, transports = self.record.request.options, self._transports
+        options, transports = self.record.request.options, self.transports
         partial = self.record.request.kind == UPDATE_KIND_PARTIAL
         apart: dict[bool, list[Slot]] = {False: [], True: []}
         for slot in self.targets:
@@ -393,15 +398,17 @@ class Session:
         request.header.fence.update_id = self.update_id  # type: ignore[attr-defined]
         now = self._clock.now()
         try:
-            return await self._fanout.run(
-                request,
-                slots,
-                operation_id=self.update_id,
-                step=step,
-                deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
-                aside=self.aside and verb.in_update and not isinstance(request, _ENDING),
-                lenient=self._ended,
-            )
+            with self.timeline.step(verb.name, slots, lambda: self.transports) as on_result:
+                return await self._fanout.run(
+                    request,
+                    slots,
+                    operation_id=self.update_id,
+                    step=step,
+                    deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
+                    on_result=on_result,
+                    aside=self.aside and verb.in_update and not isinstance(request, _ENDING),
+                    lenient=self._ended,
+                )
         except asyncio.CancelledError:
             self._fanout.cancel(slots, self.update_id, step)
             raise
@@ -470,7 +477,7 @@ class Session:
         return verification_levels.levels(
             self.record.request.options,
             self.targets,
-            self._transports,
+            self.transports,
             expected,
             self._together,
             digesting=self._digesting,

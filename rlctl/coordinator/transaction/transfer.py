@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
+from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet.roster import ABSENT, Roster, Slot, model_put, names
 from rlctl.coordinator.operations.collective_fanout import Together
 from rlctl.coordinator.operations.fanout import Fanout
@@ -16,6 +17,7 @@ from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import process_groups
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook
+from rlctl.coordinator.transaction.timeline import OnResult
 from rlctl.coordinator.transaction.transaction import Session
 from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
 from rlctl.ports import Clock, Journal
@@ -202,7 +204,10 @@ class Attempts:
                 raise
             try:
                 targets = session.reached_by(request)
-                await self._together(targets, run, group_names).run(request, timeout_s, aside=session.aside)
+                verb = of_request(request).name
+                with session.timeline.step(verb, targets, lambda: session.transports) as record:
+                    together = self._together(targets, run, group_names, record)
+                    await together.run(request, timeout_s, aside=session.aside)
             finally:
                 results = run.operation.stage_results
                 # A client that names no update may mean another one's: it harms none that has begun.
@@ -214,9 +219,16 @@ class Attempts:
                         if group_names:
                             self._book.broke(session.model.record.name)
 
-    def _together(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str]) -> Together:
+    def _together(
+        self, targets: Sequence[Slot], run: Run, group_names: Sequence[str], record: OnResult = lambda _: None
+    ) -> Together:
         """What targets do for an operation; a cancellation makes them leave."""
-        together = Together(self._fanout, self._clock, targets, run.operation.operation_id, group_names, run.add)
+
+        def on_result(result: StageResult) -> None:
+            run.add(result)
+            record(result)
+
+        together = Together(self._fanout, self._clock, targets, run.operation.operation_id, group_names, on_result)
         run.cancel = together.leave
         return together
 

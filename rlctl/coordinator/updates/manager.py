@@ -463,6 +463,7 @@ class Updates:
         except BaseException:
             await session.forget()
             raise
+        session.timeline.belong_to(run)
         ttl = seconds(plan.lease_ttl)
         lease_until = self._clock.now() + ttl if content is None else session.deadline
         leased = content is None and not begin.implicit  # others show by their writes that they are there
