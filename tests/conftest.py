@@ -108,15 +108,22 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
         graces: Graces | None = None,
         options: Mapping[str, str] = MappingProxyType({}),
         authority: Authority | None = None,
+        metrics: str = "",
         **stages: int,
     ) -> AsyncIterator[InProcessFleet]:
         specs = [
             StageSpec(name, checkpoint("one"), tp_size=ranks, options=dict(options)) for name, ranks in stages.items()
         ]
         journal = tmp_path / "journal.db"
-        async with InProcessFleet(
-            journal, specs, token=token, lease_s=lease_s, heal=heal, graces=graces, authority=authority
-        ) as fleet:
+        given = {
+            "token": token,
+            "lease_s": lease_s,
+            "heal": heal,
+            "graces": graces,
+            "metrics": metrics,
+            "authority": authority,
+        }
+        async with InProcessFleet(journal, specs, **given) as fleet:
             yield fleet
 
     return make

@@ -545,13 +545,13 @@ def not_written(missing: Sequence[str]) -> RlctlError:
     )
 
 
-def unbound(listen: str, error: OSError) -> RlctlError:
-    """What binding an address fails with."""
+def unbound(listen: str, error: OSError, field: str = "listen") -> RlctlError:
+    """What binding an address fails with. ``field``: the field and option with the address."""
     used = error.errno == errno.EADDRINUSE
     return Reason.FIELD_INVALID.error(
         f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
-        field="listen",
-        next_step="Choose another --listen; port 0 takes any that is free." if used else "",
+        field=field,
+        next_step=f"Choose another --{field}; port 0 takes any that is free." if used else "",
     )
 
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
@@ -17,7 +17,8 @@ from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.updates.manager import Graces
-from rlctl.ports import SystemClock
+from rlctl.metrics.definitions import refuse_without_library
+from rlctl.ports import Clock, SystemClock
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
@@ -26,6 +27,9 @@ from rlctl.transport.tls.identity import Role
 from rlctl.transport.tls.peers import caller
 from rlctl.v1 import coordinator_pb2
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
+
+if TYPE_CHECKING:
+    from rlctl.coordinator.metrics import CoordinatorMetrics
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ class CoordinatorConfig:
         topology: the slots that may be filled, beside those that an operator admits; None: every slot.
         graces: how long is waited for trainers that may be gone.
         tls: certificate of a coordinator; None for plain text.
+        metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
     """
 
     journal: Path
@@ -68,6 +73,7 @@ class CoordinatorConfig:
     topology: Collection[str] | None = None
     graces: Graces = field(default_factory=Graces)
     tls: Tls | None = None
+    metrics: str = ""
 
 
 class CoordinatorServer:
@@ -77,18 +83,23 @@ class CoordinatorServer:
         if config.tls is not None:
             config.tls.require(Role.COORDINATOR)
         self.config = config
-        self.address = ""
+        self.address = self.metrics_address = ""
+        clock = SystemClock()
+        self._metrics = _metrics(clock) if config.metrics else None
         self._journal = SqliteJournal(config.journal)
         self.coordinator = Coordinator(
-            self._journal,
+            self._journal if self._metrics is None else self._metrics.journal(self._journal),
             GrpcDialer(StageServiceStub, config.token, config.tls, Role.STAGE),
-            SystemClock(),
+            clock,
             lease_s=config.serving_lease_s,
             heal_by_hand=config.heal_by_hand,
             topology=config.topology,
             graces=config.graces,
+            observer=self._metrics,
         )
         implementations = {**methods(self.coordinator), "BackupJournal": _watch(self.backup_journal)}
+        if self._metrics is not None:
+            implementations = self._metrics.measured(implementations)
         handler = generic_handler(SERVICE, implementations, most_streams=MOST_STREAMS)
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure, tls=config.tls)
 
@@ -96,8 +107,11 @@ class CoordinatorServer:
         """Take over the fleet that the journal describes, then serve. The journal is closed where that fails."""
         try:
             await self.coordinator.start()
+            if self._metrics is not None:
+                self.metrics_address = await self._metrics.start(self.coordinator, self.config.metrics)
             self.address = await self._server.start(self.config.listen)
         except BaseException:
+            await self._stop_metrics()
             await self.coordinator.stop()
             self._journal.close()
             raise
@@ -116,8 +130,21 @@ class CoordinatorServer:
         """Take no new calls, end what is open, close the journal."""
         self.coordinator.roster.close()
         await self._server.stop()
+        await self._stop_metrics()
         await self.coordinator.stop()
         self._journal.close()
+
+    async def _stop_metrics(self) -> None:
+        if self._metrics is not None:
+            await self._metrics.stop()
+
+
+def _metrics(clock: Clock) -> CoordinatorMetrics:
+    """Raises UNSUPPORTED where prometheus_client is not installed."""
+    refuse_without_library()
+    from rlctl.coordinator.metrics import CoordinatorMetrics  # loads prometheus_client
+
+    return CoordinatorMetrics(clock)
 
 
 class _Refusals:

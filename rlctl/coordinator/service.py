@@ -18,6 +18,7 @@ from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_keyed_check, refuse_unpaused
+from rlctl.coordinator.fleet.observer import Observer
 from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
@@ -105,11 +106,13 @@ class Coordinator:
         retained: int = RETAINED,
         topology: Collection[str] | None = None,
         graces: Graces | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
         joiners and restarted engines wait until somebody asks, where others are brought to the published version;
         ``retained``: ended operations that are kept; ``topology``: admitted slots, beside the slots on record and
         slots that an operator admits. None: every slot. ``graces``: times to wait for trainers that may be dead.
+        ``observer``: receives events.
         """
         self._journal = journal
         self._dialer = dialer
@@ -117,7 +120,7 @@ class Coordinator:
         self._raising = asyncio.Lock()
         self._refused: set[str] = set()
         """Refused slots with their addresses, as logged."""
-        self.roster = Roster(journal, clock)
+        self.roster = Roster(journal, clock, observer)
         self.admitted_slots = AdmittedSlots(journal, topology)
         self.operations = Operations(journal, self.roster, clock, retained)
         self.keys = Keys(journal, self.operations.new_id)

@@ -9,7 +9,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -24,6 +24,7 @@ from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.router.process import SglangRouter
 from rlctl.gateway.router.worker_list import Keeper, routed
+from rlctl.metrics.definitions import refuse_without_library
 from rlctl.runtime import http_limits
 from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies
@@ -32,6 +33,9 @@ from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport import auth
 from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.identity import Role
+
+if TYPE_CHECKING:
+    from rlctl.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class GatewayConfig:
         warm: load tokenizers in the background at the start, not with the first request that needs one.
         router: an sglang-router, not started yet, that is to run in front of it.
         tls: certificate of a gateway, for HTTPS and for the fleet; None for plain text.
+        metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
     """
 
     coordinator: str
@@ -70,6 +75,7 @@ class GatewayConfig:
     warm: bool = False
     router: SglangRouter | None = None
     tls: Tls | None = None
+    metrics: str = ""
 
     @property
     def scheme(self) -> str:
@@ -102,12 +108,14 @@ class GatewayServer:
         self._generation: Generation | None = None
         self._lasting: set[asyncio.Task[Any]] = set()
         self._warming: asyncio.Task[None] | None = None
+        self.metrics_address = ""
+        self._metrics: GatewayMetrics | None = None
 
     async def start(self) -> None:
         """Connect and listen.
 
         Raises INSECURE_BIND, FIELD_INVALID, FIELD_CONFLICT, TLS_INVALID, TLS_FAILED, UNREACHABLE, TOKEN_MISSING,
-        TOKEN_INVALID.
+        TOKEN_INVALID, and UNSUPPORTED where metrics are configured and prometheus_client is not installed.
         """
         config = self.config
         if config.tls is not None:
@@ -119,11 +127,18 @@ class GatewayServer:
         refuse_insecure(config.listen, token=config.token, insecure=config.insecure)
         host, port = split(config.listen, "listen")
         classes = [middleware.load(path) for path in config.middleware_paths]
+        if config.metrics:
+            refuse_without_library()
+            from rlctl.gateway.metrics import GatewayMetrics  # loads prometheus_client
+
+            self._metrics = GatewayMetrics()
+            self.metrics_address = await self._metrics.exposition.start(config.metrics)
         self.fleet = self._fleet = await aio.connect(
             config.coordinator, token=config.token or "", tls=config.tls or False
         )
         await self.fleet.status()  # whoever may not watch the fleet could serve nobody
-        self.generation = self._generation = Generation(self.fleet, config.generation)
+        made_by = Generation if self._metrics is None else self._metrics.generation
+        self.generation = self._generation = made_by(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
         self.generation.any_model = self.dialect.any_model
         self.bodies = Bodies(self.dialect.body_bytes)
@@ -159,14 +174,17 @@ class GatewayServer:
             await self._runner.cleanup()
         if self._lasting:
             await asyncio.wait(self._lasting, timeout=self.config.drain_s)
+        if self._metrics is not None:
+            await self._metrics.exposition.stop()
         if self._generation is not None:
             await self._generation.ports.close()
         if self._fleet is not None:
             await self._fleet.close()
 
     def _application(self) -> web.Application:
+        measured = [] if self._metrics is None else [self._metrics.request]
         app = web.Application(
-            middlewares=[http_limits.answering, self._outermost], client_max_size=self.dialect.body_bytes
+            middlewares=[http_limits.answering, *measured, self._outermost], client_max_size=self.dialect.body_bytes
         )
         there: set[tuple[str, str]] = set()
         router = self.config.router

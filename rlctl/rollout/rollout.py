@@ -310,6 +310,11 @@ class AsyncRollout:
         """Routes that the data port of every stage of the model has, as "POST /generate"; none if stages form pairs."""
         return self._router.candidates(self._lines.view.stages, self.model).data_routes
 
+    @property
+    def placed(self) -> int:
+        """Samples of this rollout that run at a stage; at a pair of stages they count twice."""
+        return self._router.load.total()
+
     def inflight_at(self, slot: str) -> int:
         """Samples of this rollout that run at a stage."""
         return self._router.load[slot]

@@ -17,6 +17,7 @@ from rlctl.command_stream.commander import Commander
 from rlctl.command_stream.executor import Executor
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Engine, EngineConfig, EngineInfo, HttpRoute, brings_ranks, engine_class
+from rlctl.metrics.definitions import refuse_without_library
 from rlctl.ports import SystemClock
 from rlctl.runtime.addresses import join, refuse_unreachable, split
 from rlctl.runtime.event_loops import LoopThread
@@ -50,6 +51,7 @@ from rlctl.worker.worker import Worker
 
 if TYPE_CHECKING:
     from rlctl.stage.data_port.server import DataPort
+    from rlctl.stage.metrics import StageMetrics
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class StageConfig:
         token: bearer token that guards every service and is sent to every peer.
         insecure: bind where others can reach it though there is no token.
         tls: certificate of this slot's stage; None for plain text.
+        metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
     """
 
     slot: str
@@ -107,6 +110,7 @@ class StageConfig:
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
     tls: Tls | None = None
+    metrics: str = ""
 
 
 class StageServer:
@@ -146,6 +150,8 @@ class StageServer:
         self._rollout: GrpcServer | None = None
         self._generation: Generation | None = None
         self._data_port: DataPort | None = None
+        self.metrics_address = ""
+        self._metrics = self._new_metrics() if config.metrics else None
 
     async def start(self) -> None:
         """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
@@ -155,6 +161,8 @@ class StageServer:
             refuse_unreachable(follower, "follower")
         self.address = self._advertised(await self._admin.start(self.config.listen))
         await self._admin.serving(False)
+        if self._metrics is not None:
+            self.metrics_address = self._advertised(await self._metrics.exposition.start(self.config.metrics))
         bound = await self._rollout_loop.acall(self._start_rollout())
         self.rollout_address = self._advertised(bound)
         async with asyncio.timeout(START_S):
@@ -169,6 +177,8 @@ class StageServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._deregister()
+        if self._metrics is not None:
+            await self._metrics.exposition.stop()
         await self._rollout_loop.acall(self._stop_rollout())
         await self._engine.stop()
         if self._stage is not None:
@@ -176,8 +186,19 @@ class StageServer:
         await self._admin.stop()
         await asyncio.to_thread(self._rollout_loop.stop)
 
+    def _new_metrics(self) -> StageMetrics:
+        refuse_without_library()
+        from rlctl.stage.metrics import StageMetrics  # loads prometheus_client
+
+        return StageMetrics(self.config.model, self.config.slot, self._serving, self._clock)
+
     async def _start_rollout(self) -> str:
-        self._generation = generation = Generation(lambda: self._engine, self._serving, SystemClock())
+        if self._metrics is None:
+            generation = Generation(lambda: self._engine, self._serving, SystemClock())
+        else:
+            generation = self._metrics.generation(lambda: self._engine)
+            self._metrics.exposition.watch_loop("rollout")
+        self._generation = generation
         service = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
         methods: dict[str, Unary | Streaming | Bidirectional] = {
             "Generate": generation.generate,

@@ -50,10 +50,11 @@ class InProcessFleet:
         heal: bool = True,
         graces: Graces | None = None,
         authority: Authority | None = None,
+        metrics: str = "",
     ) -> None:
         """``heal``: late joiners and restarted engines of model "actor" are healed without being asked; ``graces``: how
         long is waited for trainers that may be gone; ``authority``: CA that issues the certificates of every process,
-        None for plain text.
+        None for plain text; ``metrics``: where every server serves metrics.
         """
         self.authority = authority
         self.journal = journal
@@ -62,6 +63,7 @@ class InProcessFleet:
         self.lease_s = lease_s
         self.heal = heal
         self.graces = graces or Graces()
+        self.metrics = metrics
         self.stages: dict[str, StageServer] = {}
         self.workers: dict[tuple[str, int], WorkerServer] = {}
 
@@ -95,6 +97,7 @@ class InProcessFleet:
             heal_by_hand=() if self.heal else ("actor",),
             graces=self.graces,
             tls=self.tls("coordinator"),
+            metrics=self.metrics,
         )
         self.server = CoordinatorServer(config)
         await self.server.start()
@@ -123,6 +126,7 @@ class InProcessFleet:
                 worker_type=spec.worker_type,
                 token=self.token,
                 tls=self.tls(f"stage/{spec.slot}"),
+                metrics=self.metrics,
             )
         )
         await stage.start()

@@ -568,6 +568,7 @@ class StagePhase(_message.Message):
     SLOWEST_RANK_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    FAILED_LEVEL_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     """Stage."""
     outcome: _common_pb2.Outcome.ValueType
@@ -576,6 +577,8 @@ class StagePhase(_message.Message):
     """The rank that took longest in the last step."""
     transport: _common_pb2.Transport.ValueType
     """Transfers: transport of the tensors."""
+    failed_level: _common_pb2.VerificationLevel.ValueType
+    """Verification: level that the stage failed. Unset: it failed none."""
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
         """Time from the start of the phase to the stage's last answer."""
@@ -598,10 +601,11 @@ class StagePhase(_message.Message):
         slowest_rank: _builtins.int = ...,
         transport: _common_pb2.Transport.ValueType = ...,
         ranks: _abc.Iterable[Global___RankTransfer] | None = ...,
+        failed_level: _common_pb2.VerificationLevel.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "elapsed", b"elapsed", "outcome", b"outcome", "ranks", b"ranks", "slot", b"slot", "slowest_rank", b"slowest_rank", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "elapsed", b"elapsed", "failed_level", b"failed_level", "outcome", b"outcome", "ranks", b"ranks", "slot", b"slot", "slowest_rank", b"slowest_rank", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

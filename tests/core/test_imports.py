@@ -18,13 +18,14 @@ ROOT = Path(__file__).parents[2]
 GENERATED = "rlctl/v1"
 BASE = {"rlctl.v1", "rlctl.version", "rlctl.contract"}
 PORTS = BASE | {"rlctl.ports", "rlctl.engine"}
-SERVER = PORTS | {"rlctl.command_stream", "rlctl.runtime", "rlctl.transport"}
+SERVER = PORTS | {"rlctl.command_stream", "rlctl.metrics", "rlctl.runtime", "rlctl.transport"}
 CLIENT = BASE | {"rlctl.ports", "rlctl.client", "rlctl.runtime", "rlctl.transport"}
 ENGINE = BASE | {"rlctl.engine", "rlctl.runtime", "rlctl.weights"}
 ANY = {"rlctl"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/contract": BASE,
+    "rlctl/metrics": BASE | {"rlctl.runtime"},
     "rlctl/runtime": BASE | {"rlctl.ports"},
     "rlctl/weights": BASE,
     "rlctl/command_stream": PORTS | {"rlctl.runtime"},
@@ -37,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/trainer": CLIENT | {"rlctl.weights"},
     "rlctl/sdk": CLIENT | {"rlctl.rollout", "rlctl.sglang_api", "rlctl.trainer"},
     "rlctl/sglang_api": BASE,
-    "rlctl/gateway": CLIENT | {"rlctl.rollout", "rlctl.sdk", "rlctl.sglang_api"},
+    "rlctl/gateway": CLIENT | {"rlctl.metrics", "rlctl.rollout", "rlctl.sdk", "rlctl.sglang_api"},
     "rlctl/launch": SERVER | {"rlctl.coordinator", "rlctl.sdk", "rlctl.weights"},
     "rlctl/topology": PORTS | {"rlctl.launch"},
     "rlctl/demo": BASE | {"rlctl.launch", "rlctl.rollout", "rlctl.sdk", "rlctl.trainer"},
@@ -70,6 +71,7 @@ CORES = [
     "rlctl/coordinator/updates",
     "rlctl/coordinator/verbs",
     "rlctl/engine.py",
+    "rlctl/metrics/definitions.py",
     "rlctl/rollout/picking",
     "rlctl/sglang_api",
     "rlctl/stage/facts.py",
@@ -80,6 +82,9 @@ CORES = [
     "rlctl/worker/worker.py",
 ]
 """Free of transport, storage and clocks, so that the simulation runs them on its own."""
+
+OUTSIDE = ("grpc", "prometheus_client", "sqlite3", "time", "torch")
+"""Modules that no core imports."""
 
 TOPS = ("rlctl", "engines", "tests/simulator", "tools/benchmark", "tools/reference")
 
@@ -184,7 +189,9 @@ def test_no_top_level_packages_import_each_other_in_a_circle() -> None:
 def test_the_cores_know_neither_transport_nor_storage(core: str) -> None:
     for path in modules(core):
         for name in imported(path):
-            assert name.split(".")[0] not in ("grpc", "sqlite3", "time", "torch"), f"{path} imports {name}"
+            assert name.split(".")[0] not in ("grpc", "prometheus_client", "sqlite3", "time", "torch"), (
+                f"{path} imports {name}"
+            )
             assert not name.startswith("rlctl.transport"), f"{path} imports {name}"
 
 
@@ -194,6 +201,13 @@ def test_grpc_comes_in_by_one_door() -> None:
         place = path.relative_to(ROOT).as_posix()
         taken = {name for name in imported(path) if name.split(".")[0] == "grpc"}
         assert not taken or place.startswith(inside), f"{place} imports {taken}: from rlctl.transport import grpc"
+
+
+def test_a_server_without_metrics_does_not_load_their_library() -> None:
+    servers = "rlctl.coordinator.server, rlctl.stage.server, rlctl.gateway.server"
+    code = f"import {servers}, sys; print('prometheus_client' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_importing_rlctl_loads_neither_grpc_nor_torch() -> None:

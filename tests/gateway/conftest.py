@@ -42,6 +42,7 @@ def make_gateway() -> Callable[..., Any]:
         token: str | None = None,
         middleware_paths: tuple[str, ...] = (),
         drain_s: float = 5.0,
+        metrics: str = "",
         **settings: Any,
     ) -> AsyncIterator[tuple[GatewayServer, aiohttp.ClientSession]]:
         config = GatewayConfig(
@@ -51,6 +52,7 @@ def make_gateway() -> Callable[..., Any]:
             middleware_paths=middleware_paths,
             generation=Settings(**{"timeout_s": 20.0, **settings}),
             drain_s=drain_s,
+            metrics=metrics,
         )
         server = GatewayServer(config)
         try:

@@ -1,9 +1,10 @@
-"""The generated pages of ``docs/reference``: verbs, errors, commands, topology keys, the SGLang dialect, results.
+"""The generated pages of ``docs/reference``: verbs, errors, commands, metrics, topology keys, the SGLang dialect,
+results.
 
 ``tools/protos`` writes them; ``tools/protos --check`` compares. Edit the table or the comment that a page comes
 from.
 
-Imports: cli, contract, gateway, topology.
+Imports: cli, contract, gateway, metrics, topology.
 
 Start with ``__main__.py``.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.reference import benchmarks, cli, dialects, errors, topology, verbs
+from tools.reference import benchmarks, cli, dialects, errors, metrics, topology, verbs
 
 COMMAND = "tools/protos"
 """What regenerates the docs, named wherever they are out of date."""
@@ -23,6 +24,7 @@ PAGES = {
     "cli.md": cli.page,
     "dialect-sglang.md": dialects.page,
     "openapi-sglang.json": dialects.openapi,
+    "metrics.md": metrics.page,
     "topology.md": topology.page,
     "topology.schema.json": topology.schema,
     "benchmarks.md": benchmarks.page,

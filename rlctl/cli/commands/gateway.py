@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.app.types import DURATION, LEVEL
-from rlctl.cli.commands.serve import serve
+from rlctl.cli.commands.serve import METRICS_OPTION, bound_metrics, serve
 
 
 @click.command()
@@ -73,6 +73,7 @@ from rlctl.cli.commands.serve import serve
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
+@METRICS_OPTION
 def gateway(
     coordinator: str,
     dialect: str,
@@ -97,6 +98,7 @@ def gateway(
     insecure: bool,
     log_level: str,
     end_with_parent: bool,
+    metrics: str,
 ) -> None:
     """Run HTTP dialects in front of a fleet."""
     from rlctl.runtime.server_process import announce
@@ -114,6 +116,8 @@ def gateway(
 
     if router_backend and workers > 1:
         raise click.UsageError("--router-backend is for one worker")
+    if metrics and workers > 1:
+        raise click.UsageError("--metrics is for one worker: Prometheus would read one of them by chance")
 
     def told(address: str, **facts: str) -> None:
         announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid(), **facts)
@@ -144,6 +148,7 @@ def gateway(
             drain_s=drain,
             warm=True,
             router=router,
+            metrics=metrics,
         )
 
         async def start() -> Callable[[], Any]:
@@ -153,7 +158,8 @@ def gateway(
             except BaseException:
                 await server.stop()
                 raise
-            told(server.address, **({"router": router.url} if router else {}))
+            facts = {"router": router.url} if router else {}
+            told(server.address, **facts, **bound_metrics(server.metrics_address))
             return server.stop
 
         serve(start, log_level, end_with_parent)

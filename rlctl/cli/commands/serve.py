@@ -23,6 +23,13 @@ DEVICE_OPTION = click.option(
     help="Device to compute on; auto: GPUs, if any.",
 )
 
+METRICS_OPTION = click.option(
+    "--metrics",
+    default="",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus here; port 0 takes any. Needs the extra [metrics].  [default: none]",
+)
+
 
 def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
@@ -88,6 +95,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     help="How long a DIRTY stage is left to the next update before it is healed.  [default: 60s]",
 )
 @_server_options
+@METRICS_OPTION
 def coordinator(
     journal: str,
     new: bool,
@@ -100,6 +108,7 @@ def coordinator(
     insecure: bool,
     log_level: str,
     end_with_parent: bool,
+    metrics: str,
 ) -> None:
     """Run a coordinator."""
     from rlctl.coordinator.journal.start_over import start_over
@@ -120,6 +129,7 @@ def coordinator(
         heal_by_hand=heal_by_hand,
         topology=topology,
         graces=graces,
+        metrics=metrics,
     )
 
     async def start() -> Callable[[], Any]:
@@ -127,7 +137,7 @@ def coordinator(
             await asyncio.to_thread(start_over, path)
         server = CoordinatorServer(config)
         await server.start()
-        announce("coordinator", address=server.address, pid=os.getpid())
+        announce("coordinator", address=server.address, pid=os.getpid(), **bound_metrics(server.metrics_address))
         ends.append(server.coordinator.end_of_reign())
         return server.stop
 
@@ -164,6 +174,7 @@ def coordinator(
 )
 @_engine_options
 @_server_options
+@METRICS_OPTION
 def stage(
     slot: str,
     model: str,
@@ -187,6 +198,7 @@ def stage(
     insecure: bool,
     log_level: str,
     end_with_parent: bool,
+    metrics: str,
 ) -> None:
     """Run a stage server: rank 0 of one engine."""
     from rlctl.engine import EngineConfig, brings_ranks
@@ -213,6 +225,7 @@ def stage(
         worker_type=worker_type,
         token=load_token(file=token_file),
         insecure=insecure,
+        metrics=metrics,
     )
 
     async def start() -> Callable[[], Any]:
@@ -224,6 +237,7 @@ def stage(
             rollout_address=server.rollout_address,
             data_address=server.data_address,
             pid=os.getpid(),
+            **bound_metrics(server.metrics_address),
         )
         return server.stop
 
@@ -274,6 +288,11 @@ def worker(
 
     ends: list[Awaitable[object]] = []
     serve(start, log_level, end_with_parent, ends)
+
+
+def bound_metrics(address: str) -> dict[str, str]:
+    """The fact of the announcement that names the address of the metrics, if they are served."""
+    return {"metrics_address": address} if address else {}
 
 
 def serve(

@@ -24,6 +24,7 @@ from rlctl.command_stream.commander import Commander
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.kept_pauses import Pauses, covers
+from rlctl.coordinator.fleet.observer import Observer
 from rlctl.coordinator.fleet.replaced_leases import Formers
 from rlctl.coordinator.fleet.routing_followers import Followers
 from rlctl.coordinator.journal.records import parsed
@@ -313,7 +314,8 @@ class ModelState:
 class Roster:
     """Slots and models, kept in the journal, watched by callers."""
 
-    def __init__(self, journal: Journal, clock: Clock) -> None:
+    def __init__(self, journal: Journal, clock: Clock, observer: Observer | None = None) -> None:
+        self.observer = observer or Observer()
         self._journal = journal
         self._clock = clock
         self.slots: dict[str, Slot] = {}
@@ -468,6 +470,7 @@ class Roster:
         for slot, cause in present.items():
             if slot.record.quarantine != cause:
                 log.warning("%s is quarantined: %s: %s", slot.name, cause.reason, " ".join(cause.message.split()))
+                self.observer.quarantined(slot.model, cause.reason)
             slot.record.quarantine.CopyFrom(cause)
         if present:
             self.changed()

@@ -87,6 +87,7 @@ class Fanout:
         again; otherwise that is raised, since nothing may be decided that a crash would let it be forgotten for.
         """
         verb = of_request(request)
+        started = self._clock.now()
         changes = verb.mutates(request)
         results: dict[Slot, StageResult] = {}
         waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
@@ -151,6 +152,7 @@ class Fanout:
             given_up = True
             self._withdrawn.pop((operation_id, step), None)
             marks.close()
+            self._roster.observer.fan_out_ended(verb.name, self._clock.now() - started)
         if changes and verb.waits:
             spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
             spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}

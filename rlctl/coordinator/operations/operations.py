@@ -327,6 +327,7 @@ class Operations:
             self._ended_bytes += size
             run.ended_at = self._clock.now()
             log.log(*_line(run))
+            self._roster.observer.operation_ended(run.record, run.ended_at - run.begun_at)
             await run.end()
 
     async def drop_expired(self) -> int:
@@ -397,6 +398,10 @@ class Operations:
         runs = (run for run in self._runs.values() if verb in ("", run.operation.verb))
         matching = (run for run in runs if state in (0, run.operation.state))
         return sorted((run for run in matching if start is None or _accepted(run) < start), key=_accepted, reverse=True)
+
+    def running(self) -> list[Operation]:
+        """The operations that have not ended."""
+        return [run.operation for key, run in self._runs.items() if key not in self._ended]
 
     async def stop(self, within_s: float) -> None:
         """Wait for what runs, for so long."""

@@ -65,7 +65,9 @@ class FinishAdapter(Finish):
         checked = [slot for slot in slots if can_digest(slot)]
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
-        wrong = verification_levels.judge_digests(results, levels, expected) | failed
+        wrong = verification_levels.judge_digests(results, levels, expected)
+        session.timeline.fail(wrong, levels)
+        wrong |= failed
         if len(slots) - len(wrong) >= session.quorum:
             sealed = await session.seal_adapter([slot for slot in slots if slot.name not in wrong])
             wrong |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}

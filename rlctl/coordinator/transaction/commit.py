@@ -298,6 +298,7 @@ class Finish:
         digest = ""
         if session.staged:
             wrong = verification_levels.judge_evidence(answers, levels, probed=options.HasField("probe"))
+            session.timeline.fail(wrong, levels)
             wrong |= await probe(session, good)
             good = await self._without(run, good, wrong)
         else:

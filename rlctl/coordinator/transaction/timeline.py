@@ -7,11 +7,12 @@ when the operation has ended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rlctl.contract.durations import seconds, set_duration
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.transaction.verification_levels import Level
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import TRANSPORT_DISK, Transport
 from rlctl.v1.results_pb2 import (
@@ -100,6 +101,13 @@ class UpdateTimeline:
                     if kind == PHASE_KIND_TRANSFER:
                         stage.transport = writes.get(result.slot, TRANSPORT_DISK)
                         _replace_transfers(stage, result.rank_results)
+
+    def fail(self, slots: Iterable[str], level: Mapping[str, Level] | Level) -> None:
+        """Record the level of verification that stages have failed, for all or by slot."""
+        for slot in slots:
+            phase = self._phases.get(PHASE_KIND_VERIFY) or self._phase(PHASE_KIND_VERIFY, self._clock.now())
+            stage = self._stage(PHASE_KIND_VERIFY, phase, slot)
+            stage.failed_level = level[slot] if isinstance(level, Mapping) else level
 
     def _phase(self, kind: PhaseKind.ValueType, started: float) -> Phase:
         """The phase of this kind, with one more step, which ends now."""

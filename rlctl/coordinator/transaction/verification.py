@@ -16,6 +16,7 @@ from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_UNSPECIFIED,
@@ -71,6 +72,7 @@ async def verify(
     wrong |= verification_levels.judge_evidence(completed, levels, probed=options.HasField("probe"))
     took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
     wrong |= verification_levels.judge_received([result for result in completed if result.slot in took], expected)
+    session.timeline.fail(wrong, levels)
     if not session.staged:
         wrong |= await probe(session, slots)
     found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
@@ -85,7 +87,9 @@ async def probe(session: Session, slots: Sequence[Slot]) -> dict[str, RlctlError
     if not options.HasField("probe"):
         return {}
     check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
-    return verification_levels.judge_probe(await session.step(check, slots), options.probe)
+    wrong = verification_levels.judge_probe(await session.step(check, slots), options.probe)
+    session.timeline.fail(wrong, VERIFICATION_LEVEL_PROBE)
+    return wrong
 
 
 async def _compared(

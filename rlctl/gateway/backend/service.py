@@ -84,9 +84,12 @@ class Generation:
 
     def with_settings(self, settings: Settings) -> Generation:
         """Generates otherwise, with the same models, tokenizers and connections to stages."""
-        other = Generation(self.fleet, settings)
+        other = self._like(settings)
         other.tokenizers, other.ports, other.any_model = self.tokenizers, self.ports, self.any_model
         return other
+
+    def _like(self, settings: Settings) -> Generation:
+        return Generation(self.fleet, settings)
 
     async def model(self, named: str = "") -> str:
         """The model of a request. Beside its name, a model is named by the path of a checkpoint that its engines hold
@@ -228,6 +231,11 @@ class Generation:
         finally:
             self.inflight -= 1
             self.inflight_bytes -= size
+
+    @property
+    def placed(self) -> int:
+        """Samples and forwarded requests from here that a stage has; a pair of stages counts twice."""
+        return sum(rollout.placed for rollout in self._rollouts.values())
 
     def inflight_at(self, slot: str) -> int:
         """Samples under way from here at a stage."""

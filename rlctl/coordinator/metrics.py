@@ -1,0 +1,164 @@
+"""The metrics of a coordinator: events as its observer, the fleet as it stands at each scrape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason, typed
+from rlctl.coordinator.fleet.observer import Observer
+from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.service import Coordinator
+from rlctl.metrics import definitions as m
+from rlctl.metrics.exposition import Exposition, Sample
+from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.transport.handlers import Streaming, Unary
+from rlctl.v1 import coordinator_pb2
+from rlctl.v1.common_pb2 import StageState, Transport, VerificationLevel
+from rlctl.v1.journal_pb2 import OperationRecord
+from rlctl.v1.results_pb2 import OperationState, Phase, PhaseKind
+
+SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+
+
+class CoordinatorMetrics(Observer):
+    """Counts events, and serves them with the state of a coordinator."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._coordinator: Coordinator | None = None
+        self._exposition = Exposition(m.of(m.COORDINATOR), self._state)
+
+    async def start(self, coordinator: Coordinator, listen: str) -> str:
+        """Serve; returns the bound address. Raises FIELD_INVALID."""
+        self._coordinator = coordinator
+        return await self._exposition.start(listen)
+
+    async def stop(self) -> None:
+        """End the server."""
+        await self._exposition.stop()
+
+    def operation_ended(self, record: OperationRecord, took_s: float) -> None:
+        """Count an operation and the phases of its timeline."""
+        operation = record.operation
+        verb, state = operation.verb, OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower()
+        self._exposition.count(m.OPERATIONS, verb, state)
+        self._exposition.observe(m.OPERATION_SECONDS, took_s, verb)
+        if operation.HasField("pause_time"):
+            self._exposition.observe(m.PAUSE_SECONDS, seconds(operation.pause_time), verb)
+        if operation.error.reason == Reason.LEASE_EXPIRED.name:
+            self._exposition.count(m.EXPIRED_LEASES)
+        for phase in record.timeline.phases:
+            self._count_phase(verb, phase)
+
+    def _count_phase(self, verb: str, phase: Phase) -> None:
+        kind = PhaseKind.Name(phase.kind).removeprefix("PHASE_KIND_").lower()
+        self._exposition.observe(m.PHASE_SECONDS, seconds(phase.duration), verb, kind)
+        arrived = Counter[Transport.ValueType]()
+        for stage in phase.stages:
+            arrived[stage.transport] += sum(rank.bytes for rank in stage.ranks)
+            if stage.failed_level:
+                level = VerificationLevel.Name(stage.failed_level).removeprefix("VERIFICATION_LEVEL_").lower()
+                self._exposition.count(m.VERIFICATION_FAILURES, level)
+        for transport, total in arrived.items():
+            if total:
+                name = Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+                self._exposition.count(m.UPDATE_BYTES, name, by=total)
+
+    def fan_out_ended(self, verb: str, took_s: float) -> None:
+        """Count a fan-out."""
+        self._exposition.observe(m.FAN_OUT_SECONDS, took_s, verb)
+
+    def quarantined(self, model: str, reason: str) -> None:
+        """Count a quarantine."""
+        self._exposition.count(m.QUARANTINES, model, reason)
+
+    def measured(self, methods: Mapping[str, Unary | Streaming]) -> dict[str, Unary | Streaming]:
+        """The methods of the service, with the times and errors of unary ones counted."""
+        streams = {method.name for method in SERVICE.methods if method.server_streaming}
+        return {name: method if name in streams else self._measured(name, method) for name, method in methods.items()}
+
+    def _measured(self, name: str, method: Any) -> Unary:
+
+        async def call(request: Message, remaining_s: float | None) -> Message:
+            started = self._clock.now()
+            try:
+                answer: Message = await method(request, remaining_s)
+                return answer
+            except Exception as error:
+                self._exposition.count(m.REFUSED_CALLS, name, typed(error).reason.name)
+                raise
+            finally:
+                self._exposition.observe(m.CALL_SECONDS, self._clock.now() - started, name)
+
+        return call
+
+    def journal(self, journal: Journal) -> Journal:
+        """The journal, with its writes measured."""
+        return _MeasuredJournal(journal, self._exposition, self._clock)
+
+    def _state(self) -> Iterator[Sample]:
+        if self._coordinator is None:
+            return
+        roster = self._coordinator.roster
+        yield m.EPOCH, (), roster.epoch
+        running = Counter(operation.verb for operation in self._coordinator.operations.running())
+        for verb, count in running.items():
+            yield m.RUNNING_OPERATIONS, (verb,), count
+        for model in roster.models.values():
+            yield from _of_model(model)
+        present = [slot for slot in roster.slots.values() if not slot.record.retired]
+        for (model_name, state), count in Counter((slot.model, _state_of(slot)) for slot in present).items():
+            yield m.STAGES, (model_name, state), count
+        for slot in present:
+            yield from _of_stage(slot, roster.models[slot.model], self._clock.now())
+
+
+def _of_model(model: ModelState) -> Iterator[Sample]:
+    name = model.record.name
+    yield m.MODEL_VERSION, (name,), model.record.latest.sequence
+    yield m.OPEN_UPDATE, (name,), bool(model.update_id)
+    if model.record.HasField("publish_time"):
+        yield m.PUBLISH_TIME, (name,), model.record.publish_time.ToMilliseconds() / 1000
+
+
+def _of_stage(slot: Slot, model: ModelState, now: float) -> Iterator[Sample]:
+    labels = (slot.model, slot.name)
+    yield m.STAGE_STATE, (*labels, _state_of(slot)), 1
+    yield m.ROUTABLE, labels, not slot.not_routable()
+    yield m.QUARANTINED, labels, slot.quarantine is not None
+    yield m.UNHEALABLE, labels, bool(slot.unhealable)
+    yield m.INCARNATIONS, labels, slot.record.incarnation
+    yield m.ENGINE_FAILURES, labels, slot.failure.failures if slot.failure is not None else 0
+    yield m.LEASED, labels, slot.linked and slot.report is not None and slot.report.lease_held
+    if slot.report is not None:
+        yield m.VERSION_LAG, labels, model.record.latest.sequence - slot.report.weight_version.sequence
+    if slot.commander is not None and not slot.commander.lost:
+        yield m.LAST_HEARD, labels, now - slot.commander.last_heard
+
+
+def _state_of(slot: Slot) -> str:
+    return StageState.Name(slot.state).removeprefix("STAGE_STATE_").lower()
+
+
+class _MeasuredJournal:
+    """A journal whose writes are measured."""
+
+    def __init__(self, journal: Journal, exposition: Exposition, clock: Clock) -> None:
+        self._clock = clock
+        self._journal = journal
+        self._exposition = exposition
+        self.read = journal.read
+        self.held = journal.held
+
+    async def write(self, changes: Sequence[Put | Delete]) -> None:
+        """Make the changes durable, all or none."""
+        started = self._clock.now()
+        try:
+            await self._journal.write(changes)
+        finally:
+            self._exposition.observe(m.JOURNAL_SECONDS, self._clock.now() - started)

@@ -1,0 +1,105 @@
+"""The metrics of a gateway: HTTP requests, samples, and what is under way at each scrape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from aiohttp import web
+
+from rlctl.contract.errors import typed
+from rlctl.gateway.backend.service import Generation, Settings
+from rlctl.metrics import definitions as m
+from rlctl.metrics.exposition import Exposition, Sample
+from rlctl.rollout.continuation import Progress
+from rlctl.rollout.rollout import ANYWHERE, Place, Told
+from rlctl.rollout.sample import RolloutSample
+from rlctl.sdk.aio import AsyncFleet
+from rlctl.v1.rollout_pb2 import Sample as GeneratedSample
+
+UNLISTED = "unlisted"
+"""Route of requests that no route of the dialect takes."""
+
+CLOSED = "499"
+
+
+class GatewayMetrics:
+    """Counts requests and samples, and serves them."""
+
+    def __init__(self) -> None:
+        self._generation: Generation | None = None
+        self.exposition = Exposition(m.of(m.GATEWAY), self._state)
+
+    def generation(self, fleet: AsyncFleet, settings: Settings) -> Generation:
+        """A generation whose samples are counted."""
+        self._generation = _MeasuredGeneration(fleet, settings, self)
+        return self._generation
+
+    @web.middleware
+    async def request(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Count a request. The outermost middleware."""
+        started, status = time.monotonic(), CLOSED
+        try:
+            response = await handler(request)
+            status = str(response.status)
+            return response
+        except web.HTTPException as answer:
+            status = str(answer.status)
+            raise
+        finally:
+            resource = request.match_info.route.resource
+            route = UNLISTED if resource is None else resource.canonical
+            method = request.method if resource is not None else ""
+            self.exposition.count(m.HTTP_REQUESTS, route, method, status)
+            self.exposition.observe(m.HTTP_SECONDS, time.monotonic() - started, route, method)
+
+    def ended(self, model: str, outcome: str, tokens: int) -> None:
+        """Count a sample."""
+        self.exposition.count(m.SAMPLES, model, outcome)
+        if tokens:
+            self.exposition.count(m.SAMPLE_TOKENS, model, by=tokens)
+
+    def _state(self) -> Iterator[Sample]:
+        generation = self._generation
+        if generation is not None:
+            yield m.INFLIGHT, (), generation.inflight
+            yield m.INFLIGHT_BYTES, (), generation.inflight_bytes
+            yield m.WAITING, (), max(0, generation.inflight - generation.placed)
+
+
+class _MeasuredGeneration(Generation):
+    def __init__(self, fleet: AsyncFleet, settings: Settings, metrics: GatewayMetrics) -> None:
+        super().__init__(fleet, settings)
+        self._metrics = metrics
+
+    def _like(self, settings: Settings) -> Generation:
+        return _MeasuredGeneration(self.fleet, settings, self._metrics)
+
+    async def complete(
+        self, sample: RolloutSample, *, token: str | None, place: Place = ANYWHERE, told: Told | None = None
+    ) -> RolloutSample:
+        """One sample, to its end."""
+        started, first, outcome, tokens = time.monotonic(), True, "cancelled", 0
+
+        def tell(progress: Progress, part: GeneratedSample) -> None:
+            nonlocal first
+            if first and part.output_ids:
+                first = False
+                took_s = time.monotonic() - started
+                self._metrics.exposition.observe(m.SAMPLE_FIRST, took_s, sample.request.model)
+            if told is not None:
+                told(progress, part)
+
+        try:
+            ended = await super().complete(sample, token=token, place=place, told=tell)
+            tokens = len(ended.output_ids)
+            cut = "aborted" if ended.error is None else ended.error.reason.name
+            outcome = "ok" if ended.finished else cut
+            return ended
+        except Exception as error:
+            outcome = typed(error).reason.name
+            raise
+        finally:
+            self._metrics.ended(sample.request.model, outcome, tokens)

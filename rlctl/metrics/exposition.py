@@ -1,0 +1,130 @@
+"""The values of one process and the HTTP server that Prometheus reads them from.
+
+The server of prometheus_client has a thread of its own. What belongs to an event loop is read on that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from rlctl.contract.errors import unbound
+from rlctl.metrics.definitions import EVENT_LOOP_LAG, Metric
+from rlctl.runtime.addresses import join, split
+
+log = logging.getLogger(__name__)
+
+# They would be a further series for each counter and histogram, with the time of its first use.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+READ_S = 5.0
+"""Longest wait for an event loop at a scrape. Prometheus itself waits for 10 s by default."""
+
+LOOK_S = 0.5
+"""Time between two measurements of the lag of an event loop."""
+
+Sample = tuple[Metric, tuple[str, ...], float]
+"""A metric, the values of its labels, its value."""
+
+
+class Exposition(Collector):
+    """The metrics of one process, made on its event loop."""
+
+    def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Sample]]) -> None:
+        """``read`` gives the present values of the metrics that are read. It is called on this loop."""
+        self._loop = asyncio.get_running_loop()
+        self._metrics = metrics
+        self._read = read
+        self._registry = CollectorRegistry()
+        self._counters: dict[Metric, Counter] = {}
+        self._histograms: dict[Metric, Histogram] = {}
+        for metric in metrics:
+            if metric.read:
+                continue
+            if metric.kind == "counter":
+                self._counters[metric] = Counter(metric.name, metric.help, metric.labels, registry=self._registry)
+            else:
+                self._histograms[metric] = Histogram(
+                    metric.name, metric.help, metric.labels, registry=self._registry, buckets=metric.buckets
+                )
+        self._registry.register(self)
+        PlatformCollector(self._registry)
+        ProcessCollector(registry=self._registry)
+        self._server: WSGIServer | None = None
+        self._watched: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
+
+    def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
+        """Add to a counter; from any thread."""
+        counter = self._counters[metric]
+        (counter.labels(*labels) if labels else counter).inc(by)
+
+    def observe(self, metric: Metric, value: float, *labels: str) -> None:
+        """Add a value to a histogram; from any thread."""
+        histogram = self._histograms[metric]
+        (histogram.labels(*labels) if labels else histogram).observe(value)
+
+    async def start(self, listen: str) -> str:
+        """Serve at ``host:port`` (port 0: any); returns the bound address. Raises FIELD_INVALID."""
+        host, port = split(listen, "metrics")
+        try:
+            server, _ = await asyncio.to_thread(start_http_server, port, host, self._registry)
+        except OSError as error:
+            raise unbound(listen, error, "metrics") from None
+        self._server = server
+        self.watch_loop("main")
+        return join(host, server.server_port)
+
+    def watch_loop(self, name: str) -> None:
+        """Measure the lag of the running loop from now on."""
+        loop = asyncio.get_running_loop()
+
+        def look(due: float) -> None:
+            self.observe(EVENT_LOOP_LAG, max(0.0, loop.time() - due), name)
+            self._watched[loop] = loop.call_at(loop.time() + LOOK_S, look, loop.time() + LOOK_S)
+
+        self._watched[loop] = loop.call_at(loop.time() + LOOK_S, look, loop.time() + LOOK_S)
+
+    async def stop(self) -> None:
+        """End the server and the measurements."""
+        for loop, timer in self._watched.items():
+            loop.call_soon_threadsafe(timer.cancel)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.shutdown)
+            self._server.server_close()
+
+    def describe(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+        """The metrics that are read, without values: registering asks before the loop can be read."""
+        return self._families().values()
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The metrics that are read, in the server's thread."""
+        families = self._families()
+        reading = asyncio.run_coroutine_threadsafe(self._samples(), self._loop)
+        try:
+            for metric, labels, value in reading.result(READ_S):
+                families[metric].add_metric(labels, value)
+        except concurrent.futures.TimeoutError:
+            reading.cancel()
+            log.warning("the event loop did not answer within %g s: a scrape has no state of this process", READ_S)
+        yield from families.values()
+
+    def _families(self) -> dict[Metric, GaugeMetricFamily | CounterMetricFamily]:
+        return {
+            metric: (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+                metric.name, metric.help, labels=metric.labels
+            )
+            for metric in self._metrics
+            if metric.read
+        }
+
+    async def _samples(self) -> list[Sample]:
+        return list(self._read())

@@ -1,0 +1,155 @@
+"""Metrics of coordinators and stage servers, read over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from scraping import scrape
+from updating import abort, begin, commit, digest, join, refusal, write
+
+from rlctl.contract.durations import duration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.metrics import definitions, exposition
+from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.transport.channel import open_channel
+from rlctl.v1.coordinator_pb2 import GetOperationRequest
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest, UpdateWeightsFromDiskRequest
+
+ANY = "127.0.0.1:0"
+
+
+@pytest.fixture
+async def measured(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
+    """Stage a with one rank, stage b with two. Every server serves metrics."""
+    async with make_fleet(a=1, b=2, heal=False, metrics=ANY) as fleet:
+        yield fleet
+
+
+async def test_a_coordinator_serves_its_operations_and_the_fleet(
+    measured: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    update = await measured.stub.UpdateWeightsFromDisk(UpdateWeightsFromDiskRequest(model_path=checkpoint("other")))
+    await refusal(measured.stub.GetOperation(GetOperationRequest(operation_id="none")))
+    await measured.stub.PauseGeneration(PauseGenerationRequest())
+    seen = await scrape(measured.server.metrics_address)
+    disk = {"verb": "UpdateWeightsFromDisk"}
+    assert seen.value("rlctl_operations_total", **disk, state="ok") == 1
+    assert seen.value("rlctl_operation_duration_seconds_count", verb="PauseGeneration") == 1
+    assert seen.value("rlctl_update_bytes_total", transport="disk") == 3 * len("other")
+    assert seen.value("rlctl_update_pause_duration_seconds_count", **disk) == 1
+    assert seen.value("rlctl_update_pause_duration_seconds_sum", **disk) == pytest.approx(
+        update.pause_time.ToNanoseconds() / 1e9
+    )
+    phases = seen.labels("rlctl_update_phase_duration_seconds_count", "phase")
+    assert phases == {"prepare", "pause", "transfer", "apply", "verify", "publish", "admit", "resume"}
+    assert seen.value("rlctl_fan_out_duration_seconds_count", verb="PauseGeneration") == 2
+    assert seen.value("rlctl_rpc_refusals_total", method="GetOperation", reason="OPERATION_NOT_FOUND") == 1
+    assert seen.value("rlctl_journal_commit_duration_seconds_count") > 5
+    assert seen.value("rlctl_epoch") == measured.server.coordinator.roster.epoch
+    assert seen.value("rlctl_model_version", model="actor") == 2
+    assert seen.value("rlctl_model_publish_timestamp_seconds", model="actor") == pytest.approx(time.time(), abs=60)
+    assert seen.value("rlctl_stages", model="actor", state="paused") == 2
+    for slot in "ab":
+        assert seen.value("rlctl_stage_state", slot=slot, state="paused") == 1
+        assert seen.value("rlctl_stage_routable", slot=slot) == 0
+        assert seen.value("rlctl_stage_version_lag", slot=slot) == 0
+        assert seen.value("rlctl_stage_incarnations_total", slot=slot) == 1
+
+
+async def test_phases_are_those_of_the_timeline(measured: InProcessFleet) -> None:
+    plan = await begin(measured)
+    await join(measured, plan)
+    await write(measured, plan, "w1")
+    await commit(measured, plan, digest("w1"))
+    operation = await measured.stub.GetOperation(GetOperationRequest(operation_id=plan.update_id))
+    seen = await scrape(measured.server.metrics_address)
+    total = sum(phase.duration.ToNanoseconds() for phase in operation.timeline.phases) / 1e9
+    assert seen.value("rlctl_update_phase_duration_seconds_sum") == pytest.approx(total)
+
+
+async def test_failures_of_updates_are_counted_by_their_kind(measured: InProcessFleet) -> None:
+    plan = await begin(measured)
+    await join(measured, plan)
+    await write(measured, plan, "w1")
+    await commit(measured, plan, digest("something else"))
+    late = await begin(measured, "step-2", lease_ttl=duration(0.1))
+    await measured.server.coordinator.operations.get(late.update_id).ended.wait()
+    await abort(measured, await begin(measured, "step-3"))
+    seen = await scrape(measured.server.metrics_address)
+    assert seen.value("rlctl_verification_failures_total", level="expected") == 2
+    assert seen.value("rlctl_quarantines_total", model="actor", reason="DIGEST_MISMATCH") == 2
+    assert seen.value("rlctl_update_leases_expired_total") == 1
+    assert seen.value("rlctl_operations_total", verb="WeightUpdate", state="failed") == 3
+    assert seen.value("rlctl_stage_quarantined") == 2
+    assert seen.value("rlctl_stages", state="dirty") == 2
+
+
+async def test_a_stage_serves_its_generation(measured: InProcessFleet) -> None:
+    stage = measured.stages["a"]
+    sampling = SamplingParams(max_new_tokens=5)
+    async with open_channel(stage.rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        await stub.Generate(GenerateRequest(text="x", sampling_params=sampling))
+        refused = await refusal(stub.Generate(GenerateRequest(text="x", min_version_seq=9)))
+    assert refused.reason is Reason.VERSION_TOO_OLD
+    seen = await scrape(stage.metrics_address)
+    here = {"model": "actor", "slot": "a"}
+    assert seen.value("rlctl_generation_requests_total", **here, outcome="ok") == 1
+    assert seen.value("rlctl_generation_requests_total", **here, outcome="VERSION_TOO_OLD") == 1
+    assert seen.value("rlctl_generation_tokens_total", **here) == 5
+    assert seen.value("rlctl_generation_first_token_seconds_count", **here) == 1
+    assert seen.value("rlctl_generation_running", **here) == 0
+    assert seen.value("rlctl_serving_version", **here) == 1
+    assert 0 < seen.value("rlctl_serving_lease_seconds", **here) <= 10
+
+
+async def test_each_server_serves_the_metrics_of_the_table_and_no_others(measured: InProcessFleet) -> None:
+    for address, process in (
+        (measured.server.metrics_address, definitions.COORDINATOR),
+        (measured.stages["a"].metrics_address, definitions.STAGE),
+    ):
+        own = {name for name in (await scrape(address)).families if name.startswith("rlctl_")}
+        assert own == {metric.name.removesuffix("_total") for metric in definitions.of(process)}
+
+
+async def test_a_busy_event_loop_leaves_out_its_state_and_shows_in_the_lag(
+    measured: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "READ_S", 0.05)
+    reading = asyncio.create_task(scrape(measured.server.metrics_address))
+    await asyncio.sleep(0)
+    time.sleep(1.2)  # noqa: ASYNC251 - it is the point
+    seen = await reading
+    assert seen.value("rlctl_epoch") == 0
+    await asyncio.sleep(0.1)
+    lag = (await scrape(measured.server.metrics_address)).value("rlctl_event_loop_lag_seconds_sum", loop="main")
+    assert lag > 0.3
+
+
+async def test_an_address_that_cannot_be_bound_is_refused_and_the_journal_is_released(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.db"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        for address in (taken, "nowhere", "127.0.0.1:99999"):
+            with pytest.raises(RlctlError) as refused:
+                await CoordinatorServer(CoordinatorConfig(journal, ANY, metrics=address)).start()
+            assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "metrics")
+    server = CoordinatorServer(CoordinatorConfig(journal, ANY, metrics=taken))
+    await server.start()
+    assert server.metrics_address == taken
+    await server.stop()
+
+
+async def test_without_the_library_metrics_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(definitions.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RlctlError) as refused:
+        CoordinatorServer(CoordinatorConfig(tmp_path / "journal.db", ANY, metrics=ANY))
+    assert (refused.value.reason, refused.value.next_step) == (Reason.UNSUPPORTED, "pip install 'rlctl[metrics]'")
