@@ -24,6 +24,7 @@ _FIXED = {
     "per_node": "fleet.num_gpus_per_node",
     "owner_grace_s": "fleet.owner_grace_s",
     "heal_grace_s": "fleet.heal_grace_s",
+    "metrics": "fleet.metrics",
 }
 """What cannot change in a fleet that is up, by the key that says it: who heeds it is told once, at its start."""
 
@@ -51,6 +52,7 @@ class Deployment:
         heal_by_hand: models whose engines are healed only when somebody asks.
         owner_grace_s: how long the owner of an update may be silent after a write has failed.
         heal_grace_s: how long a DIRTY engine is left to the next update before it is healed.
+        metrics: its processes serve metrics.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Deployment:
     heal_by_hand: tuple[str, ...] = ()
     owner_grace_s: float = 5.0
     heal_grace_s: float = 60.0
+    metrics: bool = False
 
     def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
         """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""

@@ -22,9 +22,10 @@ from rlctl.contract.errors import NotFound, Reason, RlctlError
 from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.launcher import Launched, Launcher
-from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation
+from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation, any_port
 from rlctl.launch.local.child_processes import STOP_S, stop_all
 from rlctl.launch.local.launcher import LocalLauncher
+from rlctl.launch.metrics_targets import MetricsTargets
 from rlctl.runtime import private_files
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.sdk.blocking import Fleet, connect
@@ -68,6 +69,7 @@ class LaunchedFleet:
         heal_by_hand: Sequence[str] = (),
         graces: Mapping[str, float] = MappingProxyType({}),
         new: bool = False,
+        metrics: bool = False,
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
         there goes on; ``new``: it is started over.
@@ -76,9 +78,10 @@ class LaunchedFleet:
         it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
         ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal. ``graces``: of the
-        coordinator, seconds by option.
+        coordinator, seconds by option. ``metrics``: the coordinator serves metrics; the specs say it of the others.
         """
         self._new = new
+        self._metrics = metrics
         self._graces = dict(graces)
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
@@ -95,6 +98,7 @@ class LaunchedFleet:
         self._token = token
         self._say = on_progress
         self.limits = limits or Limits(heal_s=READY_S)
+        self._targets = MetricsTargets(self.directory)
         logs = self.directory / "logs"
         self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module)
         self._launcher: Launcher = launcher or self._local
@@ -299,6 +303,8 @@ class LaunchedFleet:
                 run.start()
         self._report_failures(restart=restart)
         self.gateways.look(self.address, restart=restart)
+        if self._metrics:
+            self._targets.write(self.processes)
 
     def _report_failures(self, *, restart: bool) -> None:
         """Report to the coordinator why slots are empty: each failure once per coordinator process."""
@@ -364,6 +370,7 @@ class LaunchedFleet:
         arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
         slots = {spec.slot for spec in self.engines}
         arguments += ["--admit-only", ",".join(sorted(slots))]
+        arguments += ["--metrics", any_port(listen)] if self._metrics else []
         self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
         self._told_by_hand, self._told_slots = self._by_hand, slots

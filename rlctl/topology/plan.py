@@ -141,6 +141,7 @@ class Plan:
                 model.router_listen,
                 model.model_path,
                 pairs=model.name in paired,
+                metrics=self.topology.metrics,
             )
             for model in self.models
             if model.gateway
@@ -352,6 +353,7 @@ def _spec(
         bind=bind or "127.0.0.1",
         advertise=topology.advertise,
         nodes=_nodes(topology, model, group),
+        metrics=topology.metrics,
     )
 
 

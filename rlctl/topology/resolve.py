@@ -77,6 +77,7 @@ class _Resolver:
             insecure=True if flags.insecure else auth.get("insecure"),
             interface=self._interface(network),
             advertise=network.get("advertise", ""),
+            metrics=fleet.get("metrics", False),
             restart=restart.get("policy", "on-failure") == "on-failure",
             backoff_s=restart.get("backoff_s", 1.0),
             heal_timeout_s=fleet.get("heal_timeout_s", 300.0),

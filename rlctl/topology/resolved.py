@@ -104,6 +104,7 @@ class Topology:
         insecure: bind wide without one; None where nothing says so.
         interface: interface or network that the engines' servers bind to, or "".
         advertise: host under which others reach this one, or "".
+        metrics: its processes serve metrics.
         restart: engines that end by themselves are started again.
         backoff_s: before the first attempt, seconds.
         heal_timeout_s: longest time until a new engine is routable, seconds.
@@ -128,6 +129,7 @@ class Topology:
     insecure: bool | None
     interface: str
     advertise: str
+    metrics: bool
     restart: bool
     backoff_s: float
     heal_timeout_s: float

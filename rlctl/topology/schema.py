@@ -142,6 +142,8 @@ FLEET = (
         Key("interface", "string", "Interface (eth0) or network (10.0.0.0/8, fd00::/8) of this host to bind to."),
         Key("advertise", "string", "Host under which others reach this one.", "the address that is bound"),
     )),
+    Key("metrics", "boolean",
+        "Coordinator, stages and gateways serve metrics, each on a free port of the host that it binds.", "false"),
     Key("restart", "section", "What becomes of an engine that ends by itself.", of=(
         Key("policy", "string", "Start it again, or leave it.", "on-failure", choices=("on-failure", "never")),
         Key("backoff_s", "number", "Seconds before the first attempt; doubles up to a minute.", "1", least=0.1),

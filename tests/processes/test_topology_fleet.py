@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -14,10 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
+from scraping import scrape
 from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until, when
 
 from rlctl.contract.errors import NotFound
 from rlctl.integrations.slime import get_model_url, set_model_routers
+from rlctl.launch.metrics_targets import FILE
 from rlctl.sdk.blocking import connect
 
 pytestmark = pytest.mark.processes
@@ -140,6 +143,7 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
         model = {"name": "actor", "engine": "fake", "model_path": checkpoint("one"), "server_groups": [group]}
         restart = {"backoff_s": 0.1}
         fleet = {"name": "fakes", "listen": "127.0.0.1:0", "restart": restart, "hf_checkpoint": checkpoint("one")}
+        fleet["metrics"] = True
         if gateways:
             fleet["gateways"] = gateways
         if router:
@@ -149,6 +153,10 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
         return file
 
     return write
+
+
+def metrics_targets() -> list[dict[str, Any]]:
+    return json.loads((Path(known("fakes").directory) / FILE).read_text())
 
 
 def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of_fakes: Callable[..., Path]) -> None:
@@ -308,6 +316,10 @@ def test_a_model_has_a_gateway_that_slimes_code_finds_and_that_is_kept_at_its_ad
     assert asked(url)["meta_info"]["completion_tokens"] == 4
     with pytest.raises(NotFound, match=r"no model 'critic' has a gateway; there are: actor"):
         get_model_url(args, "critic")
+    seen = {target["labels"]["process"]: asyncio.run(scrape(target["targets"][0])) for target in metrics_targets()}
+    assert seen["coordinator"].value("rlctl_stage_routable") == 2
+    assert {seen[slot].value("rlctl_serving_version") for slot in ("actor-0", "actor-1")} == {1}
+    assert seen["gateway-actor"].value("rlctl_gateway_samples_total", outcome="ok") == 1
 
     # The same with a router in front of it, which ends with the gateway.
     routed = rlctl_command("up", str(fleet_of_fakes(gateways="127.0.0.1", router="sglang-router")))

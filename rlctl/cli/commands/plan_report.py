@@ -84,6 +84,7 @@ class Prepared:
             heal_by_hand=tuple(model.name for model in topology.models if not model.heals_itself),
             owner_grace_s=topology.owner_grace_s,
             heal_grace_s=topology.heal_grace_s,
+            metrics=topology.metrics,
         )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:

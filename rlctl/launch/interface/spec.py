@@ -35,6 +35,7 @@ class EngineSpec:
         advertise: host under which others reach them; "" for the one that is bound.
         gpus: GPUs of its ranks; (): the launcher chooses. Where it is, not what it is: see :meth:`differs`.
         nodes: hosts that a server with ranks of its own is started over, a process each.
+        metrics: its stage server serves metrics.
     """
 
     slot: str
@@ -55,6 +56,7 @@ class EngineSpec:
     advertise: str = ""
     gpus: tuple[int, ...] = ()
     nodes: int = 1
+    metrics: bool = False
 
     @property
     def ranks(self) -> int:
@@ -118,6 +120,7 @@ class GatewaySpec:
         router_listen: where that listens.
         tokenizer: directory of the model's tokenizer, for versions that come over groups; "": the coordinator tells.
         pairs: the model has prefill and decode engines.
+        metrics: it serves metrics.
     """
 
     model: str
@@ -127,6 +130,7 @@ class GatewaySpec:
     router_listen: str = ""
     tokenizer: str = ""
     pairs: bool = False
+    metrics: bool = False
 
     @property
     def process(self) -> str:
@@ -144,7 +148,13 @@ class GatewaySpec:
             *router,
             *policy,
             *(["--tokenizer", self.tokenizer] if self.tokenizer else []),
+            *(["--metrics", any_port(self.listen)] if self.metrics else []),
         ]
+
+
+def any_port(listen: str) -> str:
+    """A free port of the host of an address; of this host for a Unix socket."""
+    return "127.0.0.1:0" if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:0"
 
 
 @dataclass(frozen=True)
@@ -196,4 +206,6 @@ def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Seq
         arguments += ["--weight-version", spec.weight_version]
     if spec.frozen:
         arguments.append("--frozen")
+    if spec.metrics:
+        arguments += ["--metrics", f"{host}:0"]
     return ["stage", *arguments]

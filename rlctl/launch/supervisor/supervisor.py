@@ -129,6 +129,7 @@ class _Supervisor:
             heal_by_hand=wanted.heal_by_hand,
             graces={"--owner-grace": wanted.owner_grace_s, "--heal-grace": wanted.heal_grace_s},
             new=new,
+            metrics=wanted.metrics,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:

@@ -523,3 +523,17 @@ def test_the_json_schema_has_every_key() -> None:
     assert models["properties"]["server_groups"]["items"]["properties"].keys() == {key.name for key in GROUP}
     assert models["required"] == ["name"]
     json.dumps(found)
+
+
+def test_a_fleet_with_metrics_starts_every_server_with_them() -> None:
+    text = """
+fleet: {{{metrics}gateways: 127.0.0.1}}
+models:
+  - {{name: actor, server_groups: [{{worker_type: regular, num_gpus: 2}}]}}
+"""
+    made = planned(text.format(metrics="metrics: true, "))
+    assert [engine.spec.metrics for engine in made.engines] == [True, True]
+    assert [gateway.metrics for gateway in made.gateways] == [True]
+    assert all("--metrics 127.0.0.1:0" in engine.commands[engine.spec.slot] for engine in made.engines)
+    usual = planned(text.format(metrics=""))
+    assert not any(each.metrics for each in (*(engine.spec for engine in usual.engines), *usual.gateways))

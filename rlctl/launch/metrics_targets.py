@@ -1,0 +1,35 @@
+"""The file that names the metrics addresses of a fleet, as Prometheus reads it (``file_sd_configs``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlctl.launch.interface.launcher import Launched
+from rlctl.runtime import private_files
+
+FILE = "metrics-targets.json"
+
+
+class MetricsTargets:
+    """Writes the file when the addresses have changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._text = ""
+
+    def write(self, processes: Sequence[Launched]) -> None:
+        """Write the addresses of the processes that have announced one."""
+        text = json.dumps([_target(each) for each in processes if "metrics_address" in each.facts], indent=1)
+        if text != self._text:
+            draft = self._path.with_suffix(".draft")
+            private_files.write_text(draft, text + "\n")
+            draft.replace(self._path)  # Prometheus reads it at any time
+            self._text = text
+
+
+def _target(process: Launched) -> dict[str, object]:
+    kind = "gateway" if process.name.startswith("gateway-") else "stage"
+    job = f"rlctl-{'coordinator' if process.name == 'coordinator' else kind}"
+    return {"targets": [process.facts["metrics_address"]], "labels": {"job": job, "process": process.name}}
