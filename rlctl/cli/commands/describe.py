@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from rlctl.cli.app.connection import bounded
 from rlctl.cli.app.global_options import Command, pass_settings
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.commands.get import whole_id
-from rlctl.cli.render import operations, values
+from rlctl.cli.render import operations, timeline, values
 from rlctl.cli.render import stages as roster
 from rlctl.cli.render.printer import View, show
 from rlctl.cli.render.tables import Table, facts
@@ -43,12 +45,35 @@ def describe_model(settings: Settings, name: str) -> None:
 
 @click.command("operation", cls=Command)
 @click.argument("operation_id", metavar="ID")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the timeline of a weight update or a heal to a page without outside resources.",
+)
 @pass_settings
-def describe_operation(settings: Settings, operation_id: str) -> None:
-    """Show everything about an operation: times, version, and the result of every rank."""
+def describe_operation(settings: Settings, operation_id: str, page: Path | None) -> None:
+    """Show everything about an operation: times, version, timeline, and the result of every rank."""
     with bounded(settings) as fleet:
         operation = fleet.operation(whole_id(fleet, operation_id))
+    if page is not None:
+        _write_page(operation, page)
+        return
     show(settings, View(operation, lambda _: _tables(operation), lambda: [operation.operation_id], whole_ids=True))
+
+
+def _write_page(operation: Operation, path: Path) -> None:
+    if not operation.timeline.phases:
+        raise Reason.UNSUPPORTED.error(
+            f"{operation.verb} {operation.operation_id} has no timeline: it is no weight update and no heal, "
+            "it has just begun, or an earlier version of rlctl recorded it"
+        )
+    try:
+        path.write_text(timeline.page(operation))
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--html") from None
+    click.echo(path)
 
 
 def _tables(operation: Operation) -> list[Table]:
@@ -75,5 +100,6 @@ def _tables(operation: Operation) -> list[Table]:
                 ("Left out", ", ".join(f"{out.slot} ({out.reason})" for out in operation.excluded)),
             ]
         ),
+        *([timeline.table(operation)] if operation.timeline.phases else []),
         *operations.view(operation).tables(True),
     ]
