@@ -10,14 +10,17 @@ import abc
 import asyncio
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from rlctl.contract.decode_check import Calibration
+from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, Engine, EngineConfig, HttpExchange, HttpRequest
-from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
     OUTCOME_APPLIED,
@@ -38,6 +41,8 @@ from rlctl_servers.updates.checkpoints import Checkpoints
 from rlctl_servers.updates.updates import Ranks, Updates
 from rlctl_servers.updates.version_labels import Stamps
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -50,6 +55,9 @@ RANKS_CHECK = (
     verbs_pb2.CHECK_ACTION_READ,
 )
 """Actions of the checker that the ranks carry out."""
+
+COMPUTED = (verbs_pb2.CHECK_ACTION_PROBE, verbs_pb2.CHECK_ACTION_DECODE)
+"""Actions of the checker that the server computes as it computes requests."""
 
 INTERRUPT_S = 10.0
 """How long a broadcast of an aborted update may take to end: its source has left the group by then."""
@@ -134,6 +142,7 @@ class ServerEngine(Engine):
         self._config = config
         self._failure: RlctlError | None = None
         self._ready = False
+        self._calibration: Calibration | None = None  # of the decode check; None: it makes none
         self._since = time.monotonic()
 
     # The life of the engine.
@@ -180,6 +189,21 @@ class ServerEngine(Engine):
         why = self._facts.unsupported.get(verb)
         if why:
             raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
+
+    async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call) -> None:
+        """Calibrate the decode check with the weights of the start, and say what it costs."""
+        if self._prober is None:
+            return
+        try:
+            self._calibration = await self._prober.calibrate(self._config.dtype, call)
+        except RlctlError as error:
+            if error.reason is not Reason.UNSUPPORTED:
+                raise
+            log.warning("no decode checks: %s", error.message)
+            capabilities.unsupported["decode_check"] = error.message
+            return
+        capabilities.check_actions.append(verbs_pb2.CHECK_ACTION_DECODE)
+        capabilities.decode_check_time.CopyFrom(duration(self._calibration.seconds))
 
     # Requests.
 
@@ -403,12 +427,17 @@ class ServerEngine(Engine):
         if request.adapter:
             self._check("ListAdapters")
             return self._adapters.check(request, self._layout)
-        if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
+        if request.action in COMPUTED and self._prober is not None:
             self._check("")
             if self._updates.in_place:
                 raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
             call.accept()
-            return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
+            if request.action == verbs_pb2.CHECK_ACTION_PROBE:
+                probed = await self._prober.probe(request.prompts, call)
+                return verbs_pb2.CheckReport(action=request.action, probed=probed)
+            if self._calibration is not None:
+                decode = await self._prober.check_decode(self._calibration, call)
+                return verbs_pb2.CheckReport(action=request.action, decode=decode)
         self._check("CheckWeights")
         if request.action not in RANKS_CHECK:
             actions = verbs_pb2.CheckAction

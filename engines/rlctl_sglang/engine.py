@@ -121,15 +121,17 @@ class SGLangEngine(ServerEngine):
         self._layout = facts.layout(self._config, readable=readable).workers
         # A server that was updated may hold what a trainer has sent.
         checkpoint = "" if self._updated and not self._proof else self._checkpoint
+        capabilities = facts.capabilities(
+            readable=readable,
+            staged=self._staged(),
+            probes=self._prober is not None,
+            unproven=self._unproven(refuted),
+        )
+        await self._calibrate(capabilities, self._start_call())
         self._ready = True
         return EngineInfo(
             layout=facts.layout(self._config, readable=readable),
-            capabilities=facts.capabilities(
-                readable=readable,
-                staged=self._staged(),
-                probes=self._prober is not None,
-                unproven=self._unproven(refuted),
-            ),
+            capabilities=capabilities,
             checkpoint=checkpoint,
             model_digest=self._proof,
             fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key

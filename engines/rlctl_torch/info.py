@@ -14,6 +14,7 @@ import torch
 import transformers
 from google.protobuf.duration_pb2 import Duration
 
+from rlctl.contract.durations import duration
 from rlctl.contract.verbs import VERBS
 from rlctl.v1 import common_pb2, fleet_pb2
 from rlctl.v1.verbs_pb2 import ModelInfo, ServerInfo
@@ -54,7 +55,8 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         verification=verification,
         load_dtypes=[dtype_name(dtype) for dtype in (*float_dtypes(), *([CODES] if rank.model.block else []))],
         memory_tags=memory.TAGS,
-        check_actions=check_weights.ACTIONS,
+        check_actions=check_weights.actions(rank),
+        decode_check_time=None if rank.calibration is None else duration(rank.calibration.seconds),
         cache_tiers=pause.CACHE_TIERS,
         kv_transports=[common_pb2.TRANSPORT_SHARED_MEMORY] if rank.options.disaggregation_mode != "null" else (),
         staged_apply=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlctl.contract.decode_check import Calibration
 from rlctl.contract.errors import Reason, RlctlError, not_written
 from rlctl.engine import EngineConfig
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -141,6 +142,7 @@ class Rank:
         snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
         scrambled: how often the checker has scrambled the weights.
         beside: the thread for what must not hold up the steps: filling a shadow copy, reading the weights that serve.
+        calibration: of the decode check; None: the engine makes none.
         last_step: when the last generation step ended, on :func:`time.perf_counter`'s clock; 0: none has.
     """
 
@@ -174,6 +176,7 @@ class Rank:
         self.snapshot: dict[str, str] | None = None
         self.scrambled = 0
         self.beside = Beside(self.device, f"rlctl-torch-{ranks.rank}-beside")
+        self.calibration: Calibration | None = None
         self.last_step = 0.0
 
     def load(self) -> str:
@@ -197,6 +200,7 @@ class Rank:
             slots = SlotAllocator(tokens, self.options.max_running)
             self.scheduler = Scheduler(slots, self.options.max_running, self.adapters)
         self.writable = sabotage.for_updates(self.model.shards, self.ranks.rank, self.ranks.size)
+        sabotage.for_decode(self.model.module)
         self.receiver = Receiver(self.writable)
         digest = self.model_digest()
         assert self.origin is not None

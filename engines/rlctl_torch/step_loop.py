@@ -21,6 +21,7 @@ from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import HEARTBEAT_S, Broken
 from rlctl_torch.steps.ordered_commands import CommandStream, unknown
 from rlctl_torch.steps.step_plan import Move, Order, Plan
+from rlctl_torch.verbs.decode_check import calibrate
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class StepLoop:
             if self._rank.device.type == "cuda":
                 torch.cuda.set_device(self._rank.device)
             self._join()
-            self._listener.started(self._rank.load())
+            digest = self._rank.load()
+            self._rank.calibration = calibrate(self._rank)
+            self._listener.started(digest)
             if self._rank.scheduler is not None:
                 self._lead(self._rank.scheduler)
             else:

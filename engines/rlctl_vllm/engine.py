@@ -118,6 +118,7 @@ class VLLMEngine(ServerEngine):
             probes=self._prober is not None,
             unproven=refuted.why if refuted else "",
         )
+        await self._calibrate(capabilities, self._start_call())
         return EngineInfo(
             layout=facts.layout(self._config),
             capabilities=capabilities,

@@ -343,6 +343,11 @@ class Reason(enum.Enum):
         "The weights give other log probabilities than the trainer expects.",
         "",
     )
+    DECODE_MISMATCH = (
+        PreconditionFailed,
+        "Decode and prefill give the same tokens other log probabilities: decode computes with other weights.",
+        "Restart the engine (`rlctl restart SLOT`): a CUDA graph or a derived tensor may be of earlier weights.",
+    )
     MEMORY_RELEASED = (
         PreconditionFailed,
         "A memory region that is needed is released.",

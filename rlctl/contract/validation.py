@@ -409,6 +409,8 @@ def _options(options: verbs_pb2.UpdateOptions, field: str = "options") -> None:
         _probe(options.probe, f"{field}.probe")
     if options.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
         raise _invalid("as_verified is for CheckWeights only", f"{field}.digest")
+    if options.verify == common_pb2.VERIFICATION_LEVEL_DECODE:
+        raise _invalid("decode is asked for by decode_check, beside a level of the bytes", f"{field}.verify")
 
 
 @_rule(verbs_pb2.PrepareUpdateRequest)
@@ -423,6 +425,12 @@ def _adapter_options(options: verbs_pb2.UpdateOptions) -> None:
             "a probe is computed without adapters, so it says nothing of this one",
             field="options.probe",
             next_step="Leave the probe out: the digest of an adapter's tensors is verified.",
+        )
+    if options.decode_check:
+        raise Reason.FIELD_CONFLICT.error(
+            "decode is compared with prefill without adapters, so it says nothing of this one",
+            field="options.decode_check",
+            next_step="Leave decode_check out: the digest of an adapter's tensors is verified.",
         )
     if options.verify in (common_pb2.VERIFICATION_LEVEL_PROBE, common_pb2.VERIFICATION_LEVEL_RECEIVED):
         raise Reason.FIELD_CONFLICT.error(

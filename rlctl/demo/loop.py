@@ -22,13 +22,16 @@ from rlctl.sdk.blocking import Fleet
 from rlctl.trainer.publisher import Publisher, model_digest
 from rlctl.v1.common_pb2 import Evidence, VerificationLevel
 
-SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank")
-"""Negative controls: each breaks one thing on purpose, and the demo must notice. All but the first are torch's own."""
+SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank", "stale-decode")
+"""Negative controls: each breaks one thing on purpose, and the demo must notice. All but
+skip-sync and stale-decode are torch's own.
+"""
 
 _ENGINE_SABOTAGE = {
     "stale-engine": ("actor-1", "stale"),
     "drop-tensor": ("actor-0", "drop-tensor:model.layers.1.mlp.up_proj.weight"),
     "wrong-rank": ("actor-0", "wrong-rank"),
+    "stale-decode": ("actor-1", "stale-decode"),
 }
 SKIPPED_STEP = 2
 
@@ -88,6 +91,7 @@ def run(settings: Settings, listener: Listener, directory: Path) -> Verdict:
 def _engines(settings: Settings, checkpoint: Path) -> list[EngineSpec]:
     sizes = (settings.tp_size,) * 2 if settings.tp_size else _LAYOUTS[settings.engine]
     slot, value = _ENGINE_SABOTAGE.get(settings.sabotage, ("", ""))
+    variable = "RLCTL_TORCH_SABOTAGE" if settings.engine == "torch" else "RLCTL_SERVER_SABOTAGE"
     return [
         EngineSpec(
             name,
@@ -95,7 +99,7 @@ def _engines(settings: Settings, checkpoint: Path) -> list[EngineSpec]:
             engine=settings.engine,
             tp_size=tp_size,
             options=_OPTIONS[settings.engine],
-            environment={"RLCTL_TORCH_SABOTAGE": value} if name == slot else {},
+            environment={variable: value} if name == slot else {},
         )
         for name, tp_size in zip(("actor-0", "actor-1"), sizes, strict=True)
     ]
@@ -146,7 +150,7 @@ class _Loop:
         step.max_logprob_diff = self._trainer.step(batch)
         step.expected = model_digest(self._trainer.model)
         if not (self._settings.sabotage == "skip-sync" and step.step == SKIPPED_STEP):
-            update = self._publisher.update(self._trainer.model, version=f"step-{step.step}")
+            update = self._publisher.update(self._trainer.model, version=f"step-{step.step}", decode_check=True)
             step.version = update.version.label
             step.pause_ms = update.pause_s * 1e3
             step.transfer_ms = update.transfer_s * 1e3

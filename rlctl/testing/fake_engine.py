@@ -15,7 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlctl.contract import decode_check
 from rlctl.contract.digests import with_key
+from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import differing
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
@@ -110,6 +112,7 @@ class FakeEngine(Engine):
     """
 
     name = "fake"
+    decode_check_s = 3600.0  # no update makes the check unless it asks for it
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         self.config = config
@@ -144,6 +147,7 @@ class FakeEngine(Engine):
         self._released_adapter = asyncio.Event()
         self.paused_adapters: set[str] = set()
         self._with_adapter: dict[str, str] = {}
+        self.stale_decode: str | None = None
 
     def setup(self) -> dict[str, str]:
         """Rank 0 makes the step stream."""
@@ -172,6 +176,7 @@ class FakeEngine(Engine):
                 cache_tiers=["kv"],
                 staged_apply=True,
                 keyed_digests=True,
+                decode_check_time=duration(self.decode_check_s),
                 keeps_weights=True,
             ),
             checkpoint=self.config.model_path,
@@ -517,6 +522,8 @@ class FakeEngine(Engine):
                 for prompt in request.prompts
             ]
             return verbs.CheckReport(action=request.action, probed=computed if self.config.rank == 0 else ())
+        if request.action == verbs.CHECK_ACTION_DECODE:
+            return self._decode_report()
         if self._opaque:
             raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
         if request.action == verbs.CHECK_ACTION_READ:
@@ -538,6 +545,16 @@ class FakeEngine(Engine):
             part = verbs.TensorPart(name="weights", sha256=digest[:64], differs=True)
             report.difference.CopyFrom(verbs.TensorDifference(count=1, first="weights", part=part, tensors=1))
         return report
+
+    def _decode_report(self) -> verbs.CheckReport:
+        """Decode computes with the weights, or with ``stale_decode``."""
+        tokens = list(range(4))
+        decoded = logprobs(self.weights if self.stale_decode is None else self.stale_decode, tokens)
+        report = decode_check.compare([decoded], [logprobs(self.weights, tokens)])
+        report.tolerance = decode_check.FLOOR
+        if decode_check.differs(report):
+            raise decode_check.mismatch(report)
+        return verbs.CheckReport(action=verbs.CHECK_ACTION_DECODE, decode=report)
 
     def _rows(self, request: verbs.CheckWeightsRequest) -> verbs.TensorValues | None:
         """The text's characters as the numbers of a tensor of one dimension, which the ranks share like its rows."""

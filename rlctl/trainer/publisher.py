@@ -166,6 +166,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         verify: str = "",
         digest: str = "",
         probe: Probe | None = None,
+        decode_check: bool | None = None,
         quorum: int = 0,
         retries: int = 0,
         partial: bool = False,
@@ -190,12 +191,14 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: evidence of
         the bytes that ranks hold: "" for the highest level that each target reaches, or expected, replica, received,
         none; probe asks for the probe alone. ``digest``: function of the digests: "" for SHA-256, or keyed: each rank
-        digests its own parts (docs/digests.md). ``probe``: log probabilities that the new
-        weights give; every target computes them before it serves, at every level of ``verify``. ``quorum``: targets
-        that must confirm, 0 for all. ``retries``: times that the sources go through their weights again after a group
-        failed, without the targets that are gone. ``partial``: not every parameter is sent. ``finite``: before anything
-        is paused, refuse weights that hold NaN or infinite values, by name; every rank of the trainer looks at what it
-        holds itself, or the weights are gone through once more where a source has no ``local``.
+        digests its own parts (docs/digests.md). ``probe``: log probabilities that the new weights give; every target
+        computes them before it serves, at every level of ``verify``. ``decode_check``: every target compares decode
+        with prefill before it serves (docs/decode-check.md); None: each target that can, where the check costs less
+        than a tenth of the update. ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the
+        sources go through their weights again after a group failed, without the targets that are gone. ``partial``:
+        not every parameter is sent. ``finite``: before anything is paused, refuse weights that hold NaN or infinite
+        values, by name; every rank of the trainer looks at what it holds itself, or the weights are gone through once
+        more where a source has no ``local``.
         ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
         from it are sent, after a pass that digests all. ``selector``: of engines that have a draft model: target,
         draft, or all; "" for all. ``apply``: in_place, under the pause, or staged: into a second copy of the weights
@@ -254,6 +257,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                                 digest=_number(verbs_pb2.DigestFunction, digest, "digest"),
                                 quorum=quorum,
                                 probe=None if probe is None else probe.to_proto(),
+                                decode_check=decode_check,
                                 adapters=_number(verbs_pb2.AdapterPolicy, adapters, "adapters"),
                                 selector=_number(common_pb2.WeightSelector, selector, "selector"),
                             ),

@@ -297,6 +297,8 @@ class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ver
     """Model digests of the replicas agree with each other."""
     VERIFICATION_LEVEL_EXPECTED: _VerificationLevel.ValueType  # 5
     """The model digest equals the one that the sources computed from what they sent."""
+    VERIFICATION_LEVEL_DECODE: _VerificationLevel.ValueType  # 6
+    """Decode and prefill agree with each other (CHECK_ACTION_DECODE). Not for UpdateOptions.verify, which has decode_check beside it."""
 
 class VerificationLevel(_VerificationLevel, metaclass=_VerificationLevelEnumTypeWrapper):
     """Level of verification of an update, of two kinds. RECEIVED, REPLICA and EXPECTED, weakest first, verify the bytes that ranks
@@ -317,6 +319,8 @@ VERIFICATION_LEVEL_REPLICA: VerificationLevel.ValueType  # 4
 """Model digests of the replicas agree with each other."""
 VERIFICATION_LEVEL_EXPECTED: VerificationLevel.ValueType  # 5
 """The model digest equals the one that the sources computed from what they sent."""
+VERIFICATION_LEVEL_DECODE: VerificationLevel.ValueType  # 6
+"""Decode and prefill agree with each other (CHECK_ACTION_DECODE). Not for UpdateOptions.verify, which has decode_check beside it."""
 Global___VerificationLevel: _TypeAlias = VerificationLevel  # noqa: Y015
 
 class _Transport:
@@ -367,21 +371,25 @@ class Verification(_message.Message):
 
     HELD_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     held: Global___VerificationLevel.ValueType
     """Of the bytes that ranks hold: NONE, RECEIVED, REPLICA or EXPECTED. UNSPECIFIED: the weights come from no update."""
     computed: Global___VerificationLevel.ValueType
     """Of the values that engines compute: PROBE, or NONE for an update without a probe. UNSPECIFIED: the weights come from no
     update.
     """
+    decode: _builtins.bool
+    """Whether decode and prefill agreed (CHECK_ACTION_DECODE)."""
     def __init__(
         self,
         *,
         held: Global___VerificationLevel.ValueType = ...,
         computed: Global___VerificationLevel.ValueType = ...,
+        decode: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "decode", b"decode", "held", b"held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,6 +93,7 @@ class Capabilities(_message.Message):
     KEEPS_WEIGHTS_FIELD_NUMBER: _builtins.int
     ADAPTER_PAUSE_MODES_FIELD_NUMBER: _builtins.int
     KEYED_DIGESTS_FIELD_NUMBER: _builtins.int
+    DECODE_CHECK_TIME_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
@@ -163,6 +164,10 @@ class Capabilities(_message.Message):
     def adapter_pause_modes(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.PauseMode.ValueType]:
         """Pause modes for the requests of one adapter (PauseGeneration with adapter). Empty: none."""
 
+    @_builtins.property
+    def decode_check_time(self) -> _duration_pb2.Duration:
+        """Time of a comparison of decode with prefill (CHECK_ACTION_DECODE), measured at the engine's start."""
+
     def __init__(
         self,
         *,
@@ -186,10 +191,11 @@ class Capabilities(_message.Message):
         keeps_weights: _builtins.bool = ...,
         adapter_pause_modes: _abc.Iterable[_common_pb2.PauseMode.ValueType] | None = ...,
         keyed_digests: _builtins.bool = ...,
+        decode_check_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_check_time", b"decode_check_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_pause_modes", b"adapter_pause_modes", "adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "keyed_digests", b"keyed_digests", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_pause_modes", b"adapter_pause_modes", "adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "decode_check_time", b"decode_check_time", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "keyed_digests", b"keyed_digests", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

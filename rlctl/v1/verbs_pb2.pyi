@@ -154,6 +154,10 @@ class _CheckActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CheckActi
     """Compute the log probabilities of prompts, without generating. Inside an update or a pause only."""
     CHECK_ACTION_READ: _CheckAction.ValueType  # 6
     """Return the values of the first rows of one tensor. For debugging; nothing is compared."""
+    CHECK_ACTION_DECODE: _CheckAction.ValueType  # 7
+    """Generate tokens greedily by decode steps, score the same tokens by prefill, and compare. Inside an update or a pause only. The stage
+    is DIRTY if they disagree.
+    """
 
 class CheckAction(_CheckAction, metaclass=_CheckActionEnumTypeWrapper):
     """What the checker does."""
@@ -172,6 +176,10 @@ CHECK_ACTION_PROBE: CheckAction.ValueType  # 5
 """Compute the log probabilities of prompts, without generating. Inside an update or a pause only."""
 CHECK_ACTION_READ: CheckAction.ValueType  # 6
 """Return the values of the first rows of one tensor. For debugging; nothing is compared."""
+CHECK_ACTION_DECODE: CheckAction.ValueType  # 7
+"""Generate tokens greedily by decode steps, score the same tokens by prefill, and compare. Inside an update or a pause only. The stage
+is DIRTY if they disagree.
+"""
 Global___CheckAction: _TypeAlias = CheckAction  # noqa: Y015
 
 class _UpdateKind:
@@ -688,6 +696,7 @@ class UpdateOptions(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DECODE_CHECK_FIELD_NUMBER: _builtins.int
     pause: _common_pb2.PauseMode.ValueType
     """Pause taken before the first byte. UNSPECIFIED: none, refuse when requests are active."""
     abort_all_requests: _builtins.bool
@@ -710,6 +719,10 @@ class UpdateOptions(_message.Message):
     """Whether loaded adapters survive a base update."""
     digest: Global___DigestFunction.ValueType
     """Digest function of the verification. Only for updates that send tensors. Not for adapters."""
+    decode_check: _builtins.bool
+    """Whether every target compares decode with prefill before it serves. Unset: each target that can does so if the check costs less
+    than a tenth of the update (Capabilities.decode_check_time). True: refused if a target cannot. Not for adapters.
+    """
     @_builtins.property
     def probe(self) -> Global___Probe:
         """Log probabilities that the new weights must reproduce. Every target computes them before it serves, at every level of verify.
@@ -731,13 +744,19 @@ class UpdateOptions(_message.Message):
         adapters: Global___AdapterPolicy.ValueType = ...,
         probe: Global___Probe | None = ...,
         digest: Global___DigestFunction.ValueType = ...,
+        decode_check: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "flush_cache", b"flush_cache", "probe", b"probe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_check", b"_decode_check", "_flush_cache", b"_flush_cache", "decode_check", b"decode_check", "flush_cache", b"flush_cache", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "abort_all_requests", b"abort_all_requests", "adapters", b"adapters", "after", b"after", "digest", b"digest", "flush_cache", b"flush_cache", "pause", b"pause", "probe", b"probe", "quorum", b"quorum", "recapture_cuda_graph", b"recapture_cuda_graph", "selector", b"selector", "torch_empty_cache", b"torch_empty_cache", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_check", b"_decode_check", "_flush_cache", b"_flush_cache", "abort_all_requests", b"abort_all_requests", "adapters", b"adapters", "after", b"after", "decode_check", b"decode_check", "digest", b"digest", "flush_cache", b"flush_cache", "pause", b"pause", "probe", b"probe", "quorum", b"quorum", "recapture_cuda_graph", b"recapture_cuda_graph", "selector", b"selector", "torch_empty_cache", b"torch_empty_cache", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_check: _TypeAlias = _typing.Literal["decode_check"]  # noqa: Y015
+    _WhichOneofArgType__decode_check: _TypeAlias = _typing.Literal["_decode_check", b"_decode_check"]  # noqa: Y015
     _WhichOneofReturnType__flush_cache: _TypeAlias = _typing.Literal["flush_cache"]  # noqa: Y015
     _WhichOneofArgType__flush_cache: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_check) -> _WhichOneofReturnType__decode_check | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__flush_cache) -> _WhichOneofReturnType__flush_cache | None: ...
 
 Global___UpdateOptions: _TypeAlias = UpdateOptions  # noqa: Y015
@@ -1957,6 +1976,7 @@ class CheckReport(_message.Message):
     DIFFERENCE_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """The action that was carried out."""
     tensor_count: _builtins.int
@@ -2007,6 +2027,10 @@ class CheckReport(_message.Message):
     def values(self) -> Global___TensorValues:
         """READ: what this rank holds of the rows. Unset: it holds none of them."""
 
+    @_builtins.property
+    def decode(self) -> Global___DecodeReport:
+        """DECODE: the comparison, at the rank that has the log probabilities."""
+
     def __init__(
         self,
         *,
@@ -2025,14 +2049,49 @@ class CheckReport(_message.Message):
         difference: Global___TensorDifference | None = ...,
         probed: _abc.Iterable[Global___ProbePrompt] | None = ...,
         values: Global___TensorValues | None = ...,
+        decode: Global___DecodeReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "elapsed", b"elapsed", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "difference", b"difference", "elapsed", b"elapsed", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "decode", b"decode", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckReport: _TypeAlias = CheckReport  # noqa: Y015
+
+@_typing.final
+class DecodeReport(_message.Message):
+    """Comparison of decode with prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    TOLERANCE_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.int
+    """Sequences that were generated together."""
+    tokens: _builtins.int
+    """Tokens that decode steps generated, of all sequences."""
+    difference: _builtins.float
+    """Largest mean of a sequence's absolute differences of log probabilities, in nats."""
+    tolerance: _builtins.float
+    """Largest difference that passes. Derived from the difference that the engine measured at its start, with the checkpoint's weights."""
+    def __init__(
+        self,
+        *,
+        sequences: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        difference: _builtins.float = ...,
+        tolerance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "sequences", b"sequences", "tokens", b"tokens", "tolerance", b"tolerance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeReport: _TypeAlias = DecodeReport  # noqa: Y015
 
 @_typing.final
 class LoadAdapterRequest(_message.Message):

@@ -123,6 +123,11 @@ def _always_computed(results: Any, probe: Any) -> dict[str, Any]:
     return {}
 
 
+def _decode_always_right(results: Any) -> dict[str, Any]:
+    del results
+    return {}
+
+
 async def _published_first(self: Finish, run: Any, expected: Any) -> None:
     """The version is published as soon as it was written."""
     await self._publish(run, list(self._session.targets), expected.digest)
@@ -179,6 +184,7 @@ MUTANTS: dict[str, list[Patch]] = {
         (Stage, "_refuse_attach", _nothing),
         (SimJournal, "held", lambda self: self is not None),
     ],
+    "decode_check": [(verification_levels, "judge_decode", _decode_always_right)],
     "follower_link": [(Follower, "obeys", _obeys_anybody)],
     "journal_fencing": [(SimJournal, "held", lambda self: self is not None)],
     "grant_order": [

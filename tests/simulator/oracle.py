@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlctl.contract.errors import Reason
 from rlctl.ports import Delete, Put
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, WeightVersion
 from rlctl.v1.journal_pb2 import (
     UPDATE_PHASE_PUBLISHED,
     FleetRecord,
@@ -107,6 +107,7 @@ class Observer:
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
         self.tokens = 0
+        self._stale_decodes: set[tuple[str, int, str]] = set()
         self._made: dict[tuple[str, int], _Made] = {}
         self._applied: set[tuple[str, int, str]] = set()
         self._acknowledged: dict[tuple[str, str], dict[str, set[int]]] = {}
@@ -363,6 +364,11 @@ class Observer:
 
     # I2: at most once.
 
+    def decodes(self, slot: str, rank: int, version: WeightVersion, *, stale: bool) -> None:
+        """A rank has committed a version, and its decode steps compute with it or with earlier weights."""
+        key = (slot, rank, str(version))
+        (self._stale_decodes.add if stale else self._stale_decodes.discard)(key)
+
     def applied(self, node: Node, rank: int, verb: str, command_id: str) -> None:
         """A rank carried a command out."""
         key = (node.name, rank, command_id)
@@ -390,6 +396,9 @@ class Observer:
                 continue
             if result.outcome == OUTCOME_SKIPPED and self._slots[slot].may_skip(operation.verb):
                 continue
+            stale = {(slot, rank, str(result.weight_version)) for rank in range(self._slots[slot].ranks)}
+            if result.verification.decode and stale & self._stale_decodes:
+                self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, {slot} decodes with other weights")
             answers = {rank.coordinates.rank: rank.outcome for rank in result.rank_results}
             for rank in range(self._slots[slot].ranks):
                 if answers.get(rank) not in good:

@@ -1,18 +1,22 @@
-"""Log probabilities of fixed prompts: what a trainer compares with its own."""
+"""Log probabilities of fixed prompts, for a trainer's probe and for the decode check."""
 
 from __future__ import annotations
 
 import abc
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 
+from rlctl.contract import decode_check
+from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, Calibration
 from rlctl.contract.errors import Reason
 from rlctl.engine import Call
-from rlctl.v1.verbs_pb2 import ProbePrompt
+from rlctl.v1.verbs_pb2 import DecodeReport, ProbePrompt
 from rlctl_servers.requests.limits import Limits, check_ids
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import LEAVING_S
+from rlctl_servers.updates.reload_trial import Computed
 
 
 class Turn:
@@ -52,21 +56,57 @@ class Prober(abc.ABC):
 
         Raises PROMPT_TOO_LONG, FIELD_INVALID, MEMORY_RELEASED, ILLEGAL_STATE, ENGINE_FAILED, DEADLINE_EXCEEDED.
         """
-        async with self._turn.taken(call):
-            return await self._probe(prompts, call)
-
-    async def _probe(self, prompts: Sequence[ProbePrompt], call: Call) -> list[ProbePrompt]:
-        self.refuse()
         for index, prompt in enumerate(prompts):
             check_ids(prompt.token_ids, self._limits, f"prompts[{index}].token_ids")
-        if not self.stopped:
-            return await self._compute(prompts, call)
-        self._requests.hold()
-        await self.go_on(call)
-        try:
-            return await self._compute(prompts, call)
-        finally:
-            await self.stop_again(call)
+        async with self._computing(call):
+            return await asyncio.gather(*(self._one(list(prompt.token_ids), call) for prompt in prompts))
+
+    async def calibrate(self, dtype: str, call: Call) -> Calibration:
+        """Measure the difference and the time of a decode check, of weights in ``dtype``. Raises UNSUPPORTED where
+        decode cannot be compared with prefill, and as :meth:`probe`.
+        """
+        measured = [await self._measure(0, call)]
+        started = time.perf_counter()
+        measured.append(await self._measure(1, call))
+        return decode_check.calibration(measured, dtype, time.perf_counter() - started)
+
+    async def check_decode(self, calibration: Calibration, call: Call) -> DecodeReport:
+        """Compare decode with prefill. Raises DECODE_MISMATCH, and as :meth:`probe`."""
+        async with self._computing(call):
+            for attempt in range(ATTEMPTS):
+                report = await self._measure(attempt, call)
+                report.tolerance = calibration.tolerance
+                if not decode_check.differs(report):
+                    return report
+        raise decode_check.mismatch(report)
+
+    @contextlib.asynccontextmanager
+    async def _computing(self, call: Call) -> AsyncIterator[None]:
+        """Inside, the server computes."""
+        async with self._turn.taken(call):
+            self.refuse()
+            if not self.stopped:
+                yield
+                return
+            self._requests.hold()
+            await self.go_on(call)
+            try:
+                yield
+            finally:
+                await self.stop_again(call)
+
+    async def _measure(self, attempt: int, call: Call) -> DecodeReport:
+        longest = min(self._limits.longest_prompt, self._limits.context_length - 1)
+        prompts = decode_check.prompts(self._limits.vocab_size, longest, attempt)
+        generated = await asyncio.gather(
+            *(self.compute(prompt, count, call) for prompt, count in zip(prompts, OUTPUTS, strict=True))
+        )
+        sequences = [[*prompt, *made.tokens] for prompt, made in zip(prompts, generated, strict=True)]
+        scored = await asyncio.gather(*(self.compute(sequence, 1, call) for sequence in sequences))
+        # The first log probability is of the second token, and prefill computes the first output.
+        decoded = [made.logprobs[len(prompt) :] for prompt, made in zip(prompts, generated, strict=True)]
+        prefilled = [made.logprobs[len(prompt) : -1] for prompt, made in zip(prompts, scored, strict=True)]
+        return decode_check.compare(decoded, prefilled)
 
     @property
     @abc.abstractmethod
@@ -86,14 +126,11 @@ class Prober(abc.ABC):
         """Pause as before; requests that a pause ended are not ended again."""
 
     @abc.abstractmethod
-    async def logprobs(self, tokens: list[int], call: Call) -> list[float]:
-        """The log probability of every token but the first."""
-
-    async def _compute(self, prompts: Sequence[ProbePrompt], call: Call) -> list[ProbePrompt]:
-        return await asyncio.gather(*(self._one(list(prompt.token_ids), call) for prompt in prompts))
+    async def compute(self, tokens: Sequence[int], count: int, call: Call) -> Computed:
+        """So many greedy tokens after a prompt. No log probability comes from a cached prefix."""
 
     async def _one(self, tokens: list[int], call: Call) -> ProbePrompt:
-        found = await self.logprobs(tokens, call)
+        found = list((await self.compute(tokens, 1, call)).logprobs)[:-1]
         if len(found) != len(tokens) - 1:
             raise Reason.ANSWER_INVALID.error(
                 f"{self._product} gave {len(found)} log probabilities after the first of {len(tokens)} tokens"

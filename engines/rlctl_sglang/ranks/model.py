@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from rlctl_servers.ranks import sabotage
 from rlctl_servers.ranks.element_layout import Layout, Omitted, find_layout
 from rlctl_servers.ranks.host_memory import available_bytes
 from rlctl_servers.ranks.model import LoaderMap, MemoryMap, Places, RankModel, no_shadow
@@ -21,6 +22,11 @@ from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
 from rlctl.weights.tensor.tensors import TensorMeta
 
 log = logging.getLogger(__name__)
+
+
+def _decodes(_ids: object, _positions: object, forward_batch: Any, *_: object, **__: object) -> bool:
+    return bool(forward_batch.forward_mode.is_decode())
+
 
 _SELECTORS = {WEIGHT_SELECTOR_TARGET: "target", WEIGHT_SELECTOR_DRAFT: "draft"}
 
@@ -50,6 +56,7 @@ class SGLangModel(RankModel):
         self._why = "its layout was not looked for"
         self._loading: list[Any] = []
         self._loader = ""
+        sabotage.for_decode(self.module, _decodes)
 
     @property
     def module(self) -> torch.nn.Module:

@@ -41,9 +41,9 @@ class Prober(probe.Prober):
         mode = PAUSE_MODE_IN_PLACE if self._state.paused == PAUSE_MODE_IN_PLACE else PAUSE_MODE_RETRACT
         await self._control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
 
-    async def logprobs(self, tokens: list[int], call: Call) -> list[float]:
-        """The log probability of every token but the first."""
-        return list((await compute(self._control, call, tokens, 1)).logprobs)[:-1]
+    async def compute(self, tokens: Sequence[int], count: int, call: Call) -> Computed:
+        """See :func:`compute`."""
+        return await compute(self._control, call, tokens, count)
 
 
 async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:

@@ -60,9 +60,16 @@ class KVCache:
         self.table = torch.empty(0)
         self.allocate()
 
-    def alike(self, tokens: int) -> KVCache:
-        """Another one of the same layers, with room for a single sequence of so many tokens."""
-        return KVCache(self.layers, tokens=tokens, rows=1, longest=tokens, dtype=self._dtype, device=self._device)
+    def alike(self, tokens: int, sequences: int = 1) -> KVCache:
+        """Another one of the same layers, with room for sequences of so many tokens each."""
+        return KVCache(
+            self.layers,
+            tokens=tokens * sequences,
+            rows=sequences,
+            longest=tokens,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     @property
     def nbytes(self) -> int:

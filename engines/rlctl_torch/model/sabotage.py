@@ -6,16 +6,17 @@ Off unless the environment variable RLCTL_TORCH_SABOTAGE is set at the start of 
 - ``drop-tensor:NAME`` or ``drop-tensor:NAME@RANK``: that tensor is received and counted as written, but not put into
   place, by any rank or by this one;
 - ``wrong-rank``: the highest rank puts the slices of rank 0 into place;
-- ``swap:NAME,OTHER``: these two (an expert and its neighbour, say) are put into each other's place.
+- ``swap:NAME,OTHER``: these two (an expert and its neighbour, say) are put into each other's place;
+- ``stale-decode``: decode steps compute with a copy of one weight that was made at the start, prefill with the weight.
 
-This module is the only place that knows of it. It hands the update path a shard map that places wrongly; loading at
-the start, digests and everything else use the true one.
+This module is the only place that knows of it. It hands the update path a shard map that places wrongly, or hooks the
+forward pass; loading at the start, digests and everything else use the true one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -26,6 +27,7 @@ from rlctl.weights.shards.shard_map import Shard, ShardMap, Slice
 VARIABLE = "RLCTL_TORCH_SABOTAGE"
 _DROP = "drop-tensor:"
 _SWAP = "swap:"
+_STALE_DECODE = "stale-decode"
 
 
 class _Dropping(ShardMap):
@@ -61,7 +63,7 @@ def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
     Raises FIELD_INVALID for a value that is none, or names a tensor that the model does not have.
     """
     how = os.environ.get(VARIABLE, "")
-    if not how:
+    if how in ("", _STALE_DECODE):
         return shards
     if how == "stale":
         return _Dropping(shards, shards.shards.keys())
@@ -76,6 +78,23 @@ def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
         wrong = {name: _of_rank_0(shard) for name, shard in shards.shards.items()}
         return ShardMap(wrong, shards.together) if rank == size - 1 else shards
     raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
+
+
+def for_decode(module: torch.nn.Module) -> None:
+    """Let decode steps compute with a stale weight, where the environment asks for it."""
+    if os.environ.get(VARIABLE) != _STALE_DECODE:
+        return
+    weight = next(parameter for name, parameter in module.named_parameters() if name.endswith("down_proj.weight"))
+    others = weight.data.clone()
+
+    def exchange(_module: torch.nn.Module, _args: object, kwargs: Mapping[str, torch.Tensor], *_: object) -> None:
+        nonlocal others
+        tokens, outputs = kwargs["input_ids"].shape[1], len(kwargs["logits_to_keep"])
+        if tokens == outputs:  # every token is the next one of its sequence
+            weight.data, others = others, weight.data
+
+    module.register_forward_pre_hook(exchange, with_kwargs=True)
+    module.register_forward_hook(exchange, with_kwargs=True, always_call=True)
 
 
 def _of_rank_0(shard: Shard) -> Shard:

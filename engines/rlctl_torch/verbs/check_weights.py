@@ -14,6 +14,7 @@ from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
     CHECK_ACTION_COMPARE,
+    CHECK_ACTION_DECODE,
     CHECK_ACTION_PROBE,
     CHECK_ACTION_READ,
     CHECK_ACTION_RESET_TENSORS,
@@ -36,6 +37,7 @@ from rlctl_torch.model.shadow_copy import Shadow
 from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Council
+from rlctl_torch.verbs.decode_check import check_decode
 from rlctl_torch.verbs.probe import log_probabilities, refuse_prompts
 
 ACTIONS = (
@@ -45,7 +47,13 @@ ACTIONS = (
     CHECK_ACTION_COMPARE,
     CHECK_ACTION_PROBE,
     CHECK_ACTION_READ,
+    CHECK_ACTION_DECODE,
 )
+
+
+def actions(rank: Rank) -> list[CheckAction.ValueType]:
+    """Actions that the rank can carry out."""
+    return [action for action in ACTIONS if action != CHECK_ACTION_DECODE or rank.calibration is not None]
 
 
 class Check:
@@ -60,7 +68,7 @@ class Check:
         self._update_id = update_id
         self._deadline = deadline
         self._action = request.action or CHECK_ACTION_CHECKSUM
-        if self._action not in ACTIONS:
+        if self._action not in actions(rank):
             raise Reason.UNSUPPORTED.error(f"the torch engine has no checker action {self._action}", field="action")
         refuse_draft(request.selector, "selector")
 
@@ -84,6 +92,10 @@ class Check:
             )
         if self._action == CHECK_ACTION_PROBE:
             refuse_prompts(rank, self._request.prompts)
+        if self._action == CHECK_ACTION_DECODE and not rank.at_rest:
+            raise Reason.ILLEGAL_STATE.error(
+                "decode is compared with prefill while generation is paused", next_step="Pause first."
+            )
         if self._action == CHECK_ACTION_READ:
             rows_of(self._request, self._shard().meta)
         if self._request.shadow:
@@ -98,6 +110,8 @@ class Check:
         rank = self._rank
         if self._action == CHECK_ACTION_PROBE:
             return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
+        if self._action == CHECK_ACTION_DECODE:
+            return CheckReport(action=self._action, decode=check_decode(rank))
         if self._action == CHECK_ACTION_READ:
             return CheckReport(action=self._action, values=first_rows(self._request, self._shard()))
         if self._request.adapter:

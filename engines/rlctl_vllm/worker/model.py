@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from rlctl_servers.ranks import sabotage
 from rlctl_servers.ranks.model import RankModel, no_shadow
 from rlctl_servers.ranks.parameter_views import ParameterViews
 from rlctl_servers.ranks.shadow_copy import ShadowCopy
@@ -40,10 +41,15 @@ class VLLMModel(RankModel):
         self.device = torch.device(worker.device)
         repack_on_reload(self._module, self.device)
         self._confirmed = False
+        sabotage.for_decode(self._module, self._decodes)
 
     @property
     def _module(self) -> Any:
         return self._worker.model_runner.get_model()
+
+    def _decodes(self, *_: Any, positions: torch.Tensor, **__: Any) -> bool:
+        """Whether every token of a forward pass is the next one of its request."""
+        return int(self._worker.model_runner.input_batch.num_reqs) == positions.shape[-1]
 
     def prepare_load(self, load: Load) -> None:  # noqa: ARG002 - a hook's signature
         """Make the loaders take tensors of the checkpoint's format."""

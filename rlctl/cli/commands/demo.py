@@ -38,7 +38,7 @@ import click
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG of reward and pauses.")
 @click.option(
     "--sabotage",
-    type=click.Choice(["skip-sync", "stale-engine", "drop-tensor", "wrong-rank"]),
+    type=click.Choice(["skip-sync", "stale-engine", "drop-tensor", "wrong-rank", "stale-decode"]),
     help="Break one thing on purpose; the demo must notice and fail.",
 )
 def demo(
@@ -62,7 +62,7 @@ def demo(
         raise click.BadParameter(f"{plot} cannot be written", param_hint="--plot")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.BadParameter("matplotlib is not installed: pip install 'rlctl[demo]'", param_hint="--plot")
-    if engine != "torch" and sabotage not in (None, "skip-sync"):
+    if engine != "torch" and sabotage not in (None, "skip-sync", "stale-decode"):
         raise click.BadParameter(f"{sabotage} breaks the torch engine only", param_hint="--sabotage")
     if engine == "vllm" and tp not in (None, 1):
         raise click.BadParameter("of vLLM the demo starts servers of one rank only", param_hint="--tp")

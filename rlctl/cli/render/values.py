@@ -61,10 +61,13 @@ def adapters(values: Iterable[Adapter]) -> str:
 
 
 def verification(value: Verification) -> str:
-    """The level of each kind: EXPECTED,PROBE; NONE for none of either; "" for weights that come from no update."""
+    """The level of each kind: EXPECTED,PROBE,DECODE; NONE for none; "" for weights that come from no update."""
     none = VERIFICATION_LEVEL_NONE
     levels = [level for level in (value.held, value.computed) if level > none] or [max(value.held, value.computed)]
-    return joined(name_of(VerificationLevel.DESCRIPTOR, level) for level in levels if level)
+    if value.decode:
+        levels = [level for level in levels if level > none]
+    names = [name_of(VerificationLevel.DESCRIPTOR, level) for level in levels if level]
+    return joined([*names, *(["DECODE"] if value.decode else [])])
 
 
 def error(detail: ErrorDetail) -> str:

@@ -19,7 +19,7 @@ from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.transaction import Session
-from rlctl.coordinator.transaction.verification import probe, verify
+from rlctl.coordinator.transaction.verification import compute, verify
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.ports import Clock, Put
 from rlctl.v1 import common_pb2
@@ -75,6 +75,7 @@ class Finish:
         self._clock = clock
         self._paused_s = 0.0
         self._fingerprints = b""
+        self._decode: frozenset[str] = frozenset()  # slots of which decode was compared with prefill
 
     async def commit(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit, resume, batch by batch. Raises when the version was not published.
@@ -299,8 +300,9 @@ class Finish:
         if session.staged:
             wrong = verification_levels.judge_evidence(answers, levels, probed=options.HasField("probe"))
             session.timeline.fail(wrong, levels)
-            wrong |= await probe(session, good)
-            good = await self._without(run, good, wrong)
+            values = await compute(session, good)
+            self._decode |= values.decode
+            good = await self._without(run, good, wrong | values.wrong)
         else:
             good, digest = await self._verify(run, good, answers, levels, expected)
         self._certify(run, good, levels)
@@ -373,6 +375,7 @@ class Finish:
         self, run: Run, slots: list[Slot], committed: Sequence[StageResult], levels: Levels, expected: Expected
     ) -> tuple[list[Slot], str]:
         verdict = await verify(self._session, slots, committed, levels, expected)
+        self._decode |= verdict.decode
         good = await self._without(run, slots, verdict.wrong)
         for result in run.operation.stage_results:
             if result.slot in verdict.checks:
@@ -394,7 +397,8 @@ class Finish:
 
     def _certify_one(self, result: StageResult, level: Level) -> None:
         probed = self._session.record.request.options.HasField("probe")
-        result.verification.CopyFrom(verification_levels.certificate(level, probed=probed))
+        decode = result.slot in self._decode
+        result.verification.CopyFrom(verification_levels.certificate(level, probed=probed, decode=decode))
         result.verified = max(result.verification.held, result.verification.computed)
         if level == VERIFICATION_LEVEL_EXPECTED:
             result.evidence = EVIDENCE_VERIFIED

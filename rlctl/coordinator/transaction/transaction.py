@@ -127,6 +127,7 @@ class Session:
         self._fanout = fanout
         self._journal = journal
         self._clock = clock
+        self._opened_at = clock.now()
         self._steps = 0
         self.timeline = UpdateTimeline(clock)
         self.resume: set[str] = set()
@@ -148,6 +149,11 @@ class Session:
     def update_id(self) -> str:
         """Which update."""
         return self.record.plan.update_id
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since it was opened."""
+        return self._clock.now() - self._opened_at
 
     @property
     def full(self) -> bool:

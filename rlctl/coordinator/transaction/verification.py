@@ -16,6 +16,7 @@ from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_DECODE,
     VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
@@ -23,6 +24,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_DECODE,
     CHECK_ACTION_PROBE,
     DIGEST_FUNCTION_KEYED,
     DIGEST_FUNCTION_SHA256,
@@ -39,11 +41,29 @@ class Verdict:
         checks: answers of those whose tensors were compared one by one, by slot: what each rank holds of the first
             that differs.
         digest: model digest that all others have, hex; "" when none or several were found.
+        decode: targets whose decode was compared with prefill.
     """
 
     wrong: dict[str, RlctlError]
     checks: dict[str, StageResult]
     digest: str
+    decode: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What targets computed of the update's probe and in the decode check.
+
+    Attributes:
+        wrong: why, for each target that failed, by slot.
+        decode: targets whose decode was compared with prefill.
+    """
+
+    wrong: dict[str, RlctlError]
+    decode: frozenset[str]
+
+
+NOTHING_COMPUTED = Computed({}, frozenset())
 
 
 async def verify(
@@ -73,23 +93,28 @@ async def verify(
     took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
     wrong |= verification_levels.judge_received([result for result in completed if result.slot in took], expected)
     session.timeline.fail(wrong, levels)
-    if not session.staged:
-        wrong |= await probe(session, slots)
+    values = NOTHING_COMPUTED if session.staged else await compute(session, slots)
+    wrong |= values.wrong
     found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
-    return Verdict(wrong, checks, found.pop() if len(found) == 1 else "")
+    return Verdict(wrong, checks, found.pop() if len(found) == 1 else "", values.decode)
 
 
-async def probe(session: Session, slots: Sequence[Slot]) -> dict[str, RlctlError]:
-    """What is wrong with what targets compute of the update's probe, if it has one, by slot. Only what is served
-    computes: of a staged update it is asked after the swap.
-    """
+async def compute(session: Session, slots: Sequence[Slot]) -> Computed:
+    """Let targets compute with the weights that serve. Of a staged update that is after the swap."""
     options = session.record.request.options
-    if not options.HasField("probe"):
-        return {}
-    check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
-    wrong = verification_levels.judge_probe(await session.step(check, slots), options.probe)
-    session.timeline.fail(wrong, VERIFICATION_LEVEL_PROBE)
-    return wrong
+    wrong: dict[str, RlctlError] = {}
+    if options.HasField("probe"):
+        check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
+        wrong |= verification_levels.judge_probe(await session.step(check, slots), options.probe)
+        session.timeline.fail(wrong, VERIFICATION_LEVEL_PROBE)
+    elapsed_s = session.elapsed_s
+    due = [slot for slot in slots if verification_levels.decode_check_due(options, slot, elapsed_s)]
+    if due:
+        check = CheckWeightsRequest(action=CHECK_ACTION_DECODE)
+        differing = verification_levels.judge_decode(await session.step(check, due))
+        session.timeline.fail(differing, VERIFICATION_LEVEL_DECODE)
+        wrong |= differing
+    return Computed(wrong, frozenset(slot.name for slot in due))
 
 
 async def _compared(

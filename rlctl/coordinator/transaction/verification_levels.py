@@ -1,7 +1,8 @@
 """Judges the evidence for an update: the weights at its targets, and the values computed with them. Pure.
 
-Evidence is of two kinds. A level of the bytes that ranks hold is chosen for each target. The probe is the evidence of
-the values that an engine computes. A probe that is passed is computed by every target, at every level of the bytes.
+Evidence is of two kinds. A level of the bytes that ranks hold is chosen for each target. The probe and the decode check
+are the evidence of the values that an engine computes. A probe that is passed is computed by every target, at every
+level of the bytes. Each target makes the decode check that the update asks for, or that costs it little.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rlctl.contract.digests import comparable, key_of
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.durations import seconds
+from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
@@ -33,7 +35,7 @@ from rlctl.v1.common_pb2 import (
     VerificationLevel,
 )
 from rlctl.v1.results_pb2 import StageResult
-from rlctl.v1.verbs_pb2 import Probe, TensorDifference, UpdateOptions
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_DECODE, Probe, TensorDifference, UpdateOptions
 
 Level: TypeAlias = VerificationLevel.ValueType
 
@@ -41,6 +43,9 @@ _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
 _OF_BYTES = (VERIFICATION_LEVEL_NONE, VERIFICATION_LEVEL_RECEIVED, *reversed(_BY_DIGEST))
 """Levels of the bytes that ranks hold, weakest first."""
+
+_DECODE_CHECK_SHARE = 0.1
+"""Largest share of an update that a decode check takes without being asked for."""
 
 
 @dataclass(frozen=True)
@@ -111,20 +116,42 @@ def _with(key: bytes) -> str:
 
 
 def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
-    """Raise VERIFICATION_UNREACHABLE when a probe was passed that a target cannot compute."""
-    if not options.HasField("probe"):
-        return
-    if VERIFICATION_LEVEL_PROBE not in slot.capabilities.verification:
-        why = "its engine has no code for it"
-    elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
-        why = "its KV cache is released, so it can compute nothing"
-    else:
-        return
-    raise Reason.VERIFICATION_UNREACHABLE.error(
-        f"{slot.name} cannot compute the probe: {why}",
-        field="options.probe",
-        next_step="Leave the probe out, or update without this stage.",
-    )
+    """Raise VERIFICATION_UNREACHABLE for a probe or a decode check that a target cannot compute."""
+    capabilities = slot.capabilities
+    probes, checks = VERIFICATION_LEVEL_PROBE in capabilities.verification, checks_decode(slot)
+    for wanted, able, field, what in (
+        (options.HasField("probe"), probes, "probe", "the probe"),
+        (options.decode_check, checks, "decode_check", "the decode check"),
+    ):
+        if not wanted or (able and not _without_cache(slot)):
+            continue
+        why = "its KV cache is released, so it can compute nothing" if able else "its engine has no code for it"
+        raise Reason.VERIFICATION_UNREACHABLE.error(
+            f"{slot.name} cannot compute {what}: {capabilities.unsupported.get(field) or why}",
+            field=f"options.{field}",
+            next_step=f"Leave {what} out, or update without this stage.",
+        )
+
+
+def checks_decode(slot: Slot) -> bool:
+    """Whether a stage can compare decode with prefill."""
+    return CHECK_ACTION_DECODE in slot.capabilities.check_actions
+
+
+def decode_check_due(options: UpdateOptions, slot: Slot, elapsed_s: float) -> bool:
+    """Whether a target makes the decode check of an update that has taken so long: where the update does not say, if
+    the check costs less than a tenth of the update.
+    """
+    if options.HasField("decode_check"):
+        return options.decode_check
+    if not checks_decode(slot) or _without_cache(slot):
+        return False
+    cost_s = seconds(slot.capabilities.decode_check_time)
+    return cost_s < _DECODE_CHECK_SHARE * (elapsed_s + cost_s)
+
+
+def _without_cache(slot: Slot) -> bool:
+    return slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released
 
 
 def refuse_unreachable(
@@ -329,16 +356,38 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
     return None
 
 
-def certificate(level: Level, *, probed: bool) -> Verification:
-    """The record of a target that was verified at this level of the bytes, and whether it computed a probe."""
-    return Verification(held=level, computed=VERIFICATION_LEVEL_PROBE if probed else VERIFICATION_LEVEL_NONE)
+def judge_decode(results: Sequence[StageResult]) -> dict[str, RlctlError]:
+    """What is wrong with targets, given their answers to the decode check, by slot."""
+    wrong = {}
+    for result in results:
+        if result.outcome == OUTCOME_APPLIED and any(rank.check.HasField("decode") for rank in result.rank_results):
+            continue
+        found = from_detail(result.error)
+        if found.reason is not Reason.DECODE_MISMATCH:
+            why = result.error.message or "it says nothing of it"
+            found = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {why}")
+        found.outcome = max(result.outcome, OUTCOME_DIRTY)
+        wrong[result.slot] = found
+    return wrong
+
+
+def certificate(level: Level, *, probed: bool, decode: bool) -> Verification:
+    """The record of a target that was verified at this level of the bytes, and whether it computed a probe and passed
+    the decode check.
+    """
+    computed = VERIFICATION_LEVEL_PROBE if probed else VERIFICATION_LEVEL_NONE
+    return Verification(held=level, computed=computed, decode=decode)
 
 
 def weakest(records: Sequence[Verification]) -> Verification:
     """The evidence, of each kind, that all of these records have; empty for none."""
     if not records:
         return Verification()
-    return Verification(held=min(each.held for each in records), computed=min(each.computed for each in records))
+    return Verification(
+        held=min(each.held for each in records),
+        computed=min(each.computed for each in records),
+        decode=all(each.decode for each in records),
+    )
 
 
 def named(error: RlctlError, result: StageResult) -> RlctlError:

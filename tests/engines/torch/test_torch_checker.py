@@ -13,6 +13,7 @@ from torch_source import digest_of, load, prepare, tensors_of
 from torch_stage import Stage, merge, until
 from transformers import AutoModelForCausalLM
 
+from rlctl.contract.decode_check import FLOORS, OUTPUTS
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import fingerprints
 from rlctl.demo import tiny
@@ -21,6 +22,7 @@ from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED, PAUSE_MODE
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
     CHECK_ACTION_COMPARE,
+    CHECK_ACTION_DECODE,
     CHECK_ACTION_PROBE,
     CHECK_ACTION_READ,
     CHECK_ACTION_RESET_TENSORS,
@@ -353,6 +355,22 @@ async def test_log_probabilities_of_prompts_are_those_of_the_model(stage: Stage)
     parts += [part async for part in stream]
     # What was frozen goes on as if nothing had happened.
     assert list(merge(parts).samples[0].output_ids) == await stage.tokens([1, 2, 3], 40)
+
+
+async def test_decode_and_prefill_compute_with_the_same_weights(stage: Stage, checkpoints) -> None:
+    check_decode = CheckWeightsRequest(action=CHECK_ACTION_DECODE)
+    with pytest.raises(RlctlError) as caught:
+        await stage(check_decode)
+    assert caught.value.reason is Reason.ILLEGAL_STATE, "steps go on"
+    stream = stage.stream([1, 2, 3], max_new_tokens=40, ignore_eos=True, temperature=0)
+    parts = [await anext(stream)]
+    await stage(PauseGenerationRequest(mode=PAUSE_MODE_IN_PLACE))
+    for report in await stage(check_decode):
+        assert (report.decode.sequences, report.decode.tokens) == (len(OUTPUTS), sum(OUTPUTS) - len(OUTPUTS))
+        assert report.decode.difference < report.decode.tolerance == FLOORS["float32"]
+    await stage(ContinueGenerationRequest())
+    parts += [part async for part in stream]
+    assert list(merge(parts).samples[0].output_ids) == await stage.tokens([1, 2, 3], 40), "what was frozen goes on"
 
 
 async def test_tensors_that_differ_are_named_with_the_part_of_each_rank(stage: Stage) -> None:

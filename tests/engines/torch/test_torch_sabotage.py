@@ -8,9 +8,19 @@ import pytest
 from rlctl_torch.model.sabotage import VARIABLE, for_updates
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Follower, Stage
+from transformers import AutoModelForCausalLM
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.v1.verbs_pb2 import CheckWeightsRequest, CommitUpdateRequest
+from rlctl.trainer.probe import Probe
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY
+from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_DECODE,
+    CHECK_ACTION_PROBE,
+    CheckWeightsRequest,
+    CommitUpdateRequest,
+    PauseGenerationRequest,
+    ProbePrompt,
+)
 from rlctl.weights.tensor.digest import tensor_digest
 
 WRONG: dict[str, Callable[[Iterable[str]], set[str]]] = {
@@ -58,6 +68,35 @@ async def test_a_wrong_update_is_acknowledged_but_shows_in_the_digest(
         assert wrong == WRONG[way](held)
     finally:
         await stage.stop()
+
+
+async def test_decode_with_a_stale_weight_shows_in_the_decode_check_only(
+    checkpoints, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = checkpoints(seed=1)
+    monkeypatch.setenv(VARIABLE, "stale-decode")
+    follower.ask("set_environment", VARIABLE, "stale-decode")[1].result()
+    stage = Stage(checkpoints(), follower)
+    try:
+        await stage.start()
+        await stage(PauseGenerationRequest())
+        await stage(CheckWeightsRequest(action=CHECK_ACTION_DECODE))  # the copy is still the weight
+        await load(stage, new)
+        (digest,) = {report.model_digest for report in await stage(CheckWeightsRequest())}
+        assert digest == digest_of(new), "the bytes are right"
+        prompts = [[1, 2, 3, 4, 5]]
+        probe = CheckWeightsRequest(
+            action=CHECK_ACTION_PROBE, prompts=[ProbePrompt(token_ids=prompt) for prompt in prompts]
+        )
+        expected = Probe.of(AutoModelForCausalLM.from_pretrained(new), prompts)
+        computed = (await stage(probe))[0].probed
+        assert list(computed[0].logprobs) == pytest.approx(expected.logprobs[0], abs=1e-4), "prefill is right"
+        with pytest.raises(RlctlError, match="decode and prefill differ by") as caught:
+            await stage(CheckWeightsRequest(action=CHECK_ACTION_DECODE))
+        assert (caught.value.reason, caught.value.outcome) == (Reason.DECODE_MISMATCH, OUTCOME_DIRTY)
+    finally:
+        await stage.stop()
+        follower.ask("set_environment", VARIABLE, None)[1].result()
 
 
 def test_nothing_is_touched_unless_asked_and_nonsense_is_refused(

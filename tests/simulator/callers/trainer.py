@@ -101,6 +101,9 @@ class Trainer(Caller):
                 prompts = [verbs_pb2.ProbePrompt(token_ids=[1, 2, 3]), verbs_pb2.ProbePrompt(token_ids=[4, 5])]
                 options.probe.prompts.extend(probed(expected, prompts))
                 options.probe.tolerance = 1e-6
+        if begin.kind != verbs_pb2.UPDATE_KIND_ADAPTER and self.sim.world.chance(f"decode of {tag}").random() < 0.2:
+            slots = [self.sim.slots[slot] for slot in self.fleet.models[self.model]]
+            options.decode_check = all(slot.compares_decode for slot in slots)
         return begin
 
     def _able(self) -> bool:

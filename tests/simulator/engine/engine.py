@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
+from rlctl.contract import decode_check
+from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import differing
 from rlctl.engine import Call, Engine, EngineInfo
@@ -42,6 +44,12 @@ from tests.simulator.ports.virtual_time import Node
 
 ADAPTER_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
 """Pause modes for one adapter of an engine that cannot hold single requests back."""
+
+STALE_DECODE = 0.03
+"""Chance that decode steps of a rank compute with earlier weights after a commit."""
+
+DECODE_CHECK_S = 0.3
+"""The time that engines say a decode check takes: long updates make it without being asked."""
 
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
@@ -103,6 +111,7 @@ class SimEngine(Engine):
         self._entries: set[tuple[str, ...]] = set()
         """What entries of the KV cache were computed with."""
         self._version = WeightVersion()
+        self._stale_decode = False
         self._intake = Intake(machine.sim, machine.slot, self.node, self.holding)
 
     def setup(self) -> dict[str, str]:
@@ -147,6 +156,8 @@ class SimEngine(Engine):
             answers_for_ranks=slot.speaker,
             memory_tags=[] if modest else sorted(TAGS),
             cache_tiers=["kv"],
+            check_actions=[verbs.CHECK_ACTION_DECODE] if slot.compares_decode else [],
+            decode_check_time=duration(DECODE_CHECK_S),
             keyed_digests=slot.computes_keyed_digests,
             staged_apply=not modest,
             keeps_weights=not modest,
@@ -417,7 +428,11 @@ class SimEngine(Engine):
         await self._begin("CommitUpdate", call)
         if self.holding.shadow is not None and self.holding.adapter is None:
             self._refuse_active()
+        of_base = self.holding.adapter is None
         tensors = self.holding.commit(request)
+        if of_base:
+            self._stale_decode = self._sim.world.chance(f"decode after {call.command_id}").random() < STALE_DECODE
+            self._sim.observer.decodes(self.slot.name, self.rank, request.version, stale=self._stale_decode)
         self._let_go_on()
         return self.holding.report(tensors)
 
@@ -513,6 +528,8 @@ class SimEngine(Engine):
         if request.action == verbs.CHECK_ACTION_PROBE:
             computed = probed(self.holding.weights, request.prompts)
             return verbs.CheckReport(action=request.action, probed=computed if self.rank == 0 else ())
+        if request.action == verbs.CHECK_ACTION_DECODE:
+            return self._decode_report()
         if not self.slot.digests or request.action == verbs.CHECK_ACTION_READ:
             raise Reason.UNSUPPORTED.error("this engine cannot digest or read its weights", field="action")
         key = request.digest_key if self.slot.computes_keyed_digests else b""
@@ -535,6 +552,14 @@ class SimEngine(Engine):
                 verbs.TensorDifference(count=len(names), first=names[0], part=part, tensors=len(mine))
             )
         return report
+
+    def _decode_report(self) -> verbs.CheckReport:
+        """All ranks of an engine compute together, so each sees the decode of all."""
+        stale = any(engine._stale_decode for engine in self.machine.engines)
+        report = verbs.DecodeReport(sequences=1, tokens=1, difference=float(stale), tolerance=0.5)
+        if decode_check.differs(report):
+            raise decode_check.mismatch(report)
+        return verbs.CheckReport(action=verbs.CHECK_ACTION_DECODE, decode=report)
 
     def _disk(self, path: str) -> Tensors:
         if path not in self._sim.disks:

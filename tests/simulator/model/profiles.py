@@ -70,6 +70,11 @@ class SimSlot:
         return VERIFICATION_LEVEL_PROBE in LEVELS[self.kind]
 
     @property
+    def compares_decode(self) -> bool:
+        """Whether its engines compare decode with prefill."""
+        return self.probes and zlib.crc32(f"decode of {self.name}".encode()) % 4 > 0
+
+    @property
     def computes_keyed_digests(self) -> bool:
         """Whether its engines compute keyed digests. Others are older, and answer by SHA-256."""
         return zlib.crc32(self.name.encode()) % 6 > 0

@@ -1,0 +1,47 @@
+"""A negative control of the decode check, off unless RLCTL_SERVER_SABOTAGE is set at the start of a server.
+
+``stale-decode``: decode steps compute with a copy of the embedding that was made at the start, prefill with the
+embedding. The bytes that updates write are right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlctl.contract.errors import Reason
+
+VARIABLE = "RLCTL_SERVER_SABOTAGE"
+
+
+def for_decode(model: torch.nn.Module, decodes: Callable[..., bool]) -> None:
+    """Let decode steps compute with a stale weight, where the environment asks for it.
+
+    ``decodes`` says, by the arguments of a forward pass, whether it is a decode step. Raises FIELD_INVALID for a value
+    that is no negative control.
+    """
+    how = os.environ.get(VARIABLE, "")
+    if not how:
+        return
+    if how != "stale-decode":
+        raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
+    weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("embed_tokens.weight"))
+    other, forward = weight.data.clone(), model.forward
+
+    def exchange() -> None:
+        nonlocal other
+        weight.data, other = other, weight.data
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        if not decodes(*args, **kwargs):
+            return forward(*args, **kwargs)
+        exchange()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            exchange()
+
+    model.forward = stale

@@ -1,0 +1,104 @@
+"""The decode check, computed beside the KV cache while no step is; see :mod:`rlctl.contract.decode_check`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from rlctl.contract import decode_check
+from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, Calibration
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import DecodeReport
+from rlctl.weights.tensor.tensors import dtype_name
+from rlctl_torch.generation.forward_pass import run
+from rlctl_torch.rank import Rank
+from rlctl_torch.steps.step_plan import Batch
+
+log = logging.getLogger(__name__)
+
+
+def calibrate(rank: Rank) -> Calibration | None:
+    """Measure the difference and the time of a check, all ranks together; None where decode cannot be compared."""
+    try:
+        measured = [_measure(rank, 0)]
+        started = time.perf_counter()
+        measured.append(_measure(rank, 1))
+        return decode_check.calibration(measured, dtype_name(rank.model.dtype), time.perf_counter() - started)
+    except RlctlError as error:
+        if error.reason is not Reason.UNSUPPORTED:
+            raise
+        log.warning("no decode checks: %s", error.message)
+        return None
+
+
+def check_decode(rank: Rank) -> DecodeReport:
+    """Compare decode with prefill, all ranks together and with the same result. Raises DECODE_MISMATCH."""
+    assert rank.calibration is not None
+    for attempt in range(ATTEMPTS):
+        report = _measure(rank, attempt)
+        report.tolerance = rank.calibration.tolerance
+        if not decode_check.differs(report):
+            break
+    else:
+        raise decode_check.mismatch(report)
+    return report
+
+
+@torch.inference_mode()
+def _measure(rank: Rank, attempt: int) -> DecodeReport:
+    prompts = decode_check.prompts(rank.model.vocab_size, rank.longest, attempt)
+    outputs, decoded = _decode(rank, prompts)
+    sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, outputs, strict=True)]
+    by_decode = [len(tokens) - 1 for tokens in outputs]
+    logprobs = _Sequences(rank, len(sequences), max(map(len, sequences))).logprobs(sequences, by_decode)
+    prefilled = [
+        [float(row[token]) for row, token in zip(rows, tokens[1:], strict=True)]
+        for rows, tokens in zip(torch.split(logprobs, by_decode), outputs, strict=True)
+    ]
+    return decode_check.compare(decoded, prefilled)
+
+
+def _decode(rank: Rank, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens after each prompt, and the log probabilities of those that decode steps generated."""
+    sequences = _Sequences(rank, len(prompts), len(prompts[0]) + max(OUTPUTS))
+    outputs = [[int(row.argmax())] for row in sequences.logprobs(prompts, [1] * len(prompts))]
+    decoded: list[list[float]] = [[] for _ in prompts]
+    while running := [row for row, tokens in enumerate(outputs) if len(tokens) < OUTPUTS[row]]:
+        logprobs = sequences.logprobs([outputs[row][-1:] for row in running], [1] * len(running), running)
+        for row, mine in zip(running, logprobs, strict=True):
+            outputs[row].append(int(mine.argmax()))
+            decoded[row].append(float(mine[outputs[row][-1]]))
+    return outputs, decoded
+
+
+class _Sequences:
+    """Sequences with KV entries of their own, each of at most ``longest`` tokens."""
+
+    def __init__(self, rank: Rank, count: int, longest: int) -> None:
+        self._rank = rank
+        self._cache = rank.cache.alike(longest, count)
+        self._slots = [range(1 + row * longest, 1 + (row + 1) * longest) for row in range(count)]
+        self._lengths = [0] * count
+
+    def logprobs(
+        self, tokens: Sequence[Sequence[int]], last: Sequence[int], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Compute the next tokens of these sequences (None: of all) in one pass.
+
+        Returns the log probabilities ``[sum(last), vocabulary]``, float32, after the ``last`` tokens of each.
+        """
+        rows = range(len(tokens)) if rows is None else rows
+        batch = Batch(list(rows), [], [], [], [], [])
+        for row, mine, wanted in zip(rows, tokens, last, strict=True):
+            start = self._lengths[row]
+            self._lengths[row] += len(mine)
+            batch.starts.append(start)
+            batch.lengths.append(len(mine))
+            batch.tokens.extend(mine)
+            batch.slots.extend(self._slots[row][start : start + len(mine)])
+            batch.outputs.extend(range(len(batch.tokens) - wanted, len(batch.tokens)))
+        logits = run(self._rank.model, self._cache, self._rank.adapters, batch, all_logits=True)
+        return torch.log_softmax(logits.float(), dim=-1)

@@ -1,0 +1,110 @@
+"""The decode check: decode and prefill give the same tokens the same log probabilities. Pure.
+
+A digest verifies the bytes that ranks hold. A decode step may still compute with other values: a captured CUDA graph
+that reads memory of earlier weights, a derived tensor that a load does not renew, a kernel layout that is only right in
+one of the two passes. The engine generates tokens greedily by decode steps, of several batch sizes, and scores the same
+tokens by prefill with KV entries that the prefill itself computes. Both passes read the same weights, so the log
+probabilities differ by rounding only.
+
+The rounding depends on the model, the dtype and the kernels. The engine measures it at its start, with the weights of
+its checkpoint, and allows :data:`MARGIN` times as much afterwards. A difference below that passes. Weights that differ
+from the served ones by less than rounding are therefore not detected at once; their difference grows with each update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY
+from rlctl.v1.verbs_pb2 import DecodeReport
+
+OUTPUTS = (3, 3, 3, 3, 5, 5, 7, 11)
+"""Tokens to generate, by sequence. Prefill computes the first. Sequences that start together decode in batches of 8, 8,
+4, 4, 2, 2 and then 1.
+"""
+
+PROMPT_TOKENS = 16
+
+ATTEMPTS = 2
+"""A difference must be found with the prompts of so many attempts. Stale weights differ with every prompt."""
+
+MARGIN = 4.0
+
+FLOORS = {"float32": 1e-4, "float64": 1e-4}
+"""Least tolerance by the dtype that the engine computes in, in nats."""
+
+FLOOR = 0.02
+"""Least tolerance of other dtypes, in nats: a logit of 8 has 2**-5 between neighbours in bfloat16."""
+
+
+MOST_AT_START = 0.5
+"""A larger difference at the start, in nats, is no rounding: this engine's log probabilities cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The measurement at the engine's start.
+
+    Attributes:
+        tolerance: largest difference that passes, in nats.
+        seconds: time of one check.
+    """
+
+    tolerance: float
+    seconds: float
+
+
+def calibration(measured: Sequence[DecodeReport], dtype: str, seconds: float) -> Calibration:
+    """The calibration by the checks of an engine that computes in ``dtype``. Raises UNSUPPORTED where the log
+    probabilities of decode and prefill cannot be compared.
+    """
+    noise = max(report.difference for report in measured)
+    if not noise <= MOST_AT_START:
+        raise Reason.UNSUPPORTED.error(
+            f"decode and prefill differ by {noise:.3g} nats with the weights that it started with"
+        )
+    return Calibration(max(MARGIN * noise, FLOORS.get(dtype.removeprefix("torch."), FLOOR)), seconds)
+
+
+def prompts(vocab_size: int, longest: int, attempt: int = 0) -> list[list[int]]:
+    """A prompt for each of :data:`OUTPUTS`, for sequences of at most ``longest`` tokens.
+
+    The token ids are spread over the lower half of the vocabulary: placeholders of pictures are in the upper half.
+    Raises UNSUPPORTED where no prompt fits beside the outputs.
+    """
+    length = min(PROMPT_TOKENS, longest - max(OUTPUTS))
+    if length < 1:
+        raise Reason.UNSUPPORTED.error(f"sequences of {longest} tokens are too short to compare decode with prefill")
+    half = max(vocab_size // 2, 1)
+    first = attempt * len(OUTPUTS)
+    return [
+        [((first + row) * 104729 + column * 7919 + 3) % half for column in range(length)] for row in range(len(OUTPUTS))
+    ]
+
+
+def compare(decoded: Sequence[Sequence[float]], prefilled: Sequence[Sequence[float]]) -> DecodeReport:
+    """Compare the log probabilities of the tokens that decode steps generated, by sequence, without a tolerance."""
+    means = []
+    for mine, theirs in zip(decoded, prefilled, strict=True):
+        gaps = [abs(one - other) for one, other in zip(mine, theirs, strict=True)]
+        means.append(sum(gaps) / len(gaps))
+    worst = max((math.inf if math.isnan(mean) else mean) for mean in means)
+    return DecodeReport(sequences=len(means), tokens=sum(map(len, decoded)), difference=worst)
+
+
+def differs(report: DecodeReport) -> bool:
+    """Whether decode and prefill disagree."""
+    return not report.difference <= report.tolerance
+
+
+def mismatch(report: DecodeReport) -> RlctlError:
+    """The error of an engine whose decode and prefill disagree."""
+    return Reason.DECODE_MISMATCH.error(
+        f"decode and prefill differ by {report.difference:.3g} nats, {report.tolerance:.3g} pass: decode computes with "
+        "other weights",
+        metadata={"difference": f"{report.difference:.6g}", "tolerance": f"{report.tolerance:.6g}"},
+        outcome=OUTCOME_DIRTY,
+    )
