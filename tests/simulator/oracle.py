@@ -107,7 +107,7 @@ class Observer:
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
         self.tokens = 0
-        self._stale_decodes: set[tuple[str, int, str]] = set()
+        self._stale_decodes: set[tuple[str, int, int]] = set()
         self._made: dict[tuple[str, int], _Made] = {}
         self._applied: set[tuple[str, int, str]] = set()
         self._acknowledged: dict[tuple[str, str], dict[str, set[int]]] = {}
@@ -366,7 +366,7 @@ class Observer:
 
     def decodes(self, slot: str, rank: int, version: WeightVersion, *, stale: bool) -> None:
         """A rank has committed a version, and its decode steps compute with it or with earlier weights."""
-        key = (slot, rank, str(version))
+        key = (slot, rank, version.sequence)
         (self._stale_decodes.add if stale else self._stale_decodes.discard)(key)
 
     def applied(self, node: Node, rank: int, verb: str, command_id: str) -> None:
@@ -382,6 +382,12 @@ class Observer:
 
     def answered(self, operation: Operation) -> None:
         """A client got an operation's outcome."""
+        for result in operation.stage_results:
+            stale = {
+                (result.slot, rank, result.weight_version.sequence) for rank in range(self._slots[result.slot].ranks)
+            }
+            if result.outcome == OUTCOME_APPLIED and result.verification.decode and stale & self._stale_decodes:
+                self.broken("I3", f"{operation.operation_id}: {result.slot} decodes with other weights")
         if operation.validate_only or operation.state != OPERATION_STATE_OK:
             return
         update = operation.verb in WEIGHT_UPDATES
@@ -396,9 +402,6 @@ class Observer:
                 continue
             if result.outcome == OUTCOME_SKIPPED and self._slots[slot].may_skip(operation.verb):
                 continue
-            stale = {(slot, rank, str(result.weight_version)) for rank in range(self._slots[slot].ranks)}
-            if result.verification.decode and stale & self._stale_decodes:
-                self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, {slot} decodes with other weights")
             answers = {rank.coordinates.rank: rank.outcome for rank in result.rank_results}
             for rank in range(self._slots[slot].ranks):
                 if answers.get(rank) not in good:
