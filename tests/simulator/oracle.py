@@ -382,12 +382,12 @@ class Observer:
 
     def answered(self, operation: Operation) -> None:
         """A client got an operation's outcome."""
-        for result in operation.stage_results:
-            stale = {
-                (result.slot, rank, result.weight_version.sequence) for rank in range(self._slots[result.slot].ranks)
-            }
-            if result.outcome == OUTCOME_APPLIED and result.verification.decode and stale & self._stale_decodes:
-                self.broken("I3", f"{operation.operation_id}: {result.slot} decodes with other weights")
+        for answer in operation.stage_results:
+            if answer.outcome != OUTCOME_APPLIED or not answer.verification.decode:
+                continue
+            ranks, version = range(self._slots[answer.slot].ranks), answer.weight_version
+            if any((answer.slot, rank, version.sequence) in self._stale_decodes for rank in ranks):
+                self.broken("I3", f"{operation.operation_id}: {answer.slot} decodes with other weights")
         if operation.validate_only or operation.state != OPERATION_STATE_OK:
             return
         update = operation.verb in WEIGHT_UPDATES

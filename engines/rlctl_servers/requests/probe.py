@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 from rlctl.contract import decode_check
 from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, Calibration
@@ -16,7 +17,19 @@ from rlctl.v1.verbs_pb2 import DecodeReport, ProbePrompt
 from rlctl_servers.requests.limits import Limits, check_ids
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import LEAVING_S
-from rlctl_servers.updates.reload_trial import Computed
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a server computed for a prompt.
+
+    Attributes:
+        tokens: greedy output.
+        logprobs: of every token of the prompt but the first, then of the output.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
 
 
 class Turn:

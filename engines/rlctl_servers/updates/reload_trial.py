@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl_servers.requests.limits import Limits
+from rlctl_servers.requests.probe import Computed
 from rlctl_servers.updates.version_labels import TRYING
 
 RUNS = 3
@@ -31,19 +32,6 @@ OUTPUT_TOKENS = 8
 
 INVENTED = "it was not started with its checkpoint's safetensors files, so no second load was compared with the first"
 """Why there is no trial of a server whose load format makes weights up, or reads other files."""
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a server computed for a prompt.
-
-    Attributes:
-        tokens: greedy output.
-        logprobs: of every token of the prompt but the first, then of the output.
-    """
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
 
 
 @dataclass(frozen=True)

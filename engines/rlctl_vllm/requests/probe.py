@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlctl_servers.requests import probe
+from rlctl_servers.requests.probe import Computed
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
-from rlctl_servers.updates.reload_trial import Computed
 
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT

@@ -94,11 +94,12 @@ def test_a_probe_is_refused_for_a_target_that_cannot_compute_it(target: Slot, ca
 
 
 def test_evidence_is_recorded_by_kind_and_the_weakest_counts_for_all() -> None:
-    both = verification_levels.certificate(EXPECTED, probed=True)
-    assert both == common.Verification(held=EXPECTED, computed=PROBE)
-    bytes_alone = verification_levels.certificate(RECEIVED, probed=False)
+    both = verification_levels.certificate(EXPECTED, probed=True, decode=True)
+    assert both == common.Verification(held=EXPECTED, computed=PROBE, decode=True)
+    bytes_alone = verification_levels.certificate(RECEIVED, probed=False, decode=False)
     assert bytes_alone == common.Verification(held=RECEIVED, computed=NONE)
     assert verification_levels.weakest([both, bytes_alone]) == bytes_alone
+    assert verification_levels.weakest([both, both]) == both
     assert verification_levels.weakest([]) == common.Verification()
 
 

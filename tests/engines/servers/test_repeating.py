@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 from rlctl_servers.requests.limits import Limits
-from rlctl_servers.updates.reload_trial import RUNS, Computed, differing, prompt, trial
+from rlctl_servers.requests.probe import Computed
+from rlctl_servers.updates.reload_trial import RUNS, differing, prompt, trial
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_UNKNOWN
