@@ -15,8 +15,8 @@ from rlctl.coordinator.transaction.transaction import Session
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
-    VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_DECODE,
+    VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,

@@ -96,3 +96,9 @@ async def test_the_check_is_refused_without_a_cache_and_not_made_unasked(
         operation = await update(fleet)
         assert operation.state == OPERATION_STATE_OK
         assert not operation.verification.decode
+
+
+async def test_decode_is_no_level_of_the_bytes(fleet: InProcessFleet) -> None:
+    error = await refusal(begin(fleet, options=v.UpdateOptions(verify=common.VERIFICATION_LEVEL_DECODE)))
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.verify")
+    assert "decode_check" in error.message
