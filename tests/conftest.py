@@ -103,6 +103,7 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
     async def make(
         *,
         token: str | None = None,
+        access_file: str = "",
         lease_s: float = 10.0,
         heal: bool = True,
         graces: Graces | None = None,
@@ -117,6 +118,7 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
         journal = tmp_path / "journal.db"
         given = {
             "token": token,
+            "access_file": access_file,
             "lease_s": lease_s,
             "heal": heal,
             "graces": graces,

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.transport import grpc
-from rlctl.transport.channel import LastingChannel, bearer
+from rlctl.transport.channel import Credentials, LastingChannel, bearer, stated
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.identity import Role
@@ -28,18 +28,24 @@ RETRY_S = (0.1, 0.2, 0.5, 1.0)
 class Connection:
     """Calls one coordinator, on one event loop. Once it is closed, everything raises CANCELLED."""
 
-    def __init__(self, address: str, token: str | None, tls: Tls | None = None) -> None:
+    def __init__(self, address: str, credentials: Credentials, tls: Tls | None = None, *, client: str = "sdk") -> None:
+        """``client``: name of the calling program, for the records of the coordinator."""
         self._loop = asyncio.get_running_loop()
         self.address = address
-        self.token = token
+        self.credentials = credentials
         self.tls = tls
+        self._stated = stated(client)
         self._channel = LastingChannel(address, tls, Role.COORDINATOR, CoordinatorServiceStub)
 
-    def on_behalf_of(self, token: str | None) -> Connection:
-        """The same connection with another's token. Not to be closed by itself."""
+    def on_behalf_of(self, credentials: Credentials) -> Connection:
+        """The same connection with another's credentials. Not to be closed by itself."""
         other = copy.copy(self)
-        other.token = token
+        other.credentials = credentials
         return other
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (*bearer(self.credentials), *self._stated)
 
     def check_loop(self) -> None:
         """Raise ILLEGAL_STATE on another event loop than its own: what comes would wake nobody there."""
@@ -73,9 +79,7 @@ class Connection:
         while True:
             remaining = deadline - asyncio.get_running_loop().time()
             try:
-                return await getattr(self._channel.stub, method)(
-                    request, timeout=remaining, metadata=bearer(self.token)
-                )
+                return await getattr(self._channel.stub, method)(request, timeout=remaining, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 failure = from_grpc(error)
                 if failure.reason is Reason.DEADLINE_EXCEEDED and failure.outcome == OUTCOME_UNKNOWN:
@@ -109,7 +113,7 @@ class Connection:
         self.check_loop()
         call: Any = None
         try:
-            call = getattr(self._channel.stub, method)(request, metadata=bearer(self.token))
+            call = getattr(self._channel.stub, method)(request, metadata=self._metadata)
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:

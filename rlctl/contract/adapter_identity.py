@@ -1,11 +1,20 @@
-"""When two adapters are the same one, and which engines can pause the requests of one."""
+"""When two adapters are the same one, which adapter a request names, and which engines can pause its requests."""
 
 from __future__ import annotations
+
+from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, PAUSE_MODE_ABORT, PauseMode
 from rlctl.v1.fleet_pb2 import Capabilities
-from rlctl.v1.verbs_pb2 import Adapter, PauseGenerationRequest
+from rlctl.v1.verbs_pb2 import Adapter, LoadAdapterRequest, PauseGenerationRequest, UnloadAdapterRequest
+
+
+def adapter_of(request: Message) -> str:
+    """The adapter that a request of a client names; "": none."""
+    if isinstance(request, LoadAdapterRequest | UnloadAdapterRequest):
+        return request.name
+    return str(getattr(request, "adapter", ""))
 
 
 def same(one: Adapter, other: Adapter) -> bool:

@@ -267,6 +267,11 @@ class Reason(enum.Enum):
         "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE.",
     )
     TOKEN_INVALID = (Unauthenticated, "The bearer token is not the server's.", "")
+    SCOPE_MISSING = (
+        Forbidden,
+        "The caller's scopes do not allow the call.",
+        "Use a token with the scope; an admin of the fleet makes one: `rlctl tokens new NAME --scope SCOPE`.",
+    )
     INSECURE_BIND = (
         InvalidRequest,
         "The address is reachable from other hosts and no token is set.",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from google.protobuf.message import Message
 
+from rlctl.contract.scopes import Scope
 from rlctl.v1 import common_pb2, verbs_pb2
 
 STATE_PREFIX = "STAGE_STATE_"
@@ -42,6 +43,7 @@ class Verb:
         files: it changes files beside the engine only; ranks that end differently leave nothing mixed.
         in_update: the coordinator sends it only as part of an open update.
         fleet: the coordinator offers it; false for the steps of the update protocol.
+        scopes: scopes of which a caller of the coordinator needs one. At stages and workers only the fleet calls it.
         implemented: its code exists; otherwise it answers UNIMPLEMENTED.
         cli: words of its command, "memory release"; "" for none.
         data: field of RankResult that carries its answer; "" for none.
@@ -59,6 +61,7 @@ class Verb:
     files: bool = False
     in_update: bool = False
     fleet: bool = True
+    scopes: tuple[Scope, ...] = (Scope.FLEET,)
     implemented: bool = True
     cli: str = ""
     data: str = ""
@@ -93,26 +96,33 @@ class Verb:
         return state in self._allowed
 
 
+_VIEW = (Scope.VIEWER,)
+_ABORT = (Scope.ROLLOUT, Scope.WEIGHTS)
+_WEIGHTS = (Scope.WEIGHTS,)
+_UPDATE = (Scope.WEIGHTS, Scope.ADAPTERS)
+
+
 def _read(name: str, *, cli: str, data: str, states: frozenset[str] = ANY) -> Verb:
-    return Verb(name, states, mutating=False, ordered=False, waits=False, cli=cli, data=data)
+    return Verb(name, states, mutating=False, ordered=False, waits=False, scopes=_VIEW, cli=cli, data=data)
 
 
 _ROWS = (
     _read("GetModelInfo", cli="model info", data="model_info"),
     _read("GetServerInfo", cli="server info", data="server_info"),
     _read("GetLoads", cli="loads", data="loads"),
-    Verb("PauseGeneration", RESIDENT | {"ASLEEP"}, 60, cli="pause"),
-    Verb("ContinueGeneration", frozenset({"READY", "PAUSED"}), 60, cli="continue"),
-    Verb("AbortRequests", JOINED, 30, ordered=False, waits=False, cli="abort", data="abort"),
-    Verb("FlushCache", SETTLED | {"UPDATING", "ASLEEP"}, 60, cli="cache flush", data="flush"),
-    Verb("ReleaseMemory", SETTLED | {"ASLEEP"}, 60, cli="memory release", data="memory"),
-    Verb("ResumeMemory", JOINED - {"UPDATING"}, 60, cli="memory resume", data="memory"),
+    Verb("PauseGeneration", RESIDENT | {"ASLEEP"}, 60, scopes=_UPDATE, cli="pause"),
+    Verb("ContinueGeneration", frozenset({"READY", "PAUSED"}), 60, scopes=_UPDATE, cli="continue"),
+    Verb("AbortRequests", JOINED, 30, ordered=False, waits=False, scopes=_ABORT, cli="abort", data="abort"),
+    Verb("FlushCache", SETTLED | {"UPDATING", "ASLEEP"}, 60, scopes=_WEIGHTS, cli="cache flush", data="flush"),
+    Verb("ReleaseMemory", SETTLED | {"ASLEEP"}, 60, scopes=_WEIGHTS, cli="memory release", data="memory"),
+    Verb("ResumeMemory", JOINED - {"UPDATING"}, 60, scopes=_WEIGHTS, cli="memory resume", data="memory"),
     Verb(
         "UpdateWeightsFromDisk",
         frozenset({"UPDATING"}),
         120,
         writes_weights=True,
         in_update=True,
+        scopes=_WEIGHTS,
         cli="weights update",
         data="weights",
     ),
@@ -122,19 +132,40 @@ _ROWS = (
         300,
         writes_weights=True,
         in_update=True,
+        scopes=_UPDATE,
         data="weights",
     ),
-    Verb("InitWeightsUpdateGroup", JOINED, 300, ordered=False, waits=False, cli="group init", data="group"),
+    Verb(
+        "InitWeightsUpdateGroup",
+        JOINED,
+        300,
+        ordered=False,
+        waits=False,
+        scopes=_UPDATE,
+        cli="group init",
+        data="group",
+    ),
     Verb(
         "UpdateWeightsFromDistributed",
         frozenset({"UPDATING"}),
         300,
         writes_weights=True,
         in_update=True,
+        scopes=_UPDATE,
         data="weights",
     ),
-    Verb("DestroyWeightsUpdateGroup", JOINED, 30, ordered=False, waits=False, cli="group destroy"),
-    Verb("PullWeights", JOINED, 600, ordered=False, waits=False, files=True, cli="weights pull", data="pull"),
+    Verb("DestroyWeightsUpdateGroup", JOINED, 30, ordered=False, waits=False, scopes=_UPDATE, cli="group destroy"),
+    Verb(
+        "PullWeights",
+        JOINED,
+        600,
+        ordered=False,
+        waits=False,
+        files=True,
+        scopes=_WEIGHTS,
+        cli="weights pull",
+        data="pull",
+    ),
     Verb(
         "InspectCheckpoint",
         JOINED,
@@ -142,6 +173,7 @@ _ROWS = (
         mutating=False,
         ordered=False,
         waits=False,
+        scopes=_WEIGHTS,
         cli="weights inspect",
         data="checkpoint",
     ),
@@ -150,11 +182,27 @@ _ROWS = (
         RESIDENT,
         120,
         reads_if=lambda request: request.action != verbs_pb2.CHECK_ACTION_RESET_TENSORS,
+        scopes=_WEIGHTS,
         cli="weights checksum",
         data="check",
     ),
-    Verb("LoadAdapter", frozenset({"UPDATING"}), 120, in_update=True, cli="adapters load", data="adapters"),
-    Verb("UnloadAdapter", frozenset({"STALE", "READY", "PAUSED"}), 60, cli="adapters unload", data="adapters"),
+    Verb(
+        "LoadAdapter",
+        frozenset({"UPDATING"}),
+        120,
+        in_update=True,
+        scopes=_UPDATE,
+        cli="adapters load",
+        data="adapters",
+    ),
+    Verb(
+        "UnloadAdapter",
+        frozenset({"STALE", "READY", "PAUSED"}),
+        60,
+        scopes=_UPDATE,
+        cli="adapters unload",
+        data="adapters",
+    ),
     _read("ListAdapters", cli="adapters list", data="adapters", states=JOINED),
     Verb(
         "PrepareUpdate",

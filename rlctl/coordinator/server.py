@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
+from rlctl.contract.access import COORDINATOR_RPCS, Method, refusal
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.scopes import calling
 from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.metrics.definitions import refuse_without_library
 from rlctl.ports import Clock, SystemClock
+from rlctl.transport.denials import Denials
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
@@ -53,7 +56,7 @@ class CoordinatorConfig:
     Attributes:
         journal: file of the journal.
         listen: where it binds; port 0 takes any.
-        token: bearer token that guards it and is sent to the stages.
+        token: the fleet's bearer token; it guards the coordinator and is sent to the stages.
         insecure: bind where others can reach it though there is no token.
         serving_lease_s: how long a stage may serve without hearing from it.
         heal_by_hand: models whose late joiners and restarted engines wait until somebody asks for a heal; others are
@@ -62,6 +65,7 @@ class CoordinatorConfig:
         graces: how long is waited for trainers that may be gone.
         tls: certificate of a coordinator; None for plain text.
         metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
+        access_file: further principals, with their scopes.
     """
 
     journal: Path
@@ -74,6 +78,7 @@ class CoordinatorConfig:
     graces: Graces = field(default_factory=Graces)
     tls: Tls | None = None
     metrics: str = ""
+    access_file: str = ""
 
 
 class CoordinatorServer:
@@ -97,11 +102,19 @@ class CoordinatorServer:
             graces=config.graces,
             observer=self._metrics,
         )
-        implementations = {**methods(self.coordinator), "BackupJournal": _watch(self.backup_journal)}
+        denials = Denials()
+        implementations = {**methods(self.coordinator, denials), "BackupJournal": _watch(self.backup_journal)}
         if self._metrics is not None:
             implementations = self._metrics.measured(implementations)
         handler = generic_handler(SERVICE, implementations, most_streams=MOST_STREAMS)
-        self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure, tls=config.tls)
+        self._server = GrpcServer(
+            [(SERVICE, handler)],
+            token=config.token,
+            access_file=config.access_file,
+            insecure=config.insecure,
+            tls=config.tls,
+            denials=denials,
+        )
 
     async def start(self) -> None:
         """Take over the fleet that the journal describes, then serve. The journal is closed where that fails."""
@@ -169,7 +182,7 @@ class _Refusals:
         return call
 
 
-def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
+def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Streaming]:
     """Implementations of the service: the table's verbs, and a method of the coordinator for each other RPC it has."""
     refusals = _Refusals()
     implementations: dict[str, Any] = {
@@ -206,6 +219,8 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
     for name, method in own.items():
         unary = _without_deadline(method)
         implementations[name] = refusals.told(name, unary) if name not in _OFTEN else unary
+    for name, method in implementations.items():
+        implementations[name] = _allowed(coordinator, denials, name, method)
     for name, watch in watches.items():
         implementations[name] = _watch(watch)
     return implementations
@@ -221,6 +236,22 @@ def _of_own_slot(
         if identity is not None and identity.role is Role.STAGE and identity.name != slot(request):
             raise Reason.PEER_NOT_ALLOWED.error(f"{identity} may not act for slot {slot(request)!r}", field="slot")
         return await method(request)
+
+    return call
+
+
+def _allowed(coordinator: Coordinator, denials: Denials, name: str, method: Unary) -> Unary:
+    """The method, for callers whose scopes cover the models and the adapter of the request."""
+    needs = Method(name, COORDINATOR_RPCS[name])
+
+    async def call(request: Message, remaining_s: float | None) -> Message:
+        identity = calling.get()
+        if identity is not None and identity.principal.limited:
+            refused = refusal(identity.principal, needs, coordinator.subject(request))
+            if refused is not None:
+                denials.note(identity, needs, refused, "")
+                raise refused
+        return await method(request, remaining_s)
 
     return call
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 from google.protobuf.message import Message
 
 from rlctl.command_stream.commander import Commander
+from rlctl.contract.access import Subject
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.validation import check
@@ -26,6 +27,7 @@ from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
 from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
+from rlctl.coordinator.subjects import subject_of
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook
 from rlctl.coordinator.transaction.transfer import Attempts
@@ -207,6 +209,10 @@ class Coordinator:
         await self.operations.stop(STOP_S)
         await self._peers.stop()
         await self.operations.stop(STOP_S)
+
+    def subject(self, request: Message) -> Subject | None:
+        """The models and the adapter that a request is about."""
+        return subject_of(request, self.roster, self.operations)
 
     # The table's verbs.
 

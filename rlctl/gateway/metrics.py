@@ -15,6 +15,7 @@ from rlctl.rollout.continuation import Progress
 from rlctl.rollout.rollout import ANYWHERE, Place, Told
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
+from rlctl.transport.channel import Credentials
 from rlctl.v1.rollout_pb2 import Sample as GeneratedSample
 
 UNLISTED = "unlisted"
@@ -78,7 +79,7 @@ class _MeasuredGeneration(Generation):
         return _MeasuredGeneration(self.fleet, settings, self._metrics)
 
     async def complete(
-        self, sample: RolloutSample, *, token: str | None, place: Place = ANYWHERE, told: Told | None = None
+        self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None
     ) -> RolloutSample:
         """One sample, to its end."""
         started, first, outcome, tokens = time.monotonic(), True, "cancelled", 0
@@ -93,7 +94,7 @@ class _MeasuredGeneration(Generation):
                 told(progress, part)
 
         try:
-            ended = await super().complete(sample, token=token, place=place, told=tell)
+            ended = await super().complete(sample, credentials=credentials, place=place, told=tell)
             tokens = len(ended.output_ids)
             cut = "aborted" if ended.error is None else ended.error.reason.name
             outcome = "ok" if ended.finished else cut

@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
+from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.gateway import dialects
 from rlctl.gateway.backend.service import Generation, Settings
@@ -30,8 +31,10 @@ from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
-from rlctl.transport import auth
-from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.auth import Access, admit
+from rlctl.transport.channel import OnBehalf
+from rlctl.transport.denials import Denials
+from rlctl.transport.tls.credentials import Tls, http_identity
 from rlctl.transport.tls.identity import Role
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class GatewayConfig:
         dialect: its name.
         listen: ``host:port``; port 0 takes any.
         token: to watch the fleet with; callers bring the same. None: whoever comes is the fleet's to refuse.
+        access_file: further principals that may call.
         middleware_paths: the first is the outermost.
         share_port: other processes listen there too (SO_REUSEPORT).
         drain_s: how long requests may go on once the gateway is to end.
@@ -67,6 +71,7 @@ class GatewayConfig:
     dialect: str = "sglang"
     listen: str = "127.0.0.1:0"
     token: str | None = None
+    access_file: str = ""
     insecure: bool = False
     middleware_paths: Sequence[str] = ()
     generation: Settings = field(default_factory=Settings)
@@ -104,6 +109,7 @@ class GatewayServer:
         self.address = ""
         self._runner: web.AppRunner | None = None
         self._keeper: Keeper | None = None
+        self._denials = Denials()
         self._fleet: AsyncFleet | None = None
         self._generation: Generation | None = None
         self._lasting: set[asyncio.Task[Any]] = set()
@@ -124,7 +130,8 @@ class GatewayServer:
                 raise Reason.FIELD_CONFLICT.error(
                     "sglang-router does not speak TLS to this gateway", field="router_backend"
                 )
-        refuse_insecure(config.listen, token=config.token, insecure=config.insecure)
+        refuse_insecure(config.listen, token=config.token or config.access_file or None, insecure=config.insecure)
+        self._access = Access(config.token, config.access_file)
         host, port = split(config.listen, "listen")
         classes = [middleware.load(path) for path in config.middleware_paths]
         if config.metrics:
@@ -134,7 +141,7 @@ class GatewayServer:
             self._metrics = GatewayMetrics()
             self.metrics_address = await self._metrics.exposition.start(config.metrics)
         self.fleet = self._fleet = await aio.connect(
-            config.coordinator, token=config.token or "", tls=config.tls or False
+            config.coordinator, token=config.token or "", tls=config.tls or False, client="gateway"
         )
         await self.fleet.status()  # whoever may not watch the fleet could serve nobody
         made_by = Generation if self._metrics is None else self._metrics.generation
@@ -228,7 +235,7 @@ class GatewayServer:
                 changes=route.scope is Scope.ADMIN,
                 accepted=self.bodies,
             )
-            answer = await self._answer(route, call)
+            answer = await self._answer(route, call, request)
             if isinstance(answer, Stream):
                 return await self._stream(request, call, answer)
             return _response(answer, call.notes)
@@ -241,13 +248,22 @@ class GatewayServer:
         # Not all fields of a request that failed were looked at: none is called unknown.
         return _response(answer)
 
-    async def _answer(self, route: Route, call: Call) -> Answer:
+    def _admit(self, route: Route, call: Call, request: web.Request) -> None:
+        """Raise TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
+        own, certificate = self.config.tls, http_identity(request.transport)
+        if certificate is not None and (own is None or certificate.fleet != own.identity.fleet):
+            certificate = None
+        method = Method(f"{route.methods} {route.path}", route.scope.needs)
+        caller = admit(self._access, method, call.headers, request.remote or "", self._denials, certificate)
+        if certificate is not None and self.config.access_file and call.token is None:
+            call.act_for(OnBehalf(self.config.token or "", caller.principal.name))
+
+    async def _answer(self, route: Route, call: Call, request: web.Request) -> Answer:
         handler: Handler = route.handler
         if route.scope is not Scope.OPEN:
             # Before the fleet is asked: not everything is, a request may wait for a stage, and the fleet need not have
             # a token only because a gateway that others reach has one.
-            if self.config.token and (refusal := auth.check(call.headers, self.config.token)) is not None:
-                raise refusal
+            self._admit(route, call, request)
             if self.dialect.admit is not None:
                 self.dialect.admit(call)
             handler = middleware.around(handler, self._middlewares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -76,7 +77,8 @@ def embedded(
         resources.callback(loop.stop)
         urls = [stage for stage in stages if "://" in stage]
         engines = loop.call(_attached(urls, model, dict(options or {})))
-        config = CoordinatorConfig(journal, listen, token, insecure, heal_by_hand=heal_by_hand)
+        access_file = os.environ.get("RLCTL_ACCESS_FILE", "")
+        config = CoordinatorConfig(journal, listen, token, insecure, heal_by_hand=heal_by_hand, access_file=access_file)
         server = loop.call(_start(config))
         resources.callback(lambda: loop.call(server.stop()))
         launcher = LocalLauncher(journal.parent / "logs", token=token, insecure=insecure, module="rlctl")

@@ -170,7 +170,7 @@ class LaunchedFleet:
 
     def connect(self) -> Fleet:
         """A client of the fleet."""
-        return connect(self.address, token=self._token)
+        return connect(self.address, token=self._token, client="launcher")
 
     def process(self, name: str) -> Launched:
         """One of the processes: "coordinator", "actor-0" (rank 0), "actor-0.1" (rank 1)."""

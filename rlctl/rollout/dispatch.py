@@ -16,7 +16,7 @@ from rlctl.contract.partial_responses import Merged
 from rlctl.rollout import prefill_decode
 from rlctl.rollout.picking.router import Picked, Router, Wanted, next_step, obstacles
 from rlctl.rollout.stage_stream import LEFT_S, Answers, Line, Metadata, Parts
-from rlctl.transport.channel import bearer
+from rlctl.transport.channel import Credentials, bearer
 from rlctl.v1.coordinator_pb2 import GetFleetRequest
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
@@ -35,7 +35,7 @@ class Lines:
 
     def __init__(self, connection: Connection) -> None:
         self.view = FleetView(connection)
-        self.metadata = bearer(connection.token)
+        self.metadata = bearer(connection.credentials)
         self._connection = connection
         self._lines: dict[str, Line] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -71,10 +71,10 @@ class Lines:
         answers.on_end = self.view.on_loss(stage, lose)
         return answers
 
-    def on_behalf_of(self, token: str | None) -> Lines:
-        """The same view and lines with another caller's token."""
+    def on_behalf_of(self, credentials: Credentials) -> Lines:
+        """The same view and lines with another caller's credentials."""
         other = copy.copy(self)
-        other.metadata = bearer(token)
+        other.metadata = bearer(credentials)
         return other
 
     async def check_model(self, model: str, timeout_s: float) -> None:

@@ -29,7 +29,7 @@ from rlctl.rollout.picking.router import FAULTS, Router, Wanted
 from rlctl.rollout.requests import GENERATE_S, Sampling, batch_of, build_request
 from rlctl.rollout.running import STOP_S, Metadata, Running, stop
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
-from rlctl.transport.channel import bearer
+from rlctl.transport.channel import Credentials, bearer
 from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
@@ -240,17 +240,17 @@ class AsyncRollout:
         sample: RolloutSample,
         *,
         timeout_s: float = GENERATE_S,
-        token: str | None = None,
+        credentials: Credentials = None,
         place: Place = ANYWHERE,
         told: Told | None = None,
     ) -> RolloutSample:
         """One sample of :func:`rlctl.rollout.continuation.begin`, as it ended; what cut it is its ``error``, not
         raised.
 
-        For whoever passes on requests of others: ``token`` is the caller's, ``told`` gets what comes as it comes. The
-        first request to a stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
+        For a gateway: ``credentials`` are its caller's, ``told`` gets what comes as it comes. The first request to a
+        stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
         """
-        job = _Job(sample, bearer(token), told, place)
+        job = _Job(sample, bearer(credentials), told, place)
         with self._naming(sample.request.rid, job):
             return await self._run(job, _deadline(timeout_s), timeout_s)
 
@@ -263,7 +263,7 @@ class AsyncRollout:
         session_id: str = "",
         min_version: int = 0,
         timeout_s: float = GENERATE_S,
-        token: str | None = None,
+        credentials: Credentials = None,
         place: Place = ANYWHERE,
     ) -> Iterator[Forwarding]:
         """A request that the caller sends to stages itself, in a form of their engines.
@@ -279,7 +279,7 @@ class AsyncRollout:
         forwarding = Forwarding(
             self._dispatch,
             wanting,
-            bearer(token),
+            bearer(credentials),
             rid=rid,
             deadline=_deadline(timeout_s),
             timeout_s=timeout_s,

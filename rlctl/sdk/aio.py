@@ -17,6 +17,7 @@ from rlctl.rollout.rollout import AsyncRollout, Resume
 from rlctl.runtime.addresses import refuse_unreachable
 from rlctl.sdk.sglang_names import AsyncEngine
 from rlctl.transport.auth import load_token
+from rlctl.transport.channel import Credentials
 from rlctl.transport.tls.credentials import Tls, load_tls
 from rlctl.v1.fleet_pb2 import Model, Stage
 from rlctl.v1.rollout_pb2 import GenerateResponse
@@ -61,16 +62,18 @@ async def connect(
     token: str | None = None,
     tls: Tls | Literal[False] | None = None,
     timeout_s: float = CONNECT_S,
+    client: str = "sdk",
 ) -> AsyncFleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
     The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
-    RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. Raises UNREACHABLE,
-    TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such address.
+    RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. ``client``: name of the
+    program, which operations record. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such
+    address.
     """
     refuse_unreachable(address)
     tls = load_tls() if tls is None else tls or None
-    connection = Connection(address, token if token is not None else load_token(), tls)
+    connection = Connection(address, token if token is not None else load_token(), tls, client=client)
     try:
         await connection.ready(timeout_s)
         return AsyncFleet(connection)
@@ -98,11 +101,11 @@ class AsyncFleet(AsyncAdmin):
         """Close the connection."""
         await self.close()
 
-    def on_behalf_of(self, token: str | None) -> AsyncFleet:
-        """The same fleet, asked with another caller's token. Not to be closed by itself."""
-        if (token or None) == (self.connection.token or None):
+    def on_behalf_of(self, credentials: Credentials) -> AsyncFleet:
+        """The same fleet, called with another caller's credentials. Not to be closed by itself."""
+        if (credentials or None) == (self.connection.credentials or None):
             return self
-        return AsyncFleet(self.connection.on_behalf_of(token), self._lines.on_behalf_of(token))
+        return AsyncFleet(self.connection.on_behalf_of(credentials), self._lines.on_behalf_of(credentials))
 
     async def close(self) -> None:
         """Close the connection, when updates that are being committed have ended, or after 10 s."""

@@ -38,16 +38,18 @@ def connect(
     token: str | None = None,
     tls: Tls | Literal[False] | None = None,
     timeout_s: float = aio.CONNECT_S,
+    client: str = "sdk",
 ) -> Fleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
     The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
-    RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. Raises UNREACHABLE,
-    TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such address.
+    RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. ``client``: name of the
+    program, which operations record. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such
+    address.
     """
     loop = LoopThread("rlctl client")
     try:
-        return Fleet(loop.call(aio.connect(address, token=token, tls=tls, timeout_s=timeout_s)), loop)
+        return Fleet(loop.call(aio.connect(address, token=token, tls=tls, timeout_s=timeout_s, client=client)), loop)
     except BaseException:
         loop.stop()
         raise

@@ -89,6 +89,7 @@ class StageConfig:
         frozen: the model never receives weights.
         worker_type: what the engine is for: regular, prefill, decode or encoder.
         token: bearer token that guards every service and is sent to every peer.
+        access_file: further principals, who may generate.
         insecure: bind where others can reach it though there is no token.
         tls: certificate of this slot's stage; None for plain text.
         metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
@@ -108,6 +109,7 @@ class StageConfig:
     frozen: bool = False
     worker_type: str = "regular"
     token: str | None = field(default=None, repr=False)
+    access_file: str = ""
     insecure: bool = False
     tls: Tls | None = None
     metrics: str = ""
@@ -144,6 +146,7 @@ class StageServer:
         self._admin = GrpcServer(
             [(service, generic_handler(service, methods))],
             token=config.token,
+            access_file=config.access_file,
             insecure=config.insecure,
             tls=config.tls,
         )
@@ -208,7 +211,13 @@ class StageServer:
         }
         handler = generic_handler(service, methods, cancellable=True)
         config = self.config
-        self._rollout = GrpcServer([(service, handler)], token=config.token, insecure=config.insecure, tls=config.tls)
+        self._rollout = GrpcServer(
+            [(service, handler)],
+            token=config.token,
+            access_file=config.access_file,
+            insecure=config.insecure,
+            tls=config.tls,
+        )
         return await self._rollout.start(self.config.rollout_listen)
 
     async def _stop_rollout(self) -> None:
@@ -227,6 +236,7 @@ class StageServer:
             self._serving,
             SystemClock(),
             token=config.token,
+            access_file=config.access_file,
             insecure=config.insecure,
             tls=config.tls,
         )

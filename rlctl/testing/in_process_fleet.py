@@ -46,6 +46,7 @@ class InProcessFleet:
         stages: Sequence[StageSpec],
         *,
         token: str | None = None,
+        access_file: str = "",
         lease_s: float = 10.0,
         heal: bool = True,
         graces: Graces | None = None,
@@ -60,6 +61,7 @@ class InProcessFleet:
         self.journal = journal
         self.specs = list(stages)
         self.token = token
+        self.access_file = access_file
         self.lease_s = lease_s
         self.heal = heal
         self.graces = graces or Graces()
@@ -93,6 +95,7 @@ class InProcessFleet:
             self.journal,
             listen,
             token=self.token,
+            access_file=self.access_file,
             serving_lease_s=self.lease_s,
             heal_by_hand=() if self.heal else ("actor",),
             graces=self.graces,
@@ -127,6 +130,7 @@ class InProcessFleet:
                 token=self.token,
                 tls=self.tls(f"stage/{spec.slot}"),
                 metrics=self.metrics,
+                access_file=self.access_file,
             )
         )
         await stage.start()

@@ -1,12 +1,12 @@
 """gRPC behind the ports: channels, servers, handlers, status codes, tokens, links.
 
-Decides keepalive, message sizes, the bearer token and the mapping between errors and gRPC status. All other
-packages import ``grpc`` from here, because gRPC reads its settings when it is imported.
+Decides keepalive, message sizes, the principal of a call, the access file and the mapping between errors and gRPC
+status. All other packages import ``grpc`` from here, because gRPC reads its settings when it is imported.
 
 Imports: contract, ports, runtime, command_stream.
 
 Start with ``handlers.py`` (``generic_handler``: parsing, size limit, deadline and errors for every method),
-``links.py`` (``GrpcDialer``: streams as links) and ``auth.py`` (``TokenGuard``).
+``links.py`` (``GrpcDialer``: streams as links) and ``auth.py`` (``Access``, ``AccessGuard``).
 """
 
 from __future__ import annotations

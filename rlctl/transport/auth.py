@@ -1,10 +1,11 @@
-"""The bearer token: where it comes from, how servers check it. When set, it guards every service but a health check."""
+"""Authentication: where the fleet's token comes from, and which principal a call has."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
+import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -13,13 +14,24 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from rlctl.contract.access import Method, method_of, refusal
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.transport.status import abort
+from rlctl.contract.scopes import ANONYMOUS, FLEET, Grant, Identity, Principal, Scope, calling
+from rlctl.transport.access_file import AccessFile, hash_of
+from rlctl.transport.denials import Denials
+from rlctl.transport.status import FIRST_S, abort
+from rlctl.transport.tls import identity as tls
 
 HEADER = "authorization"
 
-FIRST_S = 1.0
-"""How long a caller that is refused has for the first message of a stream."""
+ON_BEHALF_OF = "x-rlctl-on-behalf-of"
+"""Principal that a gateway calls for. Its scopes are those that the called server's own access file has."""
+
+CLIENT, USER = "x-rlctl-client", "x-rlctl-user"
+"""``NAME/VERSION`` of the calling program, and its ``user@host``, as it states them."""
+
+MOST_STATED = 128
+"""Characters of either that are kept."""
 
 
 def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -> str | None:
@@ -58,59 +70,243 @@ def token_variables(token: str | None) -> dict[str, str]:
     return {} if token is None else {"RLCTL_TOKEN": token, "RLCTL_TOKEN_FILE": ""}
 
 
-def check(metadata: Mapping[str, str | bytes], token: str) -> RlctlError | None:
-    """Why a caller is refused, or None. The comparison takes the same time wherever tokens differ."""
-    scheme, _, given = str(metadata.get(HEADER, "")).partition(" ")
-    if scheme.lower() != "bearer" or not given:
-        return Reason.TOKEN_MISSING.error()
-    if not hmac.compare_digest(given.strip().encode(), token.encode()):
-        return Reason.TOKEN_INVALID.error()
-    return None
+_OF_ROLE = {
+    tls.Role.COORDINATOR: Scope.FLEET,
+    tls.Role.STAGE: Scope.FLEET,
+    tls.Role.WORKER: Scope.FLEET,
+    tls.Role.GATEWAY: Scope.GATEWAY,
+}
+"""Scopes of the fleet's own processes by the role in their certificates, unless the access file gives others. Trainers
+and clients need an entry in the file.
+"""
+
+
+class Access:
+    """Authenticates the callers of one server: the fleet's own token, and the principals of an access file."""
+
+    def __init__(self, token: str | None, file: str = "") -> None:
+        """``file``: path of the access file; "": none. Raises FIELD_INVALID."""
+        self._fleet = hash_of(token) if token else ""
+        self._file = AccessFile(Path(file)) if file else None
+
+    @property
+    def guards(self) -> bool:
+        """Whether callers need a token, or a certificate that the access file has."""
+        return bool(self._fleet) or self._file is not None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a right to call lasts as long as the server."""
+        return self._file is None
+
+    @property
+    def revision(self) -> int:
+        """Grows when a caller that was authenticated before may have lost the right to call."""
+        if self._file is None:
+            return 0
+        self._file.refresh()
+        return self._file.revision
+
+    def authenticate(self, metadata: Mapping[str, Any], certificate: tls.Identity | None = None) -> Identity:
+        """The identity of a call, from its metadata or headers and the caller's certificate.
+
+        A token goes before the certificate. Raises TOKEN_MISSING, TOKEN_INVALID, and SCOPE_MISSING for a caller that
+        speaks for another principal without the scope ``gateway``.
+        """
+        principal = self._principal(metadata, certificate)
+        via, other = "", str(metadata.get(ON_BEHALF_OF, ""))
+        if other and self.guards:
+            via, principal = principal.name, self._spoken_for(principal, other)
+        client, _, version = str(metadata.get(CLIENT, ""))[:MOST_STATED].partition("/")
+        return Identity(principal, via, client, version, str(metadata.get(USER, ""))[:MOST_STATED])
+
+    def _principal(self, metadata: Mapping[str, Any], certificate: tls.Identity | None) -> Principal:
+        if not self.guards:
+            return ANONYMOUS if certificate is None else Principal(certificate.path, ANONYMOUS.grants)
+        scheme, _, token = str(metadata.get(HEADER, "")).partition(" ")
+        token = token.strip()
+        if scheme.lower() == "bearer" and token:
+            found = self._file.of_token(token) if self._file is not None else None
+            if found is not None:
+                return found
+            # Hashes are compared, so that the time of a comparison says nothing of the token.
+            if self._fleet and hmac.compare_digest(hash_of(token), self._fleet):
+                return FLEET
+            raise Reason.TOKEN_INVALID.error()
+        if certificate is None or self._file is None:
+            raise Reason.TOKEN_MISSING.error()
+        found = self._file.of_certificate(str(certificate))
+        if found is not None:
+            return found
+        if certificate.role in _OF_ROLE:
+            return Principal(certificate.path, frozenset({Grant(_OF_ROLE[certificate.role])}))
+        raise Reason.TOKEN_MISSING.error(f"no token was sent, and the access file does not have {certificate}")
+
+    def _spoken_for(self, speaker: Principal, name: str) -> Principal:
+        if not speaker.has(Scope.GATEWAY):
+            raise Reason.SCOPE_MISSING.error(
+                f"{speaker.name} may not call in the name of {name!r}: it needs gateway",
+                metadata={"principal": speaker.name, "needs": Scope.GATEWAY.value},
+            )
+        found = self._file.of_name(name) if self._file is not None else None
+        if found is None:
+            raise Reason.TOKEN_INVALID.error(f"{speaker.name} speaks for {name!r}, which the access file does not have")
+        if found.has(Scope.GATEWAY):
+            raise Reason.SCOPE_MISSING.error(f"{speaker.name} may not speak for {name}, a process of the fleet")
+        return found
+
+
+def _host(peer: str) -> str:
+    """The host of an address of gRPC, ``ipv4:127.0.0.1:5080``."""
+    return peer if peer.startswith("unix") else peer.partition(":")[2].rpartition(":")[0]
 
 
 OPEN = "/grpc.health.v1.Health/Check"
 """The one method that needs no token: probes of a cluster have none. It tells whether a process serves, and no more."""
 
 
-class TokenGuard(grpc.aio.ServerInterceptor):
-    """Refuses every call, of whatever service, that does not carry the token; but for :data:`OPEN`."""
+def admit(
+    access: Access,
+    method: Method,
+    metadata: Mapping[str, Any],
+    host: str,
+    denials: Denials,
+    certificate: tls.Identity | None = None,
+) -> Identity:
+    """The identity of a call from ``host`` that may be made as far as is known before its request is read.
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    Raises the refusal, after it was noted: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING.
+    """
+    identity = None
+    try:
+        identity = access.authenticate(metadata, certificate)
+        if (refused := refusal(identity.principal, method)) is not None:
+            raise refused
+    except RlctlError as error:
+        denials.note(identity, method, error, host)
+        raise
+    return identity
+
+
+class AccessGuard(grpc.aio.ServerInterceptor):
+    """Authenticates every call of whatever service, and refuses those that its principal may not make.
+
+    What depends on the request is decided by the service, with :func:`rlctl.contract.access.refusal` again.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        denials: Denials,
+        certificate_of: Callable[[grpc.aio.ServicerContext[Any, Any]], tls.Identity | None],
+    ) -> None:
+        """``certificate_of``: the identity in the certificate of a call, if it has one."""
+        self.access = access
+        self._denials = denials
+        self._certificate_of = certificate_of
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Let the call through, or answer it with the refusal."""
-        metadata = {key.lower(): value for key, value in handler_call_details.invocation_metadata or ()}
-        refusal = check(metadata, self._token)
+        """The handler of the call behind the checks."""
         handler = await continuation(handler_call_details)
-        if refusal is None or handler is None or handler_call_details.method == OPEN:
+        if handler is None or handler_call_details.method == OPEN:
             return handler
-        return _refuse(handler, refusal)
+        metadata = {key.lower(): value for key, value in handler_call_details.invocation_metadata or ()}
+        return _guarded(handler, _Admission(self, metadata, method_of(handler_call_details.method)))
+
+    def admit(
+        self, metadata: Mapping[str, Any], method: Method, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Identity:
+        """See :func:`admit`."""
+        certificate = self._certificate_of(context)
+        return admit(self.access, method, metadata, _host(context.peer() or ""), self._denials, certificate)
 
 
-def _refuse(handler: grpc.RpcMethodHandler[Any, Any], refusal: RlctlError) -> grpc.RpcMethodHandler[Any, Any]:
-    async def unary(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await abort(context, refusal)
+class _Admission:
+    """The right of one call, asked again when the access file has changed while a stream lasts."""
 
-    async def stream(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await abort(context, refusal)
-        yield
+    def __init__(self, guard: AccessGuard, metadata: Mapping[str, Any], method: Method) -> None:
+        self._guard = guard
+        self._metadata = metadata
+        self._method = method
+        self._revision = 0
 
-    async def streams(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        # Not before the first message is there: of a call that ends while a client of Python's writes, that hears that
-        # it has ended, and now and then not why (``_StreamRequestMixin._write``, 1.85).
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_S):
-                await anext(aiter(requests), None)
-        await abort(context, refusal)
-        yield
+    @property
+    def lasts(self) -> bool:
+        """Whether the right lasts as long as the call."""
+        return self._guard.access.fixed
 
+    def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Let the call in; what it leads to runs in its name. Raises the refusal."""
+        self._revision = self._guard.access.revision
+        calling.set(self._guard.admit(self._metadata, self._method, context))
+
+    def again(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raise the refusal of a call that may not be made any more."""
+        if self._guard.access.revision != self._revision:
+            self._revision = self._guard.access.revision
+            self._guard.admit(self._metadata, self._method, context)
+
+
+def _guarded(handler: Any, admission: _Admission) -> grpc.RpcMethodHandler[Any, Any]:
+    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await _enter(admission, context)
+        return await handler.unary_unary(request, context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _enter(admission, context)
+        await _relay(handler.unary_stream(request, context), admission, context)
+
+    async def streams(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _enter(admission, context, requests)
+        checked = requests if admission.lasts else _checked(requests, admission, context)
+        await _relay(handler.stream_stream(checked, context), admission, context)
+
+    read, write = handler.request_deserializer, handler.response_serializer
     if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(streams)
+        return grpc.stream_stream_rpc_method_handler(streams, read, write)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(stream)
-    return grpc.unary_unary_rpc_method_handler(unary)
+        return grpc.unary_stream_rpc_method_handler(stream, read, write)
+    return grpc.unary_unary_rpc_method_handler(unary, read, write)
+
+
+async def _enter(
+    admission: _Admission,
+    context: grpc.aio.ServicerContext[Any, Any],
+    requests: AsyncIterator[Any] | None = None,
+) -> None:
+    try:
+        admission.enter(context)
+    except RlctlError as error:
+        if requests is not None:
+            # Not before the first message is there: of a call that ends while a client of Python's writes, that hears
+            # that it has ended, and now and then not why (``_StreamRequestMixin._write``, 1.85).
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_S):
+                    await anext(aiter(requests), None)
+        await abort(context, error)
+
+
+async def _relay(answers: Any, admission: _Admission, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Write what a handler yields; one that is a coroutine writes itself."""
+    if not inspect.isasyncgen(answers):
+        await answers
+        return
+    async with contextlib.aclosing(answers):
+        async for answer in answers:
+            try:
+                admission.again(context)
+            except RlctlError as error:
+                await abort(context, error)
+            await context.write(answer)
+
+
+async def _checked(
+    requests: AsyncIterator[Any], admission: _Admission, context: grpc.aio.ServicerContext[Any, Any]
+) -> AsyncIterator[Any]:
+    async for request in requests:
+        admission.again(context)  # the handler ends the stream with what is raised
+        yield request

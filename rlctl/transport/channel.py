@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import getpass
 import os
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from rlctl.contract.errors import Reason
-from rlctl.transport.auth import sendable
+from rlctl.transport.auth import CLIENT, ON_BEHALF_OF, USER, sendable
 from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.diagnosis import handshake_failure
 from rlctl.transport.tls.identity import Role
+from rlctl.version import __version__
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Above it gRPC itself refuses; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
@@ -115,9 +120,42 @@ class LastingChannel:
             await channel.close(grace_s)
 
 
-def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries the token. Raises FIELD_INVALID for one that none can carry."""
-    return (("authorization", f"Bearer {sendable(token)}"),) if token else ()
+@dataclass(frozen=True)
+class OnBehalf:
+    """The credentials of a gateway that calls for a principal which it has authenticated itself."""
+
+    token: str
+    principal: str
+
+
+Credentials = str | OnBehalf | None
+"""What a call is authenticated by: a token, a gateway's token with the principal it speaks for, or nothing."""
+
+
+def bearer(credentials: Credentials) -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries the credentials. Raises FIELD_INVALID for a token that no call can carry."""
+    if isinstance(credentials, OnBehalf):
+        return (*bearer(credentials.token), (ON_BEHALF_OF, credentials.principal))
+    return (("authorization", f"Bearer {sendable(credentials)}"),) if credentials else ()
+
+
+def stated(client: str) -> tuple[tuple[str, str], ...]:
+    """Call metadata that names the calling program, and the user and host that it runs as."""
+    return ((CLIENT, _ascii(f"{client}/{__version__}")), (USER, _ascii(_user())))
+
+
+@functools.cache
+def _user() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry for its user
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"
+
+
+def _ascii(text: str) -> str:
+    """The text as a header can hold it."""
+    return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
 
 
 def refuse_large(name: str, size: int) -> None:

@@ -16,10 +16,11 @@ from grpc_reflection.v1alpha import reflection
 
 from rlctl.contract.errors import Reason
 from rlctl.runtime.addresses import join, refuse_insecure, refuse_taken, refuse_used, split
-from rlctl.transport.auth import TokenGuard
+from rlctl.transport.auth import Access, AccessGuard
 from rlctl.transport.channel import FLOW_CONTROL, MAX_MESSAGE_BYTES
+from rlctl.transport.denials import Denials
 from rlctl.transport.tls.credentials import Tls
-from rlctl.transport.tls.peers import PeerGuard
+from rlctl.transport.tls.peers import PeerGuard, peer_identity
 
 MAX_PENDING = 100_000
 """Calls that may wait to be taken in. From gRPC's own 1,000 on some are cancelled by lot, as if by their callers."""
@@ -70,15 +71,20 @@ class GrpcServer:
         services: Sequence[tuple[ServiceDescriptor, grpc.GenericRpcHandler]],
         *,
         token: str | None,
+        access_file: str = "",
         insecure: bool = False,
         tls: Tls | None = None,
+        denials: Denials | None = None,
     ) -> None:
-        """``tls``: callers need a certificate whose identity may call the service; None: plain text."""
-        guards: list[grpc.aio.ServerInterceptor] = [TokenGuard(token)] if token else []
+        """``token``: the fleet's own; ``access_file``: further principals. ``tls``: callers need a certificate whose
+        identity may call the service; None: plain text. Raises FIELD_INVALID for a file that cannot be read.
+        """
+        access = Access(token, access_file)
+        guards: list[grpc.aio.ServerInterceptor] = [AccessGuard(access, denials or Denials(), peer_identity)]
         if tls is not None:
             guards.append(PeerGuard(tls.identity))
         self._tls = tls
-        self._token = token
+        self._token = token or access_file or None
         self._insecure = insecure
         self._server = grpc.aio.server(interceptors=guards, options=OPTIONS)
         self._health = health.aio.HealthServicer()

@@ -12,6 +12,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from rlctl.contract.errors import DOMAIN, Reason, RlctlError, from_detail, without_frames
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail
 
+FIRST_S = 1.0
+"""How long a caller that is refused has for the first message of a stream."""
+
 DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_VALUE = 500

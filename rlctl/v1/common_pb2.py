@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rlctl/v1/common.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"x\n\x0cVerification\x12)\n\x04held\x18\x01 \x01(\x0e\x32\x1b.rlctl.v1.VerificationLevel\x12-\n\x08\x63omputed\x18\x02 \x01(\x0e\x32\x1b.rlctl.v1.VerificationLevel\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\"M\n\rWeightVersion\x12\r\n\x05label\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x1b\n\x13trainer_incarnation\x18\x03 \x01(\x04\"\x80\x01\n\x11WorkerCoordinates\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\n\n\x02tp\x18\x02 \x01(\r\x12\n\n\x02pp\x18\x03 \x01(\r\x12\n\n\x02\x64p\x18\x04 \x01(\r\x12\n\n\x02\x65p\x18\x05 \x01(\r\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07host_id\x18\x08 \x01(\t\"\xb8\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tnext_step\x18\x04 \x01(\t\x12\x35\n\x08metadata\x18\x05 \x03(\x0b\x32#.rlctl.v1.ErrorDetail.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x06Target\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x0e\n\x06stages\x18\x03 \x03(\t\"/\n\x05\x46\x65nce\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x11\n\tupdate_id\x18\x02 \x01(\t\"\xcb\x01\n\rRequestHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x06target\x18\x02 \x01(\x0b\x32\x10.rlctl.v1.Target\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\x12\x1e\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32\x0f.rlctl.v1.Fence\x12\x10\n\x08\x66or_slot\x18\x14 \x01(\t\x12\x0f\n\x07unkeyed\x18\x15 \x01(\x08\"i\n\x0eResponseHeader\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x11\n\tserved_by\x18\x02 \x01(\t\x12/\n\x0bobserved_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\xa0\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x14\n\x10OUTCOME_REJECTED\x10\x02\x12\x13\n\x0fOUTCOME_SKIPPED\x10\x03\x12\x14\n\x10OUTCOME_NOT_SENT\x10\x04\x12\x11\n\rOUTCOME_DIRTY\x10\x05\x12\x13\n\x0fOUTCOME_UNKNOWN\x10\x06*c\n\x08\x45vidence\x12\x18\n\x14\x45VIDENCE_UNSPECIFIED\x10\x00\x12\x11\n\rEVIDENCE_RANK\x10\x01\x12\x15\n\x11\x45VIDENCE_VERIFIED\x10\x02\x12\x13\n\x0f\x45VIDENCE_ENGINE\x10\x03*\xb9\x02\n\nStageState\x12\x1b\n\x17STAGE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13STAGE_STATE_JOINING\x10\x01\x12\x15\n\x11STAGE_STATE_STALE\x10\x02\x12\x15\n\x11STAGE_STATE_READY\x10\x03\x12\x16\n\x12STAGE_STATE_PAUSED\x10\x04\x12\x16\n\x12STAGE_STATE_ASLEEP\x10\x05\x12\x18\n\x14STAGE_STATE_UPDATING\x10\x06\x12\x15\n\x11STAGE_STATE_DIRTY\x10\x07\x12\x1b\n\x17STAGE_STATE_UNREACHABLE\x10\x08\x12\x18\n\x14STAGE_STATE_DRAINING\x10\t\x12\x17\n\x13STAGE_STATE_RETIRED\x10\n\x12\x16\n\x12STAGE_STATE_FAILED\x10\x0b*\xa9\x01\n\nWorkerType\x12\x1b\n\x17WORKER_TYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_TYPE_REGULAR\x10\x01\x12\x17\n\x13WORKER_TYPE_PREFILL\x10\x02\x12\x16\n\x12WORKER_TYPE_DECODE\x10\x03\x12\x17\n\x13WORKER_TYPE_ENCODER\x10\x04\x12\x1b\n\x17WORKER_TYPE_PLACEHOLDER\x10\x05*\x84\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03\x12\x14\n\x10PAUSE_MODE_DRAIN\x10\x04*s\n\tMemoryTag\x12\x1a\n\x16MEMORY_TAG_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMORY_TAG_KV_CACHE\x10\x01\x12\x16\n\x12MEMORY_TAG_WEIGHTS\x10\x02\x12\x19\n\x15MEMORY_TAG_CUDA_GRAPH\x10\x03*\x81\x01\n\x0eWeightSelector\x12\x1f\n\x1bWEIGHT_SELECTOR_UNSPECIFIED\x10\x00\x12\x1a\n\x16WEIGHT_SELECTOR_TARGET\x10\x01\x12\x19\n\x15WEIGHT_SELECTOR_DRAFT\x10\x02\x12\x17\n\x13WEIGHT_SELECTOR_ALL\x10\x03*\xf3\x01\n\x11VerificationLevel\x12\"\n\x1eVERIFICATION_LEVEL_UNSPECIFIED\x10\x00\x12\x1b\n\x17VERIFICATION_LEVEL_NONE\x10\x01\x12\x1c\n\x18VERIFICATION_LEVEL_PROBE\x10\x02\x12\x1f\n\x1bVERIFICATION_LEVEL_RECEIVED\x10\x03\x12\x1e\n\x1aVERIFICATION_LEVEL_REPLICA\x10\x04\x12\x1f\n\x1bVERIFICATION_LEVEL_EXPECTED\x10\x05\x12\x1d\n\x19VERIFICATION_LEVEL_DECODE\x10\x06*\xbc\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSPORT_TORCH_GLOO\x10\x01\x12\x18\n\x14TRANSPORT_TORCH_NCCL\x10\x02\x12\x17\n\x13TRANSPORT_VLLM_NCCL\x10\x03\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x04\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x05\x12\x12\n\x0eTRANSPORT_DISK\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rlctl/v1/common.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"x\n\x0cVerification\x12)\n\x04held\x18\x01 \x01(\x0e\x32\x1b.rlctl.v1.VerificationLevel\x12-\n\x08\x63omputed\x18\x02 \x01(\x0e\x32\x1b.rlctl.v1.VerificationLevel\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\"M\n\rWeightVersion\x12\r\n\x05label\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x1b\n\x13trainer_incarnation\x18\x03 \x01(\x04\"\x80\x01\n\x11WorkerCoordinates\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\n\n\x02tp\x18\x02 \x01(\r\x12\n\n\x02pp\x18\x03 \x01(\r\x12\n\n\x02\x64p\x18\x04 \x01(\r\x12\n\n\x02\x65p\x18\x05 \x01(\r\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07host_id\x18\x08 \x01(\t\"\xb8\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tnext_step\x18\x04 \x01(\t\x12\x35\n\x08metadata\x18\x05 \x03(\x0b\x32#.rlctl.v1.ErrorDetail.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x06Target\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x0e\n\x06stages\x18\x03 \x03(\t\"/\n\x05\x46\x65nce\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x11\n\tupdate_id\x18\x02 \x01(\t\"^\n\x06\x43\x61ller\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\x0b\n\x03via\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\x16\n\x0e\x63lient_version\x18\x04 \x01(\t\x12\x0c\n\x04user\x18\x05 \x01(\t\"\xcb\x01\n\rRequestHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x06target\x18\x02 \x01(\x0b\x32\x10.rlctl.v1.Target\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\x12\x1e\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32\x0f.rlctl.v1.Fence\x12\x10\n\x08\x66or_slot\x18\x14 \x01(\t\x12\x0f\n\x07unkeyed\x18\x15 \x01(\x08\"i\n\x0eResponseHeader\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x11\n\tserved_by\x18\x02 \x01(\t\x12/\n\x0bobserved_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\xa0\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x14\n\x10OUTCOME_REJECTED\x10\x02\x12\x13\n\x0fOUTCOME_SKIPPED\x10\x03\x12\x14\n\x10OUTCOME_NOT_SENT\x10\x04\x12\x11\n\rOUTCOME_DIRTY\x10\x05\x12\x13\n\x0fOUTCOME_UNKNOWN\x10\x06*c\n\x08\x45vidence\x12\x18\n\x14\x45VIDENCE_UNSPECIFIED\x10\x00\x12\x11\n\rEVIDENCE_RANK\x10\x01\x12\x15\n\x11\x45VIDENCE_VERIFIED\x10\x02\x12\x13\n\x0f\x45VIDENCE_ENGINE\x10\x03*\xb9\x02\n\nStageState\x12\x1b\n\x17STAGE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13STAGE_STATE_JOINING\x10\x01\x12\x15\n\x11STAGE_STATE_STALE\x10\x02\x12\x15\n\x11STAGE_STATE_READY\x10\x03\x12\x16\n\x12STAGE_STATE_PAUSED\x10\x04\x12\x16\n\x12STAGE_STATE_ASLEEP\x10\x05\x12\x18\n\x14STAGE_STATE_UPDATING\x10\x06\x12\x15\n\x11STAGE_STATE_DIRTY\x10\x07\x12\x1b\n\x17STAGE_STATE_UNREACHABLE\x10\x08\x12\x18\n\x14STAGE_STATE_DRAINING\x10\t\x12\x17\n\x13STAGE_STATE_RETIRED\x10\n\x12\x16\n\x12STAGE_STATE_FAILED\x10\x0b*\xa9\x01\n\nWorkerType\x12\x1b\n\x17WORKER_TYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_TYPE_REGULAR\x10\x01\x12\x17\n\x13WORKER_TYPE_PREFILL\x10\x02\x12\x16\n\x12WORKER_TYPE_DECODE\x10\x03\x12\x17\n\x13WORKER_TYPE_ENCODER\x10\x04\x12\x1b\n\x17WORKER_TYPE_PLACEHOLDER\x10\x05*\x84\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03\x12\x14\n\x10PAUSE_MODE_DRAIN\x10\x04*s\n\tMemoryTag\x12\x1a\n\x16MEMORY_TAG_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMORY_TAG_KV_CACHE\x10\x01\x12\x16\n\x12MEMORY_TAG_WEIGHTS\x10\x02\x12\x19\n\x15MEMORY_TAG_CUDA_GRAPH\x10\x03*\x81\x01\n\x0eWeightSelector\x12\x1f\n\x1bWEIGHT_SELECTOR_UNSPECIFIED\x10\x00\x12\x1a\n\x16WEIGHT_SELECTOR_TARGET\x10\x01\x12\x19\n\x15WEIGHT_SELECTOR_DRAFT\x10\x02\x12\x17\n\x13WEIGHT_SELECTOR_ALL\x10\x03*\xf3\x01\n\x11VerificationLevel\x12\"\n\x1eVERIFICATION_LEVEL_UNSPECIFIED\x10\x00\x12\x1b\n\x17VERIFICATION_LEVEL_NONE\x10\x01\x12\x1c\n\x18VERIFICATION_LEVEL_PROBE\x10\x02\x12\x1f\n\x1bVERIFICATION_LEVEL_RECEIVED\x10\x03\x12\x1e\n\x1aVERIFICATION_LEVEL_REPLICA\x10\x04\x12\x1f\n\x1bVERIFICATION_LEVEL_EXPECTED\x10\x05\x12\x1d\n\x19VERIFICATION_LEVEL_DECODE\x10\x06*\xbc\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSPORT_TORCH_GLOO\x10\x01\x12\x18\n\x14TRANSPORT_TORCH_NCCL\x10\x02\x12\x17\n\x13TRANSPORT_VLLM_NCCL\x10\x03\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x04\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x05\x12\x12\n\x0eTRANSPORT_DISK\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +35,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORDETAIL_METADATAENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=1038
-  _globals['_OUTCOME']._serialized_end=1198
-  _globals['_EVIDENCE']._serialized_start=1200
-  _globals['_EVIDENCE']._serialized_end=1299
-  _globals['_STAGESTATE']._serialized_start=1302
-  _globals['_STAGESTATE']._serialized_end=1615
-  _globals['_WORKERTYPE']._serialized_start=1618
-  _globals['_WORKERTYPE']._serialized_end=1787
-  _globals['_PAUSEMODE']._serialized_start=1790
-  _globals['_PAUSEMODE']._serialized_end=1922
-  _globals['_MEMORYTAG']._serialized_start=1924
-  _globals['_MEMORYTAG']._serialized_end=2039
-  _globals['_WEIGHTSELECTOR']._serialized_start=2042
-  _globals['_WEIGHTSELECTOR']._serialized_end=2171
-  _globals['_VERIFICATIONLEVEL']._serialized_start=2174
-  _globals['_VERIFICATIONLEVEL']._serialized_end=2417
-  _globals['_TRANSPORT']._serialized_start=2420
-  _globals['_TRANSPORT']._serialized_end=2608
+  _globals['_OUTCOME']._serialized_start=1134
+  _globals['_OUTCOME']._serialized_end=1294
+  _globals['_EVIDENCE']._serialized_start=1296
+  _globals['_EVIDENCE']._serialized_end=1395
+  _globals['_STAGESTATE']._serialized_start=1398
+  _globals['_STAGESTATE']._serialized_end=1711
+  _globals['_WORKERTYPE']._serialized_start=1714
+  _globals['_WORKERTYPE']._serialized_end=1883
+  _globals['_PAUSEMODE']._serialized_start=1886
+  _globals['_PAUSEMODE']._serialized_end=2018
+  _globals['_MEMORYTAG']._serialized_start=2020
+  _globals['_MEMORYTAG']._serialized_end=2135
+  _globals['_WEIGHTSELECTOR']._serialized_start=2138
+  _globals['_WEIGHTSELECTOR']._serialized_end=2267
+  _globals['_VERIFICATIONLEVEL']._serialized_start=2270
+  _globals['_VERIFICATIONLEVEL']._serialized_end=2513
+  _globals['_TRANSPORT']._serialized_start=2516
+  _globals['_TRANSPORT']._serialized_end=2704
   _globals['_VERIFICATION']._serialized_start=100
   _globals['_VERIFICATION']._serialized_end=220
   _globals['_WEIGHTVERSION']._serialized_start=222
@@ -67,8 +67,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TARGET']._serialized_end=673
   _globals['_FENCE']._serialized_start=675
   _globals['_FENCE']._serialized_end=722
-  _globals['_REQUESTHEADER']._serialized_start=725
-  _globals['_REQUESTHEADER']._serialized_end=928
-  _globals['_RESPONSEHEADER']._serialized_start=930
-  _globals['_RESPONSEHEADER']._serialized_end=1035
+  _globals['_CALLER']._serialized_start=724
+  _globals['_CALLER']._serialized_end=818
+  _globals['_REQUESTHEADER']._serialized_start=821
+  _globals['_REQUESTHEADER']._serialized_end=1024
+  _globals['_RESPONSEHEADER']._serialized_start=1026
+  _globals['_RESPONSEHEADER']._serialized_end=1131
 # @@protoc_insertion_point(module_scope)

@@ -598,6 +598,46 @@ class Fence(_message.Message):
 Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
+class Caller(_message.Message):
+    """Who made a call, as the server that accepted it recorded it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    principal: _builtins.str
+    """Principal that the server authenticated: name of a token or of a certificate. "fleet": the fleet's own token. "anonymous": the
+    server has no tokens. "coordinator": the coordinator acted by itself.
+    """
+    via: _builtins.str
+    """Gateway that spoke for the principal. Empty: the principal itself called."""
+    client: _builtins.str
+    """Program that called, "cli", "sdk" or "gateway" say. Stated by the caller, not verified, as the two below."""
+    client_version: _builtins.str
+    """Version of the program."""
+    user: _builtins.str
+    """user@host of the program."""
+    def __init__(
+        self,
+        *,
+        principal: _builtins.str = ...,
+        via: _builtins.str = ...,
+        client: _builtins.str = ...,
+        client_version: _builtins.str = ...,
+        user: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "client_version", b"client_version", "principal", b"principal", "user", b"user", "via", b"via"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Caller: _TypeAlias = Caller  # noqa: Y015
+
+@_typing.final
 class RequestHeader(_message.Message):
     """Opens every verb's request."""
 

@@ -383,6 +383,7 @@ class Operation(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """The request_id that made it."""
     verb: _builtins.str
@@ -400,7 +401,7 @@ class Operation(_message.Message):
     model_digest: _builtins.str
     """Weight updates: model digest of the published weights, when it was computed."""
     adapter: _builtins.str
-    """PauseGeneration and ContinueGeneration: the adapter that the request names. Empty: all requests."""
+    """The adapter that the request names. PauseGeneration and ContinueGeneration without one: all requests."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -453,6 +454,10 @@ class Operation(_message.Message):
     def timeline(self) -> Global___Timeline:
         """GetOperation of a weight update or a heal: its phases. Unset in other answers."""
 
+    @_builtins.property
+    def caller(self) -> _common_pb2.Caller:
+        """Who made the call that started it."""
+
     def __init__(
         self,
         *,
@@ -478,10 +483,11 @@ class Operation(_message.Message):
         verification: _common_pb2.Verification | None = ...,
         adapter: _builtins.str = ...,
         timeline: Global___Timeline | None = ...,
+        caller: _common_pb2.Caller | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "timeline", b"timeline", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "timeline", b"timeline", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "timeline", b"timeline", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapters", b"adapters", "caller", b"caller", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "timeline", b"timeline", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,7 +21,7 @@ class _Request:
 
 
 def call(body: Any) -> Call:
-    fleet: Any = SimpleNamespace(on_behalf_of=lambda token: None)
+    fleet: Any = SimpleNamespace(on_behalf_of=lambda credentials: None)
     made = Call(_Request(), fleet, fleet, dialect="vllm", changes=True, accepted=Bodies(1 << 20))  # type: ignore[arg-type]
     made.replace_json(body)
     return made

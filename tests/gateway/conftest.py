@@ -49,6 +49,7 @@ def make_gateway() -> Callable[..., Any]:
             fleet.server.address,
             dialect=dialect,
             token=token if token is not None else fleet.token,
+            access_file=fleet.access_file,
             middleware_paths=middleware_paths,
             generation=Settings(**{"timeout_s": 20.0, **settings}),
             drain_s=drain_s,

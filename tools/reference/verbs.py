@@ -7,7 +7,9 @@ from typing import Any
 
 from rlctl.cli.commands.verbs import about
 from rlctl.contract import comments
+from rlctl.contract.access import method_of
 from rlctl.contract.comments import ANSWERS, PACKAGE, comment, type_name
+from rlctl.contract.scopes import Scope
 from rlctl.contract.verbs import VERBS, Verb
 from rlctl.v1 import coordinator_pb2, rollout_pb2
 from tools.reference.markdown import table
@@ -53,6 +55,7 @@ def _verb(verb: Verb) -> Iterator[str]:
     facts += [(question, answers[question]) for question in ANSWERS if question in answers]
     if "Deadline" not in answers:
         facts.append(("Deadline", f"{verb.deadline_s:g} s."))
+    facts.append(("Scope", _scopes(verb.scopes)))
     facts.append(("Kind", _kind(verb)))
     facts.append(("Carried out by a stage that is", ", ".join(_in_order(verb.states))))
     yield from table(["", ""], facts)
@@ -77,12 +80,17 @@ def _in_order(states: frozenset[str]) -> list[str]:
     return sorted(states, key=lambda state: order.index(f"STAGE_STATE_{state}"))
 
 
+def _scopes(scopes: tuple[Scope, ...]) -> str:
+    return f"[{' or '.join(scope.value for scope in scopes)}](../access.md#scopes)"
+
+
 def _rpc(service: str, method: Any) -> Iterator[str]:
     text, answers = comments.rpc(service, method.name)
     streams = "a stream of " if method.server_streaming else ""
     yield f"## {method.name}\n"
     yield f"{text}\n"
     rows = [(question, answers[question]) for question in ANSWERS if question in answers]
+    rows.append(("Scope", _scopes(method_of(f"/{PACKAGE}.{service}/{method.name}").scopes)))
     yield from table(["", ""], [*rows, ("Answers", f"{streams}`{method.output_type.name}`")])
     yield from _fields(method.input_type)
 

@@ -96,6 +96,8 @@ def _tables(operation: Operation) -> list[Table]:
                 ("Paused", values.duration(operation.pause_time) if operation.HasField("pause_time") else ""),
                 ("Accepted", values.moment(operation.create_time)),
                 ("Ended", values.moment(operation.done_time)),
+                ("Principal", values.principal(operation.caller)),
+                ("Client", values.client(operation.caller)),
                 ("Targets", ", ".join(operation.targets)),
                 ("Left out", ", ".join(f"{out.slot} ({out.reason})" for out in operation.excluded)),
             ]

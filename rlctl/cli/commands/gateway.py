@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.app.types import DURATION, LEVEL
-from rlctl.cli.commands.serve import METRICS_OPTION, bound_metrics, serve
+from rlctl.cli.commands.serve import ACCESS_OPTION, METRICS_OPTION, bound_metrics, serve
 
 
 @click.command()
@@ -70,6 +70,7 @@ from rlctl.cli.commands.serve import METRICS_OPTION, bound_metrics, serve
 )
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
+@ACCESS_OPTION
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
@@ -95,6 +96,7 @@ def gateway(
     admin_api_key_file: str,
     drain: float,
     token_file: str,
+    access_file: str,
     insecure: bool,
     log_level: str,
     end_with_parent: bool,
@@ -132,7 +134,7 @@ def gateway(
         key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
         token, router = load_token(file=token_file), None
         if router_backend:
-            refuse_insecure(router_listen, token=token, insecure=insecure)
+            refuse_insecure(router_listen, token=token or access_file or None, insecure=insecure)
             host, port = split(router_listen, "router_listen")
             router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs, token=token)
 
@@ -141,6 +143,7 @@ def gateway(
             dialect=dialect,
             listen=listen,
             token=token,
+            access_file=access_file,
             insecure=insecure,
             middleware_paths=paths,
             generation=Settings(**settings, admin_api_key=key or ""),

@@ -121,10 +121,16 @@ def whole_id(fleet: Fleet, written: str) -> str:
 
 
 def _operations_view(listed: Sequence[Operation]) -> View:
-    headers = ("OPERATION", "VERB", "STATE", "CONFIRMED", "MODEL", "CREATED", "TOOK", "ERROR")
+    headers = ("OPERATION", "VERB", "STATE", "CONFIRMED", "MODEL", "CREATED", "TOOK", "PRINCIPAL", "ERROR")
     return View(
         list(listed),
-        lambda wide: [Table(headers, [_row(operation, wide) for operation in listed], frozenset({"ERROR"}))],
+        lambda wide: [
+            Table(
+                (*headers[:-1], "CLIENT", "ERROR") if wide else headers,
+                [_row(operation, wide) for operation in listed],
+                frozenset({"ERROR"}),
+            )
+        ],
         lambda: [operation.operation_id for operation in listed],
     )
 
@@ -141,5 +147,7 @@ def _row(operation: Operation, wide: bool) -> list[str]:
         operation.model,
         values.moment(operation.create_time),
         values.elapsed(took / 1e9) if operation.HasField("done_time") else "",
+        values.principal(operation.caller),
+        *([values.client(operation.caller)] if wide else ()),
         values.error(operation.error) if wide else operation.error.reason,
     ]

@@ -30,6 +30,14 @@ METRICS_OPTION = click.option(
     help="Serve metrics for Prometheus here; port 0 takes any. Needs the extra [metrics].  [default: none]",
 )
 
+ACCESS_OPTION = click.option(
+    "--access-file",
+    default="",
+    envvar="RLCTL_ACCESS_FILE",
+    show_envvar=True,
+    help="File with further principals and their scopes; `rlctl tokens` writes it.",
+)
+
 
 def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
@@ -94,6 +102,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     metavar="DURATION",
     help="How long a DIRTY stage is left to the next update before it is healed.  [default: 60s]",
 )
+@ACCESS_OPTION
 @_server_options
 @METRICS_OPTION
 def coordinator(
@@ -103,6 +112,7 @@ def coordinator(
     admit_only: str | None,
     owner_grace: float | None,
     heal_grace: float | None,
+    access_file: str,
     listen: str,
     token_file: str,
     insecure: bool,
@@ -130,6 +140,7 @@ def coordinator(
         topology=topology,
         graces=graces,
         metrics=metrics,
+        access_file=access_file,
     )
 
     async def start() -> Callable[[], Any]:
@@ -172,6 +183,7 @@ def coordinator(
     type=click.Choice(["regular", "prefill", "decode", "encoder"]),
     help="What the engine is for.",
 )
+@ACCESS_OPTION
 @_engine_options
 @_server_options
 @METRICS_OPTION
@@ -186,6 +198,7 @@ def stage(
     weight_version: str,
     frozen: bool,
     worker_type: str,
+    access_file: str,
     engine: str,
     model_path: str,
     tp_size: int,
@@ -224,6 +237,7 @@ def stage(
         frozen=frozen,
         worker_type=worker_type,
         token=load_token(file=token_file),
+        access_file=access_file,
         insecure=insecure,
         metrics=metrics,
     )

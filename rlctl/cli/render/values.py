@@ -13,7 +13,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.durations import seconds
 from rlctl.contract.enums import short_name
-from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_NONE, ErrorDetail, Verification, VerificationLevel, WeightVersion
+from rlctl.v1.common_pb2 import (
+    VERIFICATION_LEVEL_NONE,
+    Caller,
+    ErrorDetail,
+    Verification,
+    VerificationLevel,
+    WeightVersion,
+)
 from rlctl.v1.verbs_pb2 import Adapter
 
 
@@ -73,6 +80,16 @@ def verification(value: Verification) -> str:
 def error(detail: ErrorDetail) -> str:
     """Reason and cause on one line."""
     return f"{detail.reason}: {' '.join(detail.message.split())}" if detail.reason else ""
+
+
+def principal(caller: Caller) -> str:
+    """ci, ci via gateway-1."""
+    return f"{caller.principal} via {caller.via}" if caller.via else caller.principal
+
+
+def client(caller: Caller) -> str:
+    """cli/0.1.0 alice@host."""
+    return " ".join(filter(None, ["/".join(filter(None, [caller.client, caller.client_version])), caller.user]))
 
 
 def count(number: int, noun: str) -> str:

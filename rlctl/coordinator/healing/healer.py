@@ -19,6 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
+from rlctl.contract.scopes import calling
 from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.fleet.versions import adoptable, digest_key, witnesses
@@ -336,6 +337,7 @@ class Healer:
             await heal.makes_way("the coordinator stops")
 
     async def _heal_alone(self, slot: Slot) -> None:
+        calling.set(None)  # the task may have been started within a call, which did not ask for the heal
         for pause in AGAIN_S:
             try:
                 run = await self.heal(HealStageRequest(slots=[slot.name]), None, asked=False)

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from google.protobuf.message import Message
 
+from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
 from rlctl.contract.outcomes import explain_operation, of_targets
+from rlctl.contract.scopes import current_caller
 from rlctl.coordinator.fleet.roster import Roster, Slot, names
 from rlctl.coordinator.journal.records import parsed
 from rlctl.ports import Clock, Delete, Journal, Put
@@ -28,7 +30,6 @@ from rlctl.v1.results_pb2 import (
     OperationState,
     StageResult,
 )
-from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +248,8 @@ class Operations:
             model=model,
             update_id=update_id,
             create_time=self._clock.wall(),
-            adapter=_scope(request),
+            adapter=adapter_of(request),
+            caller=current_caller(),
         )
         run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
         run.begun_at = self._clock.now()
@@ -511,8 +513,3 @@ def _hashes(record: OperationRecord, request_id: str) -> list[bytes]:
 
 def _put(record: OperationRecord) -> Put:
     return Put("operation", record.operation.operation_id, record.SerializeToString())
-
-
-def _scope(request: Message) -> str:
-    """The adapter that a pause or a continue names, or ""."""
-    return request.adapter if isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) else ""

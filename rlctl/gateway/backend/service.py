@@ -16,7 +16,7 @@ from rlctl.rollout.picking.admission import Admission
 from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
-from rlctl.transport.channel import refuse_large
+from rlctl.transport.channel import Credentials, refuse_large
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 MOST_BYTES = 256 << 20
@@ -198,7 +198,7 @@ class Generation:
         return self._rollouts[model]
 
     async def complete(
-        self, sample: RolloutSample, *, token: str | None, place: Place = ANYWHERE, told: Told | None = None
+        self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None
     ) -> RolloutSample:
         """One sample, whose request names its model, to its end, or to where it was cut.
 
@@ -206,7 +206,7 @@ class Generation:
         """
         with self.under_way(sample.request.ByteSize()):
             ended = await self.rollout(sample.request.model).complete(
-                sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
+                sample, timeout_s=self.settings.timeout_s, credentials=credentials, place=place, told=told
             )
         if ended.error is not None and not ended.output_ids:
             if ended.error.reason is Reason.PROMPT_TOO_LONG:

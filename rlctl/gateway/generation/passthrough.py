@@ -27,6 +27,8 @@ from rlctl.gateway.http.placeholders import PREFERRED, SLOT
 from rlctl.rollout.rollout import Place
 from rlctl.runtime.http_errors import body_of
 from rlctl.runtime.http_forwarding import MIN_VERSION, WAIT, end_to_end
+from rlctl.transport.auth import ON_BEHALF_OF
+from rlctl.transport.channel import bearer
 
 WHOLE_BYTES = 1 << 20
 """A JSON answer of at most so many bytes is read before any of it is sent, so that another stage can take over."""
@@ -34,7 +36,9 @@ WHOLE_BYTES = 1 << 20
 _EVENT_BYTES = 16 << 10
 """The end of a stream in which the stage's own error event is looked for."""
 
-_OWN = frozenset({"host", "content-length", "content-encoding", "expect", MIN_VERSION.lower(), WAIT.lower()})
+_OWN = frozenset(
+    {"host", "content-length", "content-encoding", "expect", MIN_VERSION.lower(), WAIT.lower(), ON_BEHALF_OF}
+)
 """Headers of a request that the gateway writes itself. Its bodies are decompressed."""
 
 _PREFIX = re.compile(r"/(engines|routed)/([^/?]+)(/.*)")
@@ -181,14 +185,14 @@ async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes
         session_id=request.session,
         min_version=request.min_version,
         timeout_s=generation.settings.timeout_s,
-        token=call.token,
+        credentials=call.credentials,
         place=request.place,
     )
     with generation.under_way(len(body)), forwarded as forwarding:
         while (attempt := await forwarding.attempt()) is not None:
             with attempt, contextlib.closing(generation.ports.at(attempt)) as exchange:
                 headers = CIMultiDict(request.headers)
-                headers.update({MIN_VERSION: str(attempt.floor), WAIT: "0"})
+                headers.update({MIN_VERSION: str(attempt.floor), WAIT: "0", **dict(bearer(call.credentials))})
                 try:
                     await exchange.begin(call.method, request.target, headers, body, forwarding.deadline)
                     first, whole = await _beginning(exchange, forwarding.deadline)

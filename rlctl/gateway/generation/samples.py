@@ -86,7 +86,9 @@ async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSam
     place = await place_of(call)
     tasks: list[asyncio.Task[RolloutSample]] = []
     try:
-        await _start(tasks, (call.generation.complete(sample, token=call.token, place=place) for sample in samples))
+        await _start(
+            tasks, (call.generation.complete(sample, credentials=call.credentials, place=place) for sample in samples)
+        )
         return await asyncio.gather(*tasks)
     finally:
         await _end(tasks)
@@ -114,7 +116,9 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
             waiting.setdefault(index, []).append(part)
 
         try:
-            ended[index] = await call.generation.complete(samples[index], token=call.token, place=place, told=tell)
+            ended[index] = await call.generation.complete(
+                samples[index], credentials=call.credentials, place=place, told=tell
+            )
             changed.put_nowait(index)
         except Exception as error:
             if not isinstance(error, RlctlError):

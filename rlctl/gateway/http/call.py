@@ -15,6 +15,7 @@ from rlctl.gateway.http.bodies import Fields, dump
 from rlctl.ports import new_uuid7
 from rlctl.runtime.http_bodies import LARGE, Bodies, Body
 from rlctl.sdk.aio import AsyncFleet
+from rlctl.transport.channel import Credentials, OnBehalf
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, StageState
 from rlctl.v1.results_pb2 import Operation, RankResult, StageResult
 
@@ -39,7 +40,8 @@ class Call:
         query: the parameters of the query, of several of one name the first.
         headers: of the request, whatever their case.
         token: the caller's bearer token.
-        fleet: the fleet, with the caller's token.
+        credentials: by which the fleet knows the caller: its own token, or the gateway's, which speaks for it.
+        fleet: the fleet, with the caller's credentials.
         generation: what generates.
         size: bytes of the body, once it has been read.
     """
@@ -65,6 +67,7 @@ class Call:
         self.query: Mapping[str, str] = request.query
         self.headers: Mapping[str, str] = request.headers
         self.token = identity.token(request.headers)
+        self.credentials: Credentials = self.token
         self.fleet = fleet.on_behalf_of(self.token)
         self.generation = generation
         self._request = request
@@ -81,6 +84,11 @@ class Call:
         self._fields: list[Fields] = []
         self._unknown: list[str] = []
         self._excluded: dict[str, str] = {}
+
+    def act_for(self, credentials: OnBehalf) -> None:
+        """Call the fleet in the name of a caller that the gateway knows without a token."""
+        self.credentials = credentials
+        self.fleet = self.fleet.on_behalf_of(credentials)
 
     def query_all(self, name: str) -> list[str]:
         """Every value of a parameter of the query."""
@@ -211,10 +219,14 @@ class Call:
             self._id = identity.as_uuid7(key) or await self._reserved(header, key)
         return identity.derived(self._id, step) if step else self._id
 
+    @property
+    def _who(self) -> str:
+        return self.credentials.principal if isinstance(self.credentials, OnBehalf) else self.credentials or ""
+
     async def _reserved(self, header: str, key: str) -> str:
         data = await self.body()
         path, _, query = self.url.partition("?")
-        scope = (self._dialect, self.generation.settings.model, self.token or "", self.method, path, key)
+        scope = (self._dialect, self.generation.settings.model, self._who, self.method, path, key)
         try:
             digest = await self.beside(lambda: identity.body_digest(query, data))
             return await identity.reserved(self.fleet, scope, digest)

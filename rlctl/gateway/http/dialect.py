@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlctl.contract import access, scopes
 from rlctl.contract.errors import RlctlError
 from rlctl.runtime.http_errors import body_of, headers_of
 
@@ -24,6 +25,13 @@ class Scope(enum.Enum):
     VIEWER = "viewer"
     ROLLOUT = "rollout"
     ADMIN = "admin"  # changes something: is not cancelled when the caller leaves
+
+    @property
+    def needs(self) -> tuple[scopes.Scope, ...]:
+        """Scopes of which a caller needs one to come to the coordinator, which decides by verb, model and adapter."""
+        if self is Scope.ADMIN:
+            return access.CHANGES
+        return (scopes.Scope.ROLLOUT if self is Scope.ROLLOUT else scopes.Scope.VIEWER,)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from urllib.parse import quote
 import orjson
 from aiohttp import web
 
+from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason, RlctlError, without_frames
+from rlctl.contract.scopes import Scope
 from rlctl.engine import Engine, HttpExchange, HttpHead, HttpRequest, HttpRoute
 from rlctl.ports import Clock
 from rlctl.runtime import http_errors, http_limits
@@ -22,8 +24,9 @@ from rlctl.runtime.http_forwarding import MIN_VERSION, SEQUENCE, SLOT, VERSION, 
 from rlctl.stage.data_port.admission import Admission
 from rlctl.stage.generation.gate_watch import Ongoing, OngoingRequest
 from rlctl.stage.serving_state import Serving
-from rlctl.transport import auth
-from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.auth import Access, admit
+from rlctl.transport.denials import Denials
+from rlctl.transport.tls.credentials import Tls, http_identity
 from rlctl.transport.tls.identity import DATA_PORT
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ class DataPort:
         clock: Clock,
         *,
         token: str | None = None,
+        access_file: str = "",
         insecure: bool = False,
         tls: Tls | None = None,
     ) -> None:
@@ -79,7 +83,9 @@ class DataPort:
         self._engine = engine
         self._serving = serving
         self._clock = clock
-        self._token = token
+        self._token = token or access_file or None
+        self._access = Access(token, access_file)
+        self._denials = Denials()
         self._insecure = insecure
         self._admission = Admission(serving, clock)
         self._ongoing = Ongoing(serving, clock)
@@ -122,10 +128,8 @@ class DataPort:
         try:
             if self._tls is not None:
                 self._refuse_peer(self._tls, request)
-            if self._token and request.path not in _HEALTH:
-                headers = {name.lower(): value for name, value in request.headers.items()}
-                if (refusal := auth.check(headers, self._token)) is not None:
-                    raise refusal
+            if request.path not in _HEALTH:
+                self._admit(request)
             return await handler(request)
         except web.HTTPException as said:
             if said.status not in (404, 405):
@@ -146,6 +150,17 @@ class DataPort:
         peer = None if request.transport is None else request.transport.get_extra_info("peercert")
         if (refusal := tls.http_refusal(peer, DATA_PORT)) is not None:
             raise refusal
+
+    def _admit(self, request: web.Request) -> None:
+        """Raise TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
+        admit(
+            self._access,
+            Method(f"{request.method} {request.path}", (Scope.ROLLOUT,)),
+            request.headers,
+            request.remote or "",
+            self._denials,
+            http_identity(request.transport),
+        )
 
     def _closed(self, request: web.Request, status: int) -> RlctlError:
         error = Reason.VERB_UNKNOWN.error(

@@ -6,6 +6,7 @@ the next connection.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import Iterable, Mapping
@@ -107,7 +108,7 @@ class Tls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_verify_locations(cadata=self.material.ca.decode())
         if serves:
-            context.verify_mode = ssl.CERT_REQUIRED if mutual else ssl.CERT_NONE
+            context.verify_mode = ssl.CERT_REQUIRED if mutual else ssl.CERT_OPTIONAL
         try:
             context.load_cert_chain(self.files.cert, self.files.key)
         except (OSError, ssl.SSLError) as error:
@@ -116,8 +117,17 @@ class Tls:
 
     def http_refusal(self, peer: Mapping[str, Any] | None, service: str) -> RlctlError | None:
         """Why the caller with this certificate (``getpeercert``) may not use a service of HTTP; None if it may."""
-        names: Iterable[tuple[str, str]] = (peer or {}).get("subjectAltName", ())
-        return refusal(self.identity, only_identity(value for kind, value in names if kind == "URI"), service)
+        return refusal(self.identity, _identity_of(peer), service)
+
+
+def http_identity(transport: asyncio.BaseTransport | None) -> Identity | None:
+    """The identity in the certificate of a caller of HTTP; None without TLS or without exactly one identity."""
+    return _identity_of(None if transport is None else transport.get_extra_info("peercert"))
+
+
+def _identity_of(peer: Mapping[str, Any] | None) -> Identity | None:
+    names: Iterable[tuple[str, str]] = (peer or {}).get("subjectAltName", ())
+    return only_identity(value for kind, value in names if kind == "URI")
 
 
 def load_tls(environment: Mapping[str, str] = os.environ, *, ca: str = "", cert: str = "", key: str = "") -> Tls | None:

@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rlctl.transport.auth import FIRST_S
-from rlctl.transport.status import abort
+from rlctl.transport.status import FIRST_S, abort
 from rlctl.transport.tls.identity import Identity, only_identity, refusal
 
 _CALLER: ContextVar[Identity | None] = ContextVar("caller", default=None)

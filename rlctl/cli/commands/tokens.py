@@ -1,0 +1,160 @@
+"""``rlctl tokens``: the access file, in which named tokens and certificates have their scopes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlctl.cli.app.global_options import Command, pass_settings
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.app.types import DURATION
+from rlctl.cli.render.printer import View, show
+from rlctl.cli.render.tables import Table
+from rlctl.contract.errors import Reason
+from rlctl.contract.scopes import PRINCIPAL, RESERVED, Grant
+
+if TYPE_CHECKING:
+    from rlctl.transport.access_file import Entry
+
+_file = click.option(
+    "--file",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="RLCTL_ACCESS_FILE",
+    show_envvar=True,
+    help="The access file.",
+)
+
+
+@click.command("new", cls=Command)
+@click.argument("name")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    metavar="SCOPE[:NAME]",
+    help="viewer, rollout, weights[:MODEL], adapters[:ADAPTER], admin, gateway or fleet. A further token of a principal"
+    " has its scopes already.  [repeatable]",
+)
+@click.option("--expires", type=DURATION, metavar="DURATION", help="The token ends after this time.  [default: never]")
+@click.option(
+    "--certificate",
+    "certificates",
+    multiple=True,
+    metavar="URI",
+    help="Let the certificate rlctl://FLEET/client/NAME stand for the principal, instead of a new token.  [repeatable]",
+)
+@_file
+@pass_settings
+def tokens_new(
+    settings: Settings,
+    name: str,
+    scopes: tuple[str, ...],
+    expires: float | None,
+    certificates: tuple[str, ...],
+    file: Path,
+) -> None:
+    """Make a token, and print it: the file keeps only its hash.
+
+    For a principal of the file, the new token is valid beside its earlier ones, until `rlctl tokens revoke NAME
+    --keep-newest`. Servers read the file again within a second.
+    """
+    from rlctl.transport import access_file
+    from rlctl.transport.tls.identity import Identity
+
+    certificates = tuple(str(Identity.of(uri)) for uri in certificates)
+    grants = tuple(Grant.parse(text) for text in scopes)
+    if not PRINCIPAL.fullmatch(name) or name in RESERVED:
+        raise Reason.FIELD_INVALID.error(
+            f"{name!r} is no name of a principal: 1 to 128 letters, digits and . _ @ / -, none of "
+            + ", ".join(sorted(RESERVED)),
+            field="name",
+        )
+    entries = access_file.read(file) if file.exists() else {}
+    entry = entries.get(name)
+    if entry is None and not grants:
+        raise Reason.FIELD_REQUIRED.error("a new principal needs a scope", field="--scope")
+    if entry is not None and grants and set(grants) != set(entry.scopes):
+        raise Reason.FIELD_CONFLICT.error(
+            f"{name} has {', '.join(map(str, entry.scopes))}; all tokens of a principal have the same scopes",
+            field="--scope",
+            next_step="Leave --scope out, revoke the principal first, or choose another name.",
+        )
+    entry = entry or access_file.Entry(name, grants)
+    now = time.time()
+    token = "" if certificates else access_file.make_token()
+    if token:
+        made = access_file.TokenHash(access_file.hash_of(token), now, None if expires is None else now + expires)
+        entry = dataclasses.replace(entry, tokens=(*entry.tokens, made))
+    entry = dataclasses.replace(entry, certificates=tuple(dict.fromkeys((*entry.certificates, *certificates))))
+    access_file.write(file, {**entries, name: entry})
+    if token:
+        show(settings, View({"name": name, "token": token}, lambda _: [Table(("TOKEN",), [[token]])], lambda: [token]))
+    settings.say(f"{name} has {', '.join(map(str, entry.scopes))}." + " The token is not shown again." * bool(token))
+
+
+@click.command("list", cls=Command)
+@_file
+@pass_settings
+def tokens_list(settings: Settings, file: Path) -> None:
+    """List the principals, with the ids of their tokens."""
+    from rlctl.transport import access_file
+
+    rows = [row for entry in access_file.read(file).values() for row in _rows(entry)]
+    headers = ("NAME", "SCOPES", "TOKEN", "CREATED", "EXPIRES", "CERTIFICATE")
+    table = Table(headers, [[str(row[header.lower()] or "") for header in headers] for row in rows])
+    show(settings, View(rows, lambda _: [table], lambda: list(dict.fromkeys(str(row["name"]) for row in rows))))
+
+
+@click.command("revoke", cls=Command)
+@click.argument("name")
+@click.option("--token", "token_id", metavar="ID", help="Only the token of this id; `rlctl tokens list` shows it.")
+@click.option("--keep-newest", is_flag=True, help="All tokens but the newest: the end of a rotation.")
+@_file
+@pass_settings
+def tokens_revoke(settings: Settings, name: str, token_id: str | None, keep_newest: bool, file: Path) -> None:
+    """Revoke tokens of a principal; without an option, the principal with all of its tokens and certificates.
+
+    Calls with a revoked token are refused within a second, and streams end.
+    """
+    from rlctl.transport import access_file
+
+    entries = access_file.read(file)
+    entry = entries.get(name)
+    if entry is None:
+        raise Reason.FIELD_INVALID.error(
+            f"{file} has no principal {name!r}; it has: {', '.join(entries) or 'none'}", field="name"
+        )
+    if token_id and keep_newest:
+        raise Reason.FIELD_CONFLICT.error("--token and --keep-newest exclude each other", field="--token")
+    if not token_id and not keep_newest:
+        settings.confirm(f"Revoke {name}, with {len(entry.tokens)} tokens?")
+        access_file.write(file, {key: each for key, each in entries.items() if key != name})
+        settings.say(f"{name} is revoked.")
+        return
+    kept = entry.tokens[-1:] if keep_newest else tuple(token for token in entry.tokens if token.id != token_id)
+    if len(kept) == len(entry.tokens):
+        known = ", ".join(token.id for token in entry.tokens) or "none"
+        raise Reason.FIELD_INVALID.error(f"there is nothing to revoke; {name} has tokens: {known}", field="--token")
+    access_file.write(file, {**entries, name: dataclasses.replace(entry, tokens=kept)})
+    settings.say(f"{len(entry.tokens) - len(kept)} tokens of {name} are revoked, {len(kept)} remain.")
+
+
+def _rows(entry: Entry) -> list[dict[str, Any]]:
+    def row(**own: Any) -> dict[str, Any]:
+        empty = {"token": "", "created": "", "expires": "", "certificate": ""}
+        return {"name": entry.name, "scopes": ", ".join(map(str, entry.scopes)), **empty, **own}
+
+    rows = [
+        row(token=token.id, created=_moment(token.created), expires=_moment(token.expires)) for token in entry.tokens
+    ]
+    rows += [row(certificate=subject) for subject in entry.certificates]
+    return rows or [row()]
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))

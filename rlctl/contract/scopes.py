@@ -1,0 +1,147 @@
+"""Scopes, principals and callers: the right to call a method, and the identity that a call is recorded under."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Collection
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Self
+
+from rlctl.contract.errors import Reason
+from rlctl.v1.common_pb2 import Caller
+
+
+class Scope(enum.Enum):
+    """A right. Every scope includes VIEWER."""
+
+    VIEWER = "viewer"
+    """Read the fleet."""
+    ROLLOUT = "rollout"
+    """Generate and abort requests."""
+    WEIGHTS = "weights"
+    """Write the weights and adapters of models, and pause, continue and release memory for it."""
+    ADAPTERS = "adapters"
+    """Load and unload adapters by name."""
+    ADMIN = "admin"
+    """Administer the fleet: all of the above, healing, slots, stages."""
+    GATEWAY = "gateway"
+    """Call in the name of another principal."""
+    FLEET = "fleet"
+    """A process of the fleet itself: join it, and command stages and workers. Includes all other scopes."""
+
+    @property
+    def named(self) -> bool:
+        """Whether the scope can be limited to names, ``weights:actor`` say."""
+        return self in (Scope.WEIGHTS, Scope.ADAPTERS)
+
+
+_INCLUDED = {
+    Scope.ADMIN: frozenset({Scope.ROLLOUT, Scope.WEIGHTS, Scope.ADAPTERS}),
+    Scope.FLEET: frozenset(Scope),
+}
+
+PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}", re.ASCII)
+"""Name of a principal."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A scope, for all names or for one. ``name`` "": all."""
+
+    scope: Scope
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str, field: str = "scope") -> Self:
+        """``viewer``, ``weights`` or ``weights:actor``. Raises FIELD_INVALID."""
+        word, colon, name = text.partition(":")
+        try:
+            scope = Scope(word)
+        except ValueError:
+            known = ", ".join(each.value for each in Scope)
+            raise Reason.FIELD_INVALID.error(f"{word!r} is no scope; there are: {known}", field=field) from None
+        if colon and not (scope.named and name):
+            raise Reason.FIELD_INVALID.error(
+                f"{text!r}: only weights and adapters can be limited to a name", field=field
+            )
+        return cls(scope, name)
+
+    def __str__(self) -> str:
+        return f"{self.scope.value}:{self.name}" if self.name else self.scope.value
+
+
+@dataclass(frozen=True)
+class Principal:
+    """A caller that a server has authenticated, with its rights."""
+
+    name: str
+    grants: frozenset[Grant]
+
+    def has(self, scope: Scope) -> bool:
+        """Whether it has the scope, for some name at least."""
+        if scope is Scope.VIEWER and self.grants:
+            return True
+        return any(grant.scope is scope or scope in _INCLUDED.get(grant.scope, ()) for grant in self.grants)
+
+    def covers(self, scope: Scope, names: Collection[str]) -> bool:
+        """Whether it has the scope for each of these names."""
+        if not self.has(scope):
+            return False
+        own = {grant.name for grant in self.grants if grant.scope is scope}
+        wider = any(scope in _INCLUDED.get(grant.scope, ()) for grant in self.grants)
+        return wider or "" in own or own.issuperset(names)
+
+    @property
+    def limited(self) -> bool:
+        """Whether its right to call a method may depend on the request."""
+        return not any(grant.scope in (Scope.ADMIN, Scope.FLEET) for grant in self.grants)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An authenticated call.
+
+    Attributes:
+        principal: the principal that calls.
+        via: the gateway that speaks for it; "": the principal itself called.
+        client, client_version, user: the calling program and its user, as the caller states them. Not verified.
+    """
+
+    principal: Principal
+    via: str = ""
+    client: str = ""
+    client_version: str = ""
+    user: str = ""
+
+    def caller(self) -> Caller:
+        """The identity as records have it."""
+        return Caller(
+            principal=self.principal.name,
+            via=self.via,
+            client=self.client,
+            client_version=self.client_version,
+            user=self.user,
+        )
+
+
+FLEET = Principal("fleet", frozenset({Grant(Scope.FLEET)}))
+"""The bearer of the fleet's own token: the single token of ``--token-file``, RLCTL_TOKEN_FILE or RLCTL_TOKEN."""
+
+ANONYMOUS = Principal("anonymous", frozenset({Grant(Scope.FLEET)}))
+"""A caller of a server without tokens."""
+
+COORDINATOR = "coordinator"
+"""Principal of operations that the coordinator starts by itself."""
+
+RESERVED = frozenset({FLEET.name, ANONYMOUS.name, COORDINATOR})
+
+calling: ContextVar[Identity | None] = ContextVar("calling", default=None)
+"""The call that the running task serves. None: no call; the process acts by itself."""
+
+
+def current_caller() -> Caller:
+    """The caller of the running task."""
+    identity = calling.get()
+    return Caller(principal=COORDINATOR) if identity is None else identity.caller()

@@ -1,0 +1,280 @@
+"""The access file: principals with their scopes, hashes of their tokens, and their certificates. JSON.
+
+A token has 32 random bytes, so that SHA-256 is enough to keep it: nobody can try 2^256 values. Slow hashes protect
+passwords, which people choose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.scopes import PRINCIPAL, RESERVED, Grant, Principal
+from rlctl.runtime import private_files
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+
+LOOK_S = 1.0
+"""How often a server looks whether the file has changed."""
+
+ID_LENGTH = 8
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def make_token() -> str:
+    """A new token. The prefix lets scanners of secrets find tokens in logs and commits."""
+    return f"rlctl_{secrets.token_urlsafe(32)}"
+
+
+def hash_of(token: str) -> str:
+    """The form in which a token is kept."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenHash:
+    """One token of a principal. ``expires``: when it ends, in seconds since the epoch; None: never."""
+
+    sha256: str
+    created: float
+    expires: float | None = None
+
+    @property
+    def id(self) -> str:
+        """The name of the token in lists."""
+        return self.sha256[:ID_LENGTH]
+
+    def valid(self, now: float) -> bool:
+        """Whether the token has not expired."""
+        return self.expires is None or now < self.expires
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One principal. ``certificates``: URIs of identities in certificates that stand for it."""
+
+    name: str
+    scopes: tuple[Grant, ...]
+    tokens: tuple[TokenHash, ...] = ()
+    certificates: tuple[str, ...] = ()
+
+    @property
+    def principal(self) -> Principal:
+        """The principal with its rights."""
+        return Principal(self.name, frozenset(self.scopes))
+
+
+def read(path: Path) -> dict[str, Entry]:
+    """The principals of a file by name. Raises FIELD_INVALID, naming the place that is wrong."""
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _invalid(path, f"it cannot be read: {error}") from None
+    top = _fields(path, "the file", document, {"version": int, "principals": list})
+    if top["version"] != VERSION:
+        raise _invalid(path, f"version is {top['version']}; this rlctl reads version {VERSION}")
+    entries: dict[str, Entry] = {}
+    hashes: set[str] = set()
+    subjects: set[str] = set()
+    for index, each in enumerate(top["principals"]):
+        entry = _entry(path, f"principals[{index}]", each)
+        own = {token.sha256 for token in entry.tokens}
+        if entry.name in entries or own & hashes or subjects.intersection(entry.certificates):
+            raise _invalid(path, f"principals[{index}]: its name, a token or a certificate stands twice in the file")
+        hashes |= own
+        subjects.update(entry.certificates)
+        entries[entry.name] = entry
+    return entries
+
+
+def write(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Replace the file at once, so that a server never reads half of it."""
+    document = {"version": VERSION, "principals": [_document(entry) for _, entry in sorted(entries.items())]}
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        private_files.make_directory(path.parent)
+        private_files.write_text(draft, json.dumps(document, indent=2) + "\n")
+        os.replace(draft, path)
+    except OSError as error:
+        raise _invalid(path, f"it cannot be written: {error}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@dataclass
+class AccessFile:
+    """The principals of a file, which is read again when it changes. Safe on several threads.
+
+    Attributes:
+        revision: grows whenever the file was read again, or a token has expired.
+    """
+
+    path: Path
+    revision: int = 0
+    _by_hash: dict[str, tuple[Principal, TokenHash]] = field(default_factory=dict)
+    _by_certificate: dict[str, Principal] = field(default_factory=dict)
+    _by_name: dict[str, Principal] = field(default_factory=dict)
+    _seen: tuple[int, int, int] | None = None
+    _looked: float = 0.0
+    _trouble: str = ""
+    _next_expiry: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Read the file. Raises FIELD_INVALID."""
+        self._seen = self._stamp()
+        self._take(read(self.path))
+        self._looked = time.monotonic()
+
+    def of_token(self, token: str) -> Principal | None:
+        """The principal of a token that has not expired."""
+        self.refresh()
+        found = self._by_hash.get(hash_of(token))
+        return found[0] if found is not None and found[1].valid(time.time()) else None
+
+    def of_certificate(self, uri: str) -> Principal | None:
+        """The principal of the identity in a certificate."""
+        self.refresh()
+        return self._by_certificate.get(uri)
+
+    def of_name(self, name: str) -> Principal | None:
+        """The principal of this name."""
+        self.refresh()
+        return self._by_name.get(name)
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed. A file that cannot be read leaves the earlier content in force."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        if time.time() >= self._next_expiry:
+            self._take_expiries()
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._take(read(self.path))
+        except RlctlError as error:
+            if error.message != self._trouble:
+                log.error("the earlier principals stay in force: %s", error)
+            self._trouble = error.message
+            return
+        self._trouble = ""
+        log.info("%s was read again: %d principals", self.path, len(self._by_name))
+
+    def _take(self, entries: Mapping[str, Entry]) -> None:
+        hashes, certificates, names = {}, {}, {}
+        for entry in entries.values():
+            principal = names[entry.name] = entry.principal
+            hashes.update({token.sha256: (principal, token) for token in entry.tokens})
+            certificates.update(dict.fromkeys(entry.certificates, principal))
+        self._by_hash, self._by_certificate, self._by_name = hashes, certificates, names
+        self._take_expiries()
+
+    def _take_expiries(self) -> None:
+        now = time.time()
+        expiries = (token.expires for _, token in self._by_hash.values() if token.expires is not None)
+        self._next_expiry = min((expiry for expiry in expiries if expiry > now), default=math.inf)
+        self.revision += 1
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _entry(path: Path, where: str, value: object) -> Entry:
+    fields = _fields(path, where, value, {"name": str, "scopes": list}, {"tokens": list, "certificates": list})
+    name = fields["name"]
+    if not PRINCIPAL.fullmatch(name) or name in RESERVED:
+        raise _invalid(path, f"{where}.name: {name!r} is no name of a principal")
+    scopes = []
+    for text in _texts(path, f"{where}.scopes", fields["scopes"]):
+        try:
+            scopes.append(Grant.parse(text))
+        except RlctlError as error:
+            raise _invalid(path, f"{where}.scopes: {error.message}") from None
+    tokens = tuple(
+        _token(path, f"{where}.tokens[{index}]", each) for index, each in enumerate(fields.get("tokens", []))
+    )
+    return Entry(
+        name, tuple(scopes), tokens, tuple(_texts(path, f"{where}.certificates", fields.get("certificates", [])))
+    )
+
+
+def _token(path: Path, where: str, value: object) -> TokenHash:
+    fields = _fields(path, where, value, {"sha256": str, "created": str}, {"expires": str})
+    sha256 = fields["sha256"]
+    if len(sha256) != 64 or not _HEX.issuperset(sha256):
+        raise _invalid(path, f"{where}.sha256 is not 64 hexadecimal digits")
+    try:
+        created = datetime.fromisoformat(fields["created"]).timestamp()
+        expires = datetime.fromisoformat(fields["expires"]).timestamp() if "expires" in fields else None
+    except ValueError as error:
+        raise _invalid(path, f"{where}: {error}") from None
+    return TokenHash(sha256, created, expires)
+
+
+def _fields(
+    path: Path, where: str, value: object, required: Mapping[str, type], optional: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    known = {**required, **(optional or {})}
+    if not isinstance(value, dict):
+        raise _invalid(path, f"{where} is not an object")
+    if unknown := sorted(set(value) - set(known)):
+        raise _invalid(path, f"{where} has unknown keys: {', '.join(unknown)}; it may have: {', '.join(known)}")
+    if missing := [name for name in required if name not in value]:
+        raise _invalid(path, f"{where} lacks {', '.join(missing)}")
+    for name, each in value.items():
+        if not isinstance(each, known[name]):
+            raise _invalid(path, f"{where}.{name} must be of type {known[name].__name__}")
+    return value
+
+
+def _texts(path: Path, where: str, values: list[object]) -> Iterator[str]:
+    for each in values:
+        if not isinstance(each, str) or not each:
+            raise _invalid(path, f"{where}: {each!r} is no text")
+        yield each
+
+
+def _document(entry: Entry) -> dict[str, Any]:
+    document: dict[str, Any] = {"name": entry.name, "scopes": [str(scope) for scope in entry.scopes]}
+    if entry.tokens:
+        document["tokens"] = [
+            {
+                "sha256": token.sha256,
+                "created": _written(token.created),
+                **({} if token.expires is None else {"expires": _written(token.expires)}),
+            }
+            for token in entry.tokens
+        ]
+    if entry.certificates:
+        document["certificates"] = list(entry.certificates)
+    return document
+
+
+def _written(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+def _invalid(path: Path, why: str) -> RlctlError:
+    return Reason.FIELD_INVALID.error(f"access file {path}: {why}", field="access_file")

@@ -1,0 +1,117 @@
+"""``rlctl tokens``: the file that it writes is the one that servers read."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from cli_helpers import Cli, LiveFleet
+
+from rlctl.transport.access_file import hash_of, read
+from rlctl.transport.auth import Access
+from rlctl.transport.channel import bearer
+from rlctl.transport.tls.identity import Identity
+
+ALICE = "rlctl://lab/client/alice"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "access.json"
+    monkeypatch.setenv("RLCTL_ACCESS_FILE", str(path))
+    return path
+
+
+def new(cli: Cli, *arguments: str) -> str:
+    result = cli("tokens", "new", *arguments, "-o", "name")
+    assert result.code == 0, result.err
+    return str(result.out.strip())
+
+
+def test_a_token_is_printed_once_and_kept_as_a_hash(cli: Cli, file: Path) -> None:
+    token = new(cli, "ci", "--scope", "viewer", "--scope", "weights:actor")
+    assert token.startswith("rlctl_")
+    assert token not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [made] = read(file)["ci"].tokens
+    assert made.sha256 == hash_of(token)
+    identity = Access(None, str(file)).authenticate(dict(bearer(token)))
+    assert {str(grant) for grant in identity.principal.grants} == {"viewer", "weights:actor"}
+    listed = cli("tokens", "list")
+    assert made.id in listed.out
+    assert token not in listed.out
+    assert "viewer, weights:actor" in listed.out
+
+
+def test_a_rotation_has_two_valid_tokens_until_it_ends(cli: Cli, file: Path) -> None:
+    old = new(cli, "ci", "--scope", "rollout")
+    fresh = new(cli, "ci", "--expires", "1h")
+    assert old != fresh
+    [first, second] = read(file)["ci"].tokens
+    assert second.expires is not None
+    assert second.expires - second.created == pytest.approx(3600, abs=1)
+    assert cli("tokens", "revoke", "ci", "--keep-newest").code == 0
+    assert [token.sha256 for token in read(file)["ci"].tokens] == [hash_of(fresh)]
+    assert cli("tokens", "revoke", "ci", "--token", first.id).code == 2, "it is not there any more"
+    assert cli("tokens", "revoke", "ci", "--token", second.id).code == 0
+    assert cli("--yes", "tokens", "revoke", "ci").code == 0
+    assert read(file) == {}
+
+
+def test_a_certificate_stands_for_a_principal(cli: Cli, file: Path) -> None:
+    result = cli("tokens", "new", "alice", "--scope", "admin", "--certificate", ALICE)
+    assert (result.code, result.out) == (0, "")
+    assert Access(None, str(file)).authenticate({}, Identity.of(ALICE)).principal.name == "alice"
+    [row] = json.loads(cli("tokens", "list", "-o", "json").out)
+    assert (row["name"], row["scopes"], row["certificate"]) == ("alice", "admin", ALICE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("new", "ci"), "a new principal needs a scope"),
+        (("new", "ci", "--scope", "root"), "'root' is no scope; there are: viewer, rollout"),
+        (("new", "two words", "--scope", "viewer"), "is no name of a principal"),
+        (("new", "fleet", "--scope", "viewer"), "is no name of a principal"),
+        (("new", "ci", "--scope", "viewer", "--certificate", "CN=alice"), "does not begin with rlctl://"),
+        (("new", "there", "--scope", "admin"), "there has viewer; all tokens of a principal have the same scopes"),
+        (("revoke", "ci"), "has no principal 'ci'; it has: there"),
+        (("revoke", "there", "--token", "12345678"), "there is nothing to revoke; there has tokens:"),
+        (("revoke", "there", "--token", "1", "--keep-newest"), "exclude each other"),
+    ],
+)
+def test_what_is_wrong_changes_nothing(cli: Cli, file: Path, arguments: tuple[str, ...], message: str) -> None:
+    new(cli, "there", "--scope", "viewer")
+    before = file.read_bytes()
+    result = cli("tokens", *arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert file.read_bytes() == before
+
+
+def test_a_broken_file_is_never_overwritten(cli: Cli, file: Path) -> None:
+    for content, message in (
+        ("{", "cannot be read"),
+        ('{"version": 1, "principals": [{"name": "x", "scopes": ["root"]}]}', "principals[0].scopes: 'root'"),
+        ('{"version": 1, "principals": [], "more": 1}', "unknown keys: more"),
+        ('{"version": 1, "principals": [{"name": "x", "scopes": [], "tokens": [{"sha256": "0"}]}]}', "lacks created"),
+        ('{"version": 1, "principals": [{"name": "x", "scopes": []}, {"name": "x", "scopes": []}]}', "twice"),
+    ):
+        file.write_text(content)
+        result = cli("tokens", "new", "ci", "--scope", "viewer")
+        assert result.code == 2
+        assert message in result.err
+        assert file.read_text() == content
+
+
+def test_an_operation_of_the_command_line_names_user_and_host(rlctl: LiveFleet) -> None:
+    operation = rlctl("pause", "-o", "json").data
+    assert operation["caller"]["client"] == "cli"
+    assert re.fullmatch(r".+@.+", operation["caller"]["user"])
+    described = rlctl("describe", "operation", operation["operation_id"]).out
+    assert re.search(r"Principal: +anonymous", described)
+    assert re.search(r"Client: +cli/\S+ .+@.+", described)
+    assert "cli/" in rlctl("get", "operations", "-o", "wide").out
