@@ -11,6 +11,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.engine_lifecycle import Limits
 from rlctl.launch.interface.launcher import Launcher
 from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation
+from rlctl.runtime.restart_limit import RestartLimit
 
 _FIXED = {
     "listen": "fleet.listen",
@@ -132,7 +133,8 @@ class Deployment:
             Reservation(**{**place, "places": tuple(place.get("places", ()))}) for place in data.get("reserved", ())
         )
         gateways = tuple(GatewaySpec(**gateway) for gateway in data.get("gateways", ()))
-        limits, by_hand = Limits(**data["limits"]), tuple(data.get("heal_by_hand", ()))
+        limits = Limits(**{**data["limits"], "restarts": RestartLimit(**data["limits"]["restarts"])})
+        by_hand = tuple(data.get("heal_by_hand", ()))
         read = {"engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways,
                 "bundles": tuple(data.get("bundles", ()))}  # fmt: skip
         return cls(**{**data, **read, "heal_by_hand": by_hand})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -17,6 +17,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.launcher import Launched, Launcher
 from rlctl.launch.interface.spec import LOAD_S, EngineSpec
 from rlctl.launch.local.child_processes import STOP_S, end
+from rlctl.runtime.restart_limit import Failures, RestartLimit
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.fleet_pb2 import EngineFailure, Stage
 
@@ -67,6 +68,7 @@ class Limits:
         heal_s: from then until the stage is routable.
         drain_s: for requests to end before an engine is stopped.
         backoff_s: before the first attempt after a failure; doubles.
+        restarts: how often an engine is started again after failures, and within which time.
     """
 
     start_s: float = START_S
@@ -74,6 +76,7 @@ class Limits:
     heal_s: float = 300.0
     drain_s: float = 60.0
     backoff_s: float = 1.0
+    restarts: RestartLimit = field(default_factory=RestartLimit)
 
 
 class EngineRun:
@@ -106,6 +109,7 @@ class EngineRun:
         self.error: RlctlError | None = None
         self.failures = 0
         self.failing_since: Timestamp | None = None
+        self._recent: Failures[Timestamp] = Failures()
         self.log_lines: list[str] = []
         self._launcher = launcher
         self._coordinator = coordinator
@@ -156,7 +160,7 @@ class EngineRun:
 
     def again(self) -> None:
         """After a failure: start anew once its back-off is over."""
-        if self.phase is Phase.FAILED and not self._reap() and time.monotonic() >= self._again_at:
+        if self.phase is Phase.FAILED and not self._reap() and self._may_start:
             self._say(f"{self.spec.slot}: starting again (attempt {self.failures + 1})")
             self.start()
 
@@ -171,6 +175,7 @@ class EngineRun:
         self.error = None
         self.failures = 0
         self._again_at = 0.0
+        self._recent.forget()
 
     # What becomes of it.
 
@@ -254,13 +259,24 @@ class EngineRun:
             return None
         retry = Timestamp()
         retry.FromMilliseconds(int((time.time() + self.again_in_s) * 1e3))
+        given_up = self.given_up and restart
         return EngineFailure(
             reason=self.error.message,
-            failures=self.failures,
-            since=self.failing_since,
-            retry_time=retry if self.phase is Phase.FAILED and restart else None,
+            failures=len(self._recent) if given_up else self.failures,
+            since=self._recent.first if given_up else self.failing_since,
+            retry_time=retry if self.phase is Phase.FAILED and restart and not given_up else None,
             log=self.log_lines,
+            given_up=given_up,
         )
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it has failed, and is not started again by itself: only by an operator."""
+        return self.phase is Phase.FAILED and self._recent.exceed(self.limits.restarts)
+
+    @property
+    def _may_start(self) -> bool:
+        return time.monotonic() >= self._again_at and not self.given_up
 
     @property
     def again_in_s(self) -> float:
@@ -323,9 +339,11 @@ class EngineRun:
     def _fail(self, error: RlctlError) -> None:
         self.error = error
         pause_s = min(self.limits.backoff_s * 2**self.failures, BACKOFF_AT_MOST_S)
+        now = Timestamp()
+        now.GetCurrentTime()
         if not self.failures:
-            self.failing_since = Timestamp()
-            self.failing_since.GetCurrentTime()
+            self.failing_since = now
+        self._recent.add(time.monotonic(), now, self.limits.restarts)
         ended = self._ended() or next(reversed(self.processes), None)
         self.log_lines = ended.log_lines() if ended is not None else []
         self.failures += 1

@@ -21,6 +21,7 @@ from rlctl.metrics.definitions import refuse_without_library
 from rlctl.ports import SystemClock
 from rlctl.runtime.addresses import join, refuse_unreachable, split
 from rlctl.runtime.event_loops import LoopThread
+from rlctl.runtime.restart_limit import Failures, RestartLimit
 from rlctl.stage.generation.service import Generation
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
 from rlctl.stage.serving_state import Serving
@@ -93,6 +94,7 @@ class StageConfig:
         insecure: bind where others can reach it though there is no token.
         tls: certificate of this slot's stage; None for plain text.
         metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
+        restarts: how often an engine that it can start again is started after failures, and within which time.
     """
 
     slot: str
@@ -113,6 +115,7 @@ class StageConfig:
     insecure: bool = False
     tls: Tls | None = None
     metrics: str = ""
+    restarts: RestartLimit = field(default_factory=RestartLimit)
 
 
 class StageServer:
@@ -141,6 +144,7 @@ class StageServer:
         self._pause_s = 0.0
         self._failures = 0
         self._failing_since = Timestamp()
+        self._recent: Failures[Timestamp] = Failures()
         methods = admin_methods("StageService", self._commanded, self._clock, on_link_end=self._link_ended)
         service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
         self._admin = GrpcServer(
@@ -347,7 +351,7 @@ class StageServer:
         if self._clock.now() - self._started_at > STEADY_S:
             self._pause_s, self._failures = 0.0, 0
         self._report_failure(old, self._failure)
-        while True:
+        while not self._recent.exceed(self.config.restarts):
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(max(2 * self._pause_s, RESTART_AFTER_S), RESTART_AT_MOST_S)
             try:
@@ -359,6 +363,9 @@ class StageServer:
             except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
                 self._report_failure(old, error)
+        else:
+            log.error("%s: the engine has failed %d times and is left", self.config.slot, len(self._recent))
+            return
         await old.leave()
         self._register()
         self._restarting = None
@@ -371,12 +378,19 @@ class StageServer:
         if not self._failures:
             self._failing_since = now
         self._failures += 1
+        self._recent.add(self._clock.now(), now, self.config.restarts)
+        given_up = self._recent.exceed(self.config.restarts)
         reason = error.message if isinstance(error, RlctlError) else repr(error)
         retry = Timestamp(seconds=now.seconds + round(self._pause_s), nanos=now.nanos)
         lines = [line[:MOST_LOG_LINE] for line in self._engine.log_lines()][-LOG_LINES:]
         stage.engine_failed(
             EngineFailure(
-                reason=reason, failures=self._failures, since=self._failing_since, retry_time=retry, log=lines
+                reason=reason,
+                failures=len(self._recent) if given_up else self._failures,
+                since=self._recent.first if given_up else self._failing_since,
+                retry_time=None if given_up else retry,
+                log=lines,
+                given_up=given_up,
             )
         )
 

@@ -354,6 +354,8 @@ def _spec(
         advertise=topology.advertise,
         nodes=_nodes(topology, model, group),
         metrics=topology.metrics,
+        restarts=topology.restarts,
+        restarts_within_s=topology.restarts_within_s,
     )
 
 

@@ -12,7 +12,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Sequence
 
-from rlctl.launch.interface.spec import LOAD_S
+from rlctl.launch.interface.spec import LOAD_S, EngineSpec
 from rlctl.topology.context import Context, Engines, is_host
 from rlctl.topology.document import Node
 from rlctl.topology.flags import Flags, exclusions
@@ -80,6 +80,8 @@ class _Resolver:
             metrics=fleet.get("metrics", False),
             restart=restart.get("policy", "on-failure") == "on-failure",
             backoff_s=restart.get("backoff_s", 1.0),
+            restarts=restart.get("limit", EngineSpec.restarts),
+            restarts_within_s=restart.get("within_s", EngineSpec.restarts_within_s),
             heal_timeout_s=fleet.get("heal_timeout_s", 300.0),
             load_timeout_s=fleet.get("load_timeout_s", LOAD_S),
             owner_grace_s=fleet.get("owner_grace_s", 5.0),

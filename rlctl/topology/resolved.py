@@ -107,6 +107,8 @@ class Topology:
         metrics: its processes serve metrics.
         restart: engines that end by themselves are started again.
         backoff_s: before the first attempt, seconds.
+        restarts: after failures of an engine, until it is left; 0: no limit.
+        restarts_within_s: the time in which they count, seconds.
         heal_timeout_s: longest time until a new engine is routable, seconds.
         load_timeout_s: longest time for an engine to load, seconds.
         owner_grace_s: how long the owner of an update may be silent after a write has failed, seconds.
@@ -132,6 +134,8 @@ class Topology:
     metrics: bool
     restart: bool
     backoff_s: float
+    restarts: int
+    restarts_within_s: float
     heal_timeout_s: float
     load_timeout_s: float
     owner_grace_s: float

@@ -147,6 +147,10 @@ FLEET = (
     Key("restart", "section", "What becomes of an engine that ends by itself.", of=(
         Key("policy", "string", "Start it again, or leave it.", "on-failure", choices=("on-failure", "never")),
         Key("backoff_s", "number", "Seconds before the first attempt; doubles up to a minute.", "1", least=0.1),
+        Key("limit", "integer",
+            "Restarts within `within_s` after which an engine is left FAILED until `rlctl restart`; 0: no limit.", "20",
+            least=0),
+        Key("within_s", "number", "Seconds in which restarts count.", "1800", least=1),
     )),
     Key("heal_timeout_s", "number", "Seconds that a new engine may take to be brought to the published version.",
         "300", least=1),

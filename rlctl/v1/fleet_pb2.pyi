@@ -300,10 +300,15 @@ class EngineFailure(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     RETRY_TIME_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Cause of the latest failure."""
     failures: _builtins.int
     """Failures since the engine last ran for a minute: its ends and its failed starts. More than one is a crash loop."""
+    given_up: _builtins.bool
+    """It is not started again by itself: it has failed more often than its limit of restarts allows. `failures` and `since` are those
+    within the time of the limit.
+    """
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Time of the first of these failures."""
@@ -324,10 +329,11 @@ class EngineFailure(_message.Message):
         since: _timestamp_pb2.Timestamp | None = ...,
         retry_time: _timestamp_pb2.Timestamp | None = ...,
         log: _abc.Iterable[_builtins.str] | None = ...,
+        given_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "log", b"log", "reason", b"reason", "retry_time", b"retry_time", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "given_up", b"given_up", "log", b"log", "reason", b"reason", "retry_time", b"retry_time", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -424,6 +424,15 @@ def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
     assert shown["Starts again"] == values.moment(stage.engine_failure.retry_time)
     assert log.rows == [("loading",), ("Killed",)]
     assert shown["Serving lease"] == "no"
+    stage.engine_failure.given_up = True
+    stage.report.ranks.add(alive=True)
+    shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}
+    assert shown["Starts again"] == f"no, it has failed too often; `rlctl restart {stage.registration.slot}` starts it"
+    headers, (row,) = stages_table([stage], wide=False).shown()
+    assert row[headers.index("RANKS")] == "0/1", "its report is from before"
+    assert [line[-2] for table in stage_view(stage).tables(False) if table.title == "Ranks" for line in table.rows] == [
+        "no"
+    ]
     stage.state, stage.report.lease_held = STAGE_STATE_UNREACHABLE, True
     shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}
     assert shown["Serving lease"] == "not known: it has not run out yet"

@@ -18,6 +18,7 @@ from rlctl.launch.engine_lifecycle import Limits
 from rlctl.launch.interface.spec import EngineSpec
 from rlctl.launch.local.gpus import gpu_count
 from rlctl.launch.supervisor import fleet_state
+from rlctl.runtime.restart_limit import RestartLimit
 from rlctl.topology import support
 from rlctl.topology.diff import REMOVE, Change, difference
 from rlctl.topology.flags import Flags
@@ -71,6 +72,7 @@ class Prepared:
             limits=Limits(
                 load_s=topology.load_timeout_s, heal_s=topology.heal_timeout_s, drain_s=topology.drain_timeout_s,
                 backoff_s=topology.backoff_s,
+                restarts=RestartLimit(topology.restarts, topology.restarts_within_s),
             ),
             launcher=topology.launcher,
             cluster=topology.cluster,

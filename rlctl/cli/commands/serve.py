@@ -13,6 +13,7 @@ import click
 
 from rlctl.cli.app.types import DEVICE, DURATION, LEVEL, pairs
 from rlctl.launch.supervisor.fleet_state import state_directory
+from rlctl.runtime.restart_limit import RESTARTS, WITHIN_S, RestartLimit
 
 DEVICE_OPTION = click.option(
     "--device",
@@ -184,6 +185,16 @@ def coordinator(
     help="What the engine is for.",
 )
 @ACCESS_OPTION
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=RESTARTS,
+    show_default=True,
+    help="Restarts of an engine after failures, until it is left; 0: no limit. Of engines that are servers.",
+)
+@click.option(
+    "--restarts-within", type=DURATION, default=WITHIN_S, show_default="30m", help="Time in which they count."
+)
 @_engine_options
 @_server_options
 @METRICS_OPTION
@@ -199,6 +210,8 @@ def stage(
     frozen: bool,
     worker_type: str,
     access_file: str,
+    restarts: int,
+    restarts_within: float,
     engine: str,
     model_path: str,
     tp_size: int,
@@ -240,6 +253,7 @@ def stage(
         access_file=access_file,
         insecure=insecure,
         metrics=metrics,
+        restarts=RestartLimit(restarts, restarts_within),
     )
 
     async def start() -> Callable[[], Any]:

@@ -218,7 +218,7 @@ def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
     reached = 0
     remote = not fleet.endpoint.startswith("unix:") and not is_loopback(split(fleet.endpoint)[0])
     for stage in fleet.fleet.stages:
-        for name, address in _addresses(stage):
+        for name, address in _addresses(stage) if stage.state != STAGE_STATE_FAILED else ():
             why = fleet.reached.get(address, "")
             if not why:
                 reached += 1
@@ -266,7 +266,7 @@ def _addresses(stage: Stage) -> list[tuple[str, str]]:
 
 
 def _count(fleet: FleetReadings) -> int:
-    return sum(len(_addresses(stage)) for stage in fleet.fleet.stages)
+    return sum(len(_addresses(stage)) for stage in fleet.fleet.stages if stage.state != STAGE_STATE_FAILED)
 
 
 def _unreached(address: str) -> str:

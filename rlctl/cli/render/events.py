@@ -180,7 +180,7 @@ def _of_stage(time: str, before: Stage | None, now: Stage) -> Iterator[Event]:
     if "state" in changed and "routable" in changed:
         changed.remove("routable")  # the state says it, or the reason beside the state
     for name in changed:
-        detail = _why_not(now) if name in ("state", "routable") else ""
+        detail = _why_not(now) if name in ("state", "routable", "failures") else ""
         yield Event(time, "stage", slot, name, facts[0][name], facts[1][name], detail)
 
 

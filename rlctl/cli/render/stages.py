@@ -67,7 +67,7 @@ def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
             values.yes(stage.routable),
             version.label,
             values.sequence(version),
-            f"{sum(rank.alive for rank in ranks) if _known(stage) else '?'}/{len(ranks)}" if ranks else "",
+            f"{_alive(stage)}/{len(ranks)}" if ranks else "",
             values.duration(stage.last_heard) if stage.HasField("last_heard") else "",
         ]
         if wide:
@@ -226,6 +226,8 @@ def _starts_again(stage: Stage) -> str:
     failure = stage.engine_failure
     if not failure.reason:
         return ""
+    if failure.given_up:
+        return f"no, it has failed too often; `rlctl restart {_slot(stage)}` starts it"
     return values.moment(failure.retry_time) or "starting now, or not restarted"
 
 
@@ -237,7 +239,7 @@ def _ranks(stage: Stage) -> Table:
             rank.coordinates.node,
             rank.coordinates.device,
             str(rank.pid or ""),
-            values.yes(rank.alive) if _known(stage) else "?",
+            "no" if stage.engine_failure.given_up else values.yes(rank.alive) if _known(stage) else "?",
             rank.reason,
         ]
         for rank in stage.report.ranks
@@ -261,7 +263,14 @@ def _slot(stage: Stage) -> str:
 
 def _known(stage: Stage) -> bool:
     """Whether its ranks are as it has reported them: of one that cannot be reached nobody knows."""
-    return stage.state != STAGE_STATE_UNREACHABLE
+    return stage.state != STAGE_STATE_UNREACHABLE and not stage.engine_failure.given_up
+
+
+def _alive(stage: Stage) -> str:
+    """How many of its ranks run. Its last report is older than the failure of an engine that was given up."""
+    if stage.engine_failure.given_up:
+        return "0"
+    return str(sum(rank.alive for rank in stage.report.ranks)) if _known(stage) else "?"
 
 
 def _paused_adapters(stage: Stage) -> list[tuple[str, str]]:

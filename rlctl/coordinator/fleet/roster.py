@@ -224,6 +224,8 @@ class Slot:
         """The stage's own state, or the roster's."""
         if self.record.retired:
             return common_pb2.STAGE_STATE_RETIRED
+        if not self.linked and self.engine_failure is not None and self.engine_failure.given_up:
+            return common_pb2.STAGE_STATE_FAILED
         if self.commander is not None and self.commander.lost:
             return common_pb2.STAGE_STATE_UNREACHABLE
         if self.report is None:
@@ -695,6 +697,8 @@ class Roster:
 
 def failed(failure: EngineFailure) -> str:
     """A failure of an engine, in one line."""
+    if failure.given_up:
+        return f"crash loop, not started again after {failure.failures} failures: {failure.reason}"
     if failure.failures > 1:
         return f"crash loop, {failure.failures} failures in a row: {failure.reason}"
     return failure.reason

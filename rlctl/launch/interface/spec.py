@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rlctl.engine import brings_ranks
+from rlctl.runtime.restart_limit import RESTARTS, WITHIN_S
 
 LOAD_S = 1860.0
 """Longest time for an engine to load: more than a stage server gives it, so that who knows the cause ends first."""
+
+
+_NO_DIFFERENCE = ("gpus", "restarts", "restarts_within_s")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class EngineSpec:
         gpus: GPUs of its ranks; (): the launcher chooses. Where it is, not what it is: see :meth:`differs`.
         nodes: hosts that a server with ranks of its own is started over, a process each.
         metrics: its stage server serves metrics.
+        restarts: how often its stage server starts its engine again after failures; 0: no limit. Of engines that their
+            stage server starts. It counts from the next start on.
+        restarts_within_s: the time in which they count, seconds.
     """
 
     slot: str
@@ -57,6 +64,8 @@ class EngineSpec:
     gpus: tuple[int, ...] = ()
     nodes: int = 1
     metrics: bool = False
+    restarts: int = RESTARTS
+    restarts_within_s: float = WITHIN_S
 
     @property
     def ranks(self) -> int:
@@ -93,8 +102,8 @@ class EngineSpec:
         return f"{self.slot}.{rank}" if rank else self.slot
 
     def differs(self, other: EngineSpec) -> list[str]:
-        """Fields in which another one would be started differently; where it runs is none."""
-        names = [each.name for each in fields(self) if each.name != "gpus"]
+        """Fields in which another one would be started differently; where it runs and how often is none."""
+        names = [each.name for each in fields(self) if each.name not in _NO_DIFFERENCE]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
@@ -208,4 +217,6 @@ def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Seq
         arguments.append("--frozen")
     if spec.metrics:
         arguments += ["--metrics", f"{host}:0"]
+    if spec.restarts_itself and (spec.restarts, spec.restarts_within_s) != (RESTARTS, WITHIN_S):
+        arguments += ["--restarts", str(spec.restarts), "--restarts-within", f"{spec.restarts_within_s:g}s"]
     return ["stage", *arguments]

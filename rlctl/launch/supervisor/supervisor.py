@@ -233,6 +233,12 @@ class _Supervisor:
             if run.error is not None and self._told.get(slot) is not run.error:
                 self._told[slot] = run.error
                 again = f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart else ""
+                if run.given_up and self._wanted.restart:
+                    limit = run.limits.restarts
+                    again = (
+                        f" It has been started again {limit.restarts} times within {limit.within_s:g} s, and is not any"
+                        f" more. Start it: rlctl restart {slot}"
+                    )
                 self._say(f"Warning: {run.error}{again}")
         for model, error in fleet.gateways.errors.items():
             if self._told.get(f"gateway-{model}") is not error:

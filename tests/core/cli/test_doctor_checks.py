@@ -220,6 +220,12 @@ def test_what_is_wrong_with_a_fleet_is_seen_and_can_be_mended(
     assert (finding.verdict, seen in finding.seen, mend in finding.mend) == (verdict, True, True), finding
 
 
+def test_the_addresses_of_a_failed_stage_are_not_looked_for() -> None:
+    lost = fleet_of(CRASHED, stage("b"), reached=dict.fromkeys(("127.0.0.1:1097", "10.0.0.9:2097"), "refused"))
+    (finding,) = of_fleet.check_addresses(lost)
+    assert (finding.verdict, finding.seen) == (OK, "2 of 2 advertised ones are reached from here")
+
+
 def test_the_time_of_a_look_is_no_difference_of_clocks() -> None:
     def at(seconds: float) -> Timestamp:
         stamp = Timestamp()

@@ -14,6 +14,7 @@ from rlctl.launch.engine_lifecycle import REPLACED, EngineRun, Limits, Phase
 from rlctl.launch.interface.spec import EngineSpec
 from rlctl.launch.local.child_processes import last_line, log_end
 from rlctl.launch.local.gpus import gpu_count
+from rlctl.runtime.restart_limit import RestartLimit
 from rlctl.stage import server
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE, StageState
 from rlctl.v1.fleet_pb2 import Stage, StageReport
@@ -303,6 +304,61 @@ def test_an_engine_that_ends_is_tried_again_with_longer_and_longer_pauses(clock:
     clock(61)
     run.advance(READY)
     assert run.failures == 0, "it was steady for a minute"
+
+
+def failed_again(run: EngineRun, children: Children, clock: Callable[[float], None], after_s: float) -> None:
+    """It was ready for so long, and ends."""
+    clock(after_s)
+    run.advance(READY)
+    next(child for child in children.all if child.returncode is None).returncode = -9
+    run.advance(READY)
+    assert run.phase is Phase.FAILED
+
+
+def test_an_engine_that_has_failed_too_often_is_left_until_an_operator_wants_it(clock: Callable[[float], None]) -> None:
+    children = Children()
+    run = started(children, [], Limits(restarts=RestartLimit(3, 600.0)))
+    brought_up(run, children)
+    for number in range(4):
+        failed_again(run, children, clock, 1)
+        assert run.given_up == (number == 3)
+        if not run.given_up:
+            clock(run.again_in_s + 0.1)
+            run.again()
+            brought_up(run, children)
+    clock(10_000)
+    run.again()
+    assert run.phase is Phase.FAILED
+    failure = run.failure(restart=True)
+    assert failure is not None
+    assert (failure.given_up, failure.failures, failure.HasField("retry_time")) == (True, 4, False)
+    assert failure.log == ["loading", "no memory"]
+    never = run.failure(restart=False)
+    assert never is not None
+    assert not never.given_up, "a fleet that starts nothing again has no limit"
+    run.forgive()
+    run.again()
+    assert run.phase is Phase.STARTING
+    brought_up(run, children)
+    failed_again(run, children, clock, 1)
+    assert not run.given_up
+
+
+@pytest.mark.parametrize(("within_s", "restarts", "given_up"), [(600.0, 3, True), (200.0, 3, False), (600.0, 0, False)])
+def test_an_engine_that_fails_slowly_again_and_again_counts_by_the_time_of_the_limit(
+    clock: Callable[[float], None], within_s: float, restarts: int, given_up: bool
+) -> None:
+    children = Children()
+    run = started(children, [], Limits(restarts=RestartLimit(restarts, within_s)))
+    brought_up(run, children)
+    for _ in range(4):
+        failed_again(run, children, clock, 90)
+        assert run.failures == 1, "it was steady in between"
+        clock(2)
+        run.again()
+        if run.phase is Phase.STARTING:
+            brought_up(run, children)
+    assert (run.phase is Phase.FAILED) == run.given_up == given_up
 
 
 def test_a_drained_engine_is_stopped_when_nothing_runs_on_it(clock: Callable[[float], None]) -> None:

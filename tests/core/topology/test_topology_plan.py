@@ -525,6 +525,23 @@ def test_the_json_schema_has_every_key() -> None:
     json.dumps(found)
 
 
+def test_the_limit_of_restarts_goes_to_engines_that_start_themselves_and_changes_none() -> None:
+    text = """
+fleet: {{restart: {{{limit}}}}}
+models:
+  - {{name: actor, model_path: /m/actor, engine: {engine}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}
+"""
+    limited = planned(text.format(limit="limit: 3, within_s: 90", engine="sglang"))
+    (engine,) = limited.engines
+    assert (engine.spec.restarts, engine.spec.restarts_within_s) == (3, 90)
+    assert "--restarts 3 --restarts-within 90s" in engine.commands[engine.spec.slot]
+    usual = planned(text.format(limit="", engine="sglang"))
+    assert "--restarts" not in usual.engines[0].commands[engine.spec.slot]
+    assert not usual.engines[0].spec.differs(engine.spec)
+    (torch,) = planned(text.format(limit="limit: 3", engine="torch")).engines
+    assert "--restarts" not in torch.commands[torch.spec.slot], "the launcher starts it again"
+
+
 def test_a_fleet_with_metrics_starts_every_server_with_them() -> None:
     text = """
 fleet: {{{metrics}gateways: 127.0.0.1}}

@@ -4,6 +4,7 @@ fail."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -14,6 +15,7 @@ from waiting import eventually
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import EngineInfo
+from rlctl.runtime.restart_limit import RestartLimit
 from rlctl.stage import server
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
@@ -139,6 +141,27 @@ async def test_a_stage_whose_engine_does_not_start_again_says_so_and_holds_no_le
         async with asyncio.timeout(10):
             await eventually(lambda: fleet.stage("a").routable)
         assert not fleet.stage("a").HasField("engine_failure")
+
+
+async def test_an_engine_that_has_failed_too_often_is_not_started_again(
+    make_fleet: Callable, engines: type[Restartable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RESTART_AT_MOST_S", 0.01)
+    monkeypatch.setattr(Restartable, "log_lines", lambda self: ["loading", "no memory"])
+    async with make_fleet(a=1) as fleet:
+        stage = fleet.stages["a"]
+        stage.config = dataclasses.replace(stage.config, restarts=RestartLimit(3, 600.0))
+        engines.starts[:] = ["fails", OSError("no space"), LOST, "is never started"]
+        stage._engine.fail(LOST)
+        async with asyncio.timeout(10):
+            await eventually(lambda: fleet.stage("a").engine_failure.given_up)
+            await stage._restarting
+        failure = fleet.stage("a").engine_failure
+        assert (failure.failures, failure.reason, list(failure.log)) == (4, LOST.message, ["loading", "no memory"])
+        assert not failure.HasField("retry_time")
+        assert fleet.stage("a").state == STAGE_STATE_FAILED
+        assert fleet.stage("a").not_routable.startswith("FAILED: crash loop, not started again after 4 failures")
+        assert (engines.started, engines.starts) == (4, ["is never started"])
 
 
 async def test_an_engine_that_fails_while_it_is_taken_into_service_is_started_again(

@@ -225,6 +225,8 @@ async def test_why_a_slot_is_empty_is_shown_as_its_launcher_says_it_until_it_is_
     async with make_fleet(a=1, lease_s=1.0) as fleet:
         failure = EngineFailure(reason="a ended with 1: no memory", failures=3, log=["one", "two"])
         request = c.ReportEngineFailureRequest(slot="a", failure=failure)
+        given_up = EngineFailure(given_up=True)
+        given_up.MergeFrom(failure)
         for bad in (c.ReportEngineFailureRequest(slot="zz", failure=failure), c.ReportEngineFailureRequest(slot="a")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await fleet.stub.ReportEngineFailure(bad)
@@ -244,6 +246,11 @@ async def test_why_a_slot_is_empty_is_shown_as_its_launcher_says_it_until_it_is_
         assert fleet.stage("a").not_routable == f"UNREACHABLE: crash loop, 3 failures in a row: {failure.reason}"
         async with asyncio.timeout(10):
             await eventually(lambda: not fleet.stage("a").report.lease_held)
+        await fleet.stub.ReportEngineFailure(c.ReportEngineFailureRequest(slot="a", failure=given_up))
+        assert fleet.stage("a").state == common.STAGE_STATE_FAILED
+        assert fleet.stage("a").not_routable.startswith(
+            "FAILED: crash loop, not started again after 3 failures: a ended"
+        )
         await fleet.start_stage(fleet.specs[0])
         await fleet.until(lambda stages: stages[0].routable)
         assert not fleet.stage("a").HasField("engine_failure")
