@@ -73,6 +73,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("rlctl.cli.commands.generate", "Generate from prompts."),
     "demo": ("rlctl.cli.commands.demo", "Train a tiny model by GRPO through a fleet on this machine."),
     "explain": ("rlctl.cli.commands.explain", "Explain a message, field, enum or RPC of the contract."),
+    "certs init": ("rlctl.cli.commands.certs", "Make a private CA for the certificates of a fleet."),
+    "certs issue": ("rlctl.cli.commands.certs", "Issue or renew a certificate of a fleet."),
     "completion": ("rlctl.cli.commands.completion", "Print the completion script of a shell."),
     "version": ("rlctl.cli.commands.version", "Print the versions of rlctl and of its contract."),
     "coordinator": ("rlctl.cli.commands.serve", "Run a coordinator."),
@@ -86,7 +88,7 @@ underscores: ``get stages`` is ``get_stages``."""
 
 _SECTIONS = {
     **dict.fromkeys(("generate", "demo"), GENERATION),
-    **dict.fromkeys(("explain", "completion", "version"), TOOLS),
+    **dict.fromkeys(("explain", "certs", "completion", "version"), TOOLS),
     **dict.fromkeys(("coordinator", "stage", "worker", "gateway", "sidecar"), SERVERS),
     **dict.fromkeys(("weights",), VERBS),
 }

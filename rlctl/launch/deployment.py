@@ -12,10 +12,12 @@ from rlctl.launch.engine_lifecycle import Limits
 from rlctl.launch.interface.launcher import Launcher
 from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation
 from rlctl.runtime.restart_limit import RestartLimit
+from rlctl.transport.tls.authority import Authority
 
 _FIXED = {
     "listen": "fleet.listen",
     "insecure": "fleet.auth.insecure",
+    "tls": "fleet.auth.tls",
     "launcher": "fleet.launcher",
     "cluster": "fleet.ray.address",
     "group": "fleet.ray.placement_group",
@@ -39,6 +41,7 @@ class Deployment:
         listen: where the coordinator listens.
         engines: what is to run.
         insecure: bind where others can reach it though there is no token.
+        tls: directory of the certificates of all processes; "": plain text.
         restart: engines that end by themselves are started again.
         limits: how long what may take.
         launcher: "local" or "ray".
@@ -75,6 +78,12 @@ class Deployment:
     owner_grace_s: float = 5.0
     heal_grace_s: float = 60.0
     metrics: bool = False
+    tls: str = ""
+
+    @property
+    def authority(self) -> Authority | None:
+        """What issues the certificates; None for plain text."""
+        return Authority(Path(self.tls)) if self.tls else None
 
     def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
         """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""
@@ -85,6 +94,7 @@ class Deployment:
         return RayLauncher(
             logs, listen=self.listen, address=self.cluster, group=self.group, bundles=self.bundles, share=self.share,
             per_node=self.per_node, interface=self.interface, token=token, insecure=self.insecure,
+            authority=self.authority,
         )  # fmt: skip
 
     def fixed(self, running: Deployment) -> list[tuple[str, str]]:

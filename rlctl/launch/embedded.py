@@ -25,6 +25,8 @@ from rlctl.runtime.event_loops import LoopThread
 from rlctl.sdk import aio
 from rlctl.sdk.blocking import Fleet
 from rlctl.transport.auth import load_token
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls
 
 READY_S = 10.0
 LOOK_S = 0.05
@@ -41,6 +43,7 @@ def embedded(
     token: str | None = None,
     insecure: bool = False,
     heal_by_hand: Collection[str] = (),
+    tls: str | Path | None = None,
 ) -> EmbeddedFleet:
     """Start a coordinator on threads of this process and take charge of stages. Returns when each of them may serve, or
     after 10 s: one may have to be healed first. The logger ``rlctl.launch.embedded``
@@ -60,6 +63,7 @@ def embedded(
         insecure: bind where others can reach it though there is no token.
         heal_by_hand: models whose late joiners and restarted engines wait for :meth:`Fleet.heal`; others are brought to
             the published version without being asked.
+        tls: directory of the fleet's certificates (``rlctl certs init``); None for plain text.
 
     Raises UNREACHABLE for a stage or server that does not answer, FIELD_INVALID for what is no address and for a URL at
     which something else answers, ENGINE_FAILED or DEADLINE_EXCEEDED when a server cannot be attached to,
@@ -78,10 +82,16 @@ def embedded(
         urls = [stage for stage in stages if "://" in stage]
         engines = loop.call(_attached(urls, model, dict(options or {})))
         access_file = os.environ.get("RLCTL_ACCESS_FILE", "")
-        config = CoordinatorConfig(journal, listen, token, insecure, heal_by_hand=heal_by_hand, access_file=access_file)
+        authority = Authority(Path(tls)) if tls else None
+        own = None if authority is None else Tls(authority.ensured("coordinator"))
+        config = CoordinatorConfig(
+            journal, listen, token, insecure, heal_by_hand=heal_by_hand, access_file=access_file, tls=own
+        )
         server = loop.call(_start(config))
         resources.callback(lambda: loop.call(server.stop()))
-        launcher = LocalLauncher(journal.parent / "logs", token=token, insecure=insecure, module="rlctl")
+        launcher = LocalLauncher(
+            journal.parent / "logs", token=token, insecure=insecure, module="rlctl", authority=authority
+        )
         children: list[Process] = []
         resources.callback(lambda: stop_all(children))
         children.extend(launcher.launch(spec, 0, "") for spec in engines)
@@ -89,7 +99,7 @@ def embedded(
         loop.call(_adopt(server, [*attached, *(stage for stage in stages if stage not in urls)]))
         client_loop = LoopThread("rlctl client")
         try:
-            client = client_loop.call(aio.connect(server.address, token=token))
+            client = client_loop.call(aio.connect(server.address, token=token, tls=own or False))
         except BaseException:
             client_loop.stop()
             raise

@@ -27,8 +27,11 @@ from rlctl.launch.local.child_processes import STOP_S, stop_all
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.metrics_targets import MetricsTargets
 from rlctl.runtime import private_files
+from rlctl.runtime.addresses import split
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.sdk.blocking import Fleet, connect
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import EngineFailure, Stage
 from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
@@ -39,6 +42,8 @@ READY_S = 60.0
 POLL_S = 0.05
 CALL_S = 5.0
 ASK_S = 2.0
+RENEW_S = 3600.0
+"""How often the validity of certificates is checked."""
 
 
 def interrupted(processes: int) -> str:
@@ -70,6 +75,7 @@ class LaunchedFleet:
         graces: Mapping[str, float] = MappingProxyType({}),
         new: bool = False,
         metrics: bool = False,
+        authority: Authority | None = None,
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
         there goes on; ``new``: it is started over.
@@ -79,7 +85,10 @@ class LaunchedFleet:
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
         ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal. ``graces``: of the
         coordinator, seconds by option. ``metrics``: the coordinator serves metrics; the specs say it of the others.
+        ``authority``: what issues a certificate for each process, and renews it; None for plain text.
         """
+        self._authority = authority
+        self._renew_at = 0.0
         self._new = new
         self._metrics = metrics
         self._graces = dict(graces)
@@ -100,7 +109,7 @@ class LaunchedFleet:
         self.limits = limits or Limits(heal_s=READY_S)
         self._targets = MetricsTargets(self.directory)
         logs = self.directory / "logs"
-        self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module, authority=authority)
         self._launcher: Launcher = launcher or self._local
         self._reserved = tuple(reserved)
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
@@ -170,7 +179,8 @@ class LaunchedFleet:
 
     def connect(self) -> Fleet:
         """A client of the fleet."""
-        return connect(self.address, token=self._token, client="launcher")
+        tls = None if self._authority is None else Tls(self._authority.ensured("client/supervisor"))
+        return connect(self.address, token=self._token, tls=tls or False, client="launcher")
 
     def process(self, name: str) -> Launched:
         """One of the processes: "coordinator", "actor-0" (rank 0), "actor-0.1" (rank 1)."""
@@ -280,6 +290,7 @@ class LaunchedFleet:
         ``restart``: engines that have failed are started again when their back-off is over.
         """
         wanted = {spec.slot: spec for spec in self.engines}
+        self._renew_certificates()
         self._tell_policies()
         stages = self._stages()
         for slot, run in list(self.runs.items()):
@@ -371,9 +382,20 @@ class LaunchedFleet:
         slots = {spec.slot for spec in self.engines}
         arguments += ["--admit-only", ",".join(sorted(slots))]
         arguments += ["--metrics", any_port(listen)] if self._metrics else []
-        self.coordinator = self._local.start("coordinator", arguments)
+        hosts = [] if listen.startswith("unix:") else [split(listen, "listen")[0]]
+        self.coordinator = self._local.start("coordinator", arguments, identity="coordinator", hosts=hosts)
         self.address = self.coordinator.announced(START_S)["address"]
         self._told_by_hand, self._told_slots = self._by_hand, slots
+
+    def _renew_certificates(self) -> None:
+        """Renew certificates in the last third of their validity; processes read them by themselves."""
+        if self._authority is None or time.monotonic() < self._renew_at:
+            return
+        self._renew_at = time.monotonic() + RENEW_S
+        try:
+            self._authority.renew()
+        except (RlctlError, OSError) as error:
+            self._say(f"Warning: certificates were not renewed: {error}")
 
     def _tell_policies(self) -> None:
         """Send the admitted slots and the models to heal by hand, if they have changed."""

@@ -16,6 +16,7 @@ from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.interface.spec import GatewaySpec
 from rlctl.launch.local.child_processes import stop_all
 from rlctl.launch.local.launcher import LocalLauncher
+from rlctl.runtime.addresses import split
 
 LEAVE_S = 60.0
 """For what a gateway has begun, once it is not wanted any more."""
@@ -166,7 +167,9 @@ class Gateways:
                 self._say(f"{process.name}: stopped")
 
     def _start(self, spec: GatewaySpec, coordinator: str) -> Launched:
-        return self._launcher.start(spec.process, spec.arguments(coordinator))
+        return self._launcher.start(
+            spec.process, spec.arguments(coordinator), identity=spec.identity, hosts=[split(spec.listen, "listen")[0]]
+        )
 
 
 def _bound(url: str) -> str:

@@ -44,6 +44,7 @@ class Flags:
         bundles: ``--bundles``, of that group.
         bundle_share: ``--bundle-share``.
         insecure: ``--insecure``.
+        tls: ``--tls``, a directory of certificates.
     """
 
     hf_checkpoint: str | None = None
@@ -68,6 +69,7 @@ class Flags:
     bundles: Sequence[int] = ()
     bundle_share: float | None = None
     insecure: bool = False
+    tls: str | None = None
 
 
 def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:

@@ -75,6 +75,7 @@ class _Resolver:
             num_gpus_per_node=self._context.per_node,
             token_file=auth.get("token_file", ""),
             insecure=True if flags.insecure else auth.get("insecure"),
+            tls=flags.tls or auth.get("tls", ""),
             interface=self._interface(network),
             advertise=network.get("advertise", ""),
             metrics=fleet.get("metrics", False),

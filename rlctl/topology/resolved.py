@@ -102,6 +102,7 @@ class Topology:
         num_gpus_per_node: of a node.
         token_file: file with the bearer token, or "".
         insecure: bind wide without one; None where nothing says so.
+        tls: directory of the certificates, or "".
         interface: interface or network that the engines' servers bind to, or "".
         advertise: host under which others reach this one, or "".
         metrics: its processes serve metrics.
@@ -129,6 +130,7 @@ class Topology:
     num_gpus_per_node: int
     token_file: str
     insecure: bool | None
+    tls: str
     interface: str
     advertise: str
     metrics: bool

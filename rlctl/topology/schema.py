@@ -137,6 +137,8 @@ FLEET = (
     Key("auth", "section", "Who may call.", of=(
         Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
         Key("insecure", "boolean", "Bind where other hosts can reach it though there is no token.", "false"),
+        Key("tls", "string", "Directory of the certificates of all processes, made by `rlctl certs init`.",
+            "plain text"),
     )),
     Key("network", "section", "Where the engines' servers bind.", "loopback", of=(
         Key("interface", "string", "Interface (eth0) or network (10.0.0.0/8, fd00::/8) of this host to bind to."),

@@ -70,6 +70,10 @@ class Settings:
                 self._problems.add(
                     node.line, f"{section.path}.environment.{name}", "tokens belong in fleet.auth.token_file"
                 )
+            elif name.startswith("RLCTL_TLS"):
+                self._problems.add(
+                    node.line, f"{section.path}.environment.{name}", "certificates belong in fleet.auth.tls"
+                )
             else:
                 found[name] = _text(node)
         return found

@@ -15,7 +15,18 @@ from rlctl.testing.in_process_fleet import StageSpec
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No context, token or state of whoever runs the tests."""
-    for name in ("CONTEXT", "ENDPOINT", "OUTPUT", "TIMEOUT", "COLOR", "TOKEN", "TOKEN_FILE"):
+    for name in (
+        "CONTEXT",
+        "ENDPOINT",
+        "OUTPUT",
+        "TIMEOUT",
+        "COLOR",
+        "TOKEN",
+        "TOKEN_FILE",
+        "TLS_CA",
+        "TLS_CERT",
+        "TLS_KEY",
+    ):
         monkeypatch.delenv(f"RLCTL_{name}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -113,7 +113,7 @@ def own_state(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None
     """State directories of the test's own; fleets that are up in them at the end are taken down."""
     monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(directory / "config"))
-    for name in ("ENDPOINT", "TOKEN", "TOKEN_FILE", "OUTPUT"):
+    for name in ("ENDPOINT", "TOKEN", "TOKEN_FILE", "OUTPUT", "TLS_CA", "TLS_CERT", "TLS_KEY"):
         monkeypatch.delenv(f"RLCTL_{name}", raising=False)
     yield
     for name in (directory / "state" / "rlctl").glob("*"):

@@ -42,7 +42,9 @@ def connected(settings: Settings) -> Iterator[Fleet]:
     from rlctl.sdk.blocking import connect
 
     try:
-        opened = connect(endpoint, token=settings.token, timeout_s=min(CONNECT_S, limit_s), client="cli")
+        opened = connect(
+            endpoint, token=settings.token, tls=settings.tls, timeout_s=min(CONNECT_S, limit_s), client="cli"
+        )
     except Unavailable:
         if limit_s < CONNECT_S:
             raise _time_was_up(endpoint, limit_s) from None

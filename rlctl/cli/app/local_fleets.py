@@ -60,6 +60,11 @@ class FleetChoice:
         self.found = self._only("Name it with --name.", "--name")
         return self.found.name if self.found is not None else DEFAULT_NAME
 
+    def certificates(self, endpoint: str) -> str:
+        """Directory of the certificates of the fleet of this machine at an endpoint; "" for any other endpoint."""
+        at = (fleet for fleet in fleet_state.up() if _comparable(fleet.endpoint) == _comparable(endpoint))
+        return next((str((fleet.deployment or {}).get("tls", "")) for fleet in at), "")
+
     def _only(self, next_step: str, field: str) -> FleetState | None:
         if self.found is not None:
             return self.found

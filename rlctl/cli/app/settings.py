@@ -8,18 +8,22 @@ default of the endpoint is the only fleet of this machine that is up. A context 
       lab:
         endpoint: 10.0.0.5:5080
         token_file: ~/.config/rlctl/lab.token
+        tls_ca: ~/.config/rlctl/lab/ca.crt
+        tls_cert: ~/.config/rlctl/lab/client/alice.crt
+        tls_key: ~/.config/rlctl/lab/client/alice.key
         output: wide
 """
 
 from __future__ import annotations
 
 import functools
+import getpass
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -28,10 +32,14 @@ from rlctl.cli.app.types import DURATION
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.supervisor import fleet_state
 
+if TYPE_CHECKING:
+    from rlctl.transport.tls.credentials import Tls
+
 FORMATS = ("table", "wide", "json", "jsonl", "yaml", "name")
 MACHINE_FORMATS = ("json", "jsonl", "yaml")
 COLORS = ("auto", "always", "never")
-CONTEXT_KEYS = ("endpoint", "token", "token_file", "output", "timeout", "color")
+TLS_KEYS = ("tls_ca", "tls_cert", "tls_key")
+CONTEXT_KEYS = ("endpoint", "token", "token_file", *TLS_KEYS, "output", "timeout", "color")
 
 _TARGETING = ("--slot", "--stage", "--request-id")
 
@@ -111,6 +119,21 @@ class Settings:
         if token is None and self.context.get("token_file"):
             token = load_token({}, file=os.path.expanduser(str(self.context["token_file"])))
         return token or str(self.context.get("token", "")) or None
+
+    @property
+    def tls(self) -> Tls | Literal[False]:
+        """The certificate: RLCTL_TLS_CA, _CERT and _KEY, else the context's, else the one that `rlctl up --tls` issues
+        for users of a fleet on this machine. Raises what :func:`~rlctl.transport.tls.credentials.load_tls` does.
+        """
+        from rlctl.transport.tls.credentials import Tls, load_tls
+
+        named = {key.removeprefix("tls_"): os.path.expanduser(str(self.context.get(key, ""))) for key in TLS_KEYS}
+        tls = load_tls() or load_tls({}, **named)
+        if tls is None and (directory := self.fleet_choice.certificates(self.endpoint)):
+            from rlctl.transport.tls.authority import Authority
+
+            tls = Tls(Authority(Path(directory)).ensured(f"client/{getpass.getuser()}"))
+        return tls or False
 
     @functools.cached_property
     def context(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from rlctl.cli.app.tls_options import tls_flags, tls_options
 from rlctl.cli.app.types import DURATION, LEVEL
 from rlctl.cli.commands.serve import ACCESS_OPTION, METRICS_OPTION, bound_metrics, serve
 
@@ -72,6 +73,7 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, METRICS_OPTION, bound_metric
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @ACCESS_OPTION
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
+@tls_options
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
 @METRICS_OPTION
@@ -121,8 +123,11 @@ def gateway(
     if metrics and workers > 1:
         raise click.UsageError("--metrics is for one worker: Prometheus would read one of them by chance")
 
+    files = tls_flags()
+    scheme = "https" if any(files.values()) else "http"
+
     def told(address: str, **facts: str) -> None:
-        announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid(), **facts)
+        announce("gateway", address=f"{scheme}://{address}", dialect=dialect, pid=os.getpid(), **facts)
 
     def run(listen: str, told: Callable[..., None], *, end_with_parent: bool) -> NoReturn:
         from rlctl.gateway.backend.service import Settings
@@ -130,6 +135,7 @@ def gateway(
         from rlctl.gateway.server import GatewayConfig, GatewayServer
         from rlctl.runtime.addresses import refuse_insecure, split
         from rlctl.transport.auth import load_token
+        from rlctl.transport.tls.credentials import load_tls
 
         key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
         token, router = load_token(file=token_file), None
@@ -152,6 +158,7 @@ def gateway(
             warm=True,
             router=router,
             metrics=metrics,
+            tls=load_tls({}, **files),
         )
 
         async def start() -> Callable[[], Any]:

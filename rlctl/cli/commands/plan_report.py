@@ -68,6 +68,7 @@ class Prepared:
             listen=topology.listen,
             engines=tuple(self.plan.specs),
             insecure=bool(topology.insecure),
+            tls=os.path.abspath(os.path.expanduser(topology.tls)) if topology.tls else "",
             restart=topology.restart,
             limits=Limits(
                 load_s=topology.load_timeout_s, heal_s=topology.heal_timeout_s, drain_s=topology.drain_timeout_s,
@@ -154,7 +155,8 @@ def _as_it_is(topology: Topology, running: fleet_state.FleetState | None) -> dic
     if present.get("group") and not topology.placement_group:
         kept |= {"placement_group": present["group"], "bundles": tuple(present["bundles"]),
                  "bundle_share": present["share"]}  # fmt: skip
-    return {"listen": listen, "insecure": insecure, **kept}
+    tls = topology.tls or present.get("tls", "")
+    return {"listen": listen, "insecure": insecure, "tls": tls, **kept}
 
 
 def token(settings: Settings, plan: Plan) -> str | None:

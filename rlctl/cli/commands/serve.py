@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from rlctl.cli.app.tls_options import TLS_OPTIONS, tls_flags
 from rlctl.cli.app.types import DEVICE, DURATION, LEVEL, pairs
 from rlctl.launch.supervisor.fleet_state import state_directory
 from rlctl.runtime.restart_limit import RESTARTS, WITHIN_S, RestartLimit
@@ -47,6 +48,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
         ),
         click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+        *TLS_OPTIONS,
         click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
         click.option("--end-with-parent", is_flag=True, help="End when standard input ends."),
     )
@@ -127,6 +129,7 @@ def coordinator(
     from rlctl.coordinator.updates.manager import Graces
     from rlctl.runtime.server_process import announce
     from rlctl.transport.auth import load_token
+    from rlctl.transport.tls.credentials import load_tls
 
     usual = Graces()
     graces = Graces(owner_grace or usual.owner_s, heal_grace or usual.heal_s)
@@ -142,6 +145,7 @@ def coordinator(
         graces=graces,
         metrics=metrics,
         access_file=access_file,
+        tls=load_tls({}, **tls_flags()),
     )
 
     async def start() -> Callable[[], Any]:
@@ -232,6 +236,7 @@ def stage(
     from rlctl.runtime.server_process import announce
     from rlctl.stage.server import StageConfig, StageServer
     from rlctl.transport.auth import load_token
+    from rlctl.transport.tls.credentials import load_tls
 
     device = gpus.of_process(device, engine, 0)
     nodes = 1 + len(followers) if brings_ranks(engine) else 1
@@ -254,6 +259,7 @@ def stage(
         insecure=insecure,
         metrics=metrics,
         restarts=RestartLimit(restarts, restarts_within),
+        tls=load_tls({}, **tls_flags()),
     )
 
     async def start() -> Callable[[], Any]:
@@ -296,6 +302,7 @@ def worker(
     from rlctl.launch.local import gpus
     from rlctl.runtime.server_process import announce
     from rlctl.transport.auth import load_token
+    from rlctl.transport.tls.credentials import load_tls
     from rlctl.worker.server import WorkerConfig, WorkerServer
 
     device = gpus.of_process(device, engine, rank)
@@ -305,6 +312,7 @@ def worker(
         listen=listen,
         token=load_token(file=token_file),
         insecure=insecure,
+        tls=load_tls({}, **tls_flags()),
     )
 
     async def start() -> Callable[[], Any]:

@@ -127,6 +127,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Setting of every engine, below the file's.  [repeatable]",
         ),
         click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+        click.option(
+            "--tls", metavar="DIR", help="Directory of `rlctl certs init`; every process gets its own certificate.",
+        ),
     )  # fmt: skip
     for option in reversed(declared):
         command = option(command)

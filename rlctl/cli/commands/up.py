@@ -85,7 +85,7 @@ def up(
     prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
     wanted = prepared.deployment
-    refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure)
+    refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure or bool(wanted.tls))
     if prepared.running is not None and file is None:
         raise taken(wanted.name)
     if prepared.running is not None and new:

@@ -101,6 +101,10 @@ class EngineSpec:
         """Name of the process of a rank: "actor-0", "actor-0.1"."""
         return f"{self.slot}.{rank}" if rank else self.slot
 
+    def identity(self, rank: int) -> str:
+        """Identity in the certificate of the process of a rank."""
+        return f"worker/{self.slot}" if rank else f"stage/{self.slot}"
+
     def differs(self, other: EngineSpec) -> list[str]:
         """Fields in which another one would be started differently; where it runs and how often is none."""
         names = [each.name for each in fields(self) if each.name not in _NO_DIFFERENCE]
@@ -145,6 +149,11 @@ class GatewaySpec:
     def process(self) -> str:
         """Name of its process."""
         return f"gateway-{self.model}"
+
+    @property
+    def identity(self) -> str:
+        """Identity in its certificate."""
+        return f"gateway/{self.model}"
 
     def arguments(self, coordinator: str) -> list[str]:
         """Arguments of ``rlctl``."""

@@ -12,13 +12,25 @@ from rlctl.launch.interface.spec import EngineSpec, Reservation, rank_arguments
 from rlctl.launch.local.child_processes import Process
 from rlctl.runtime import private_files
 from rlctl.transport.auth import token_variables
+from rlctl.transport.tls.authority import Authority, certificate_variables
 
 
 class LocalLauncher:
     """Processes on this machine."""
 
-    def __init__(self, directory: Path, *, token: str | None = None, insecure: bool = False, module: str) -> None:
-        """``directory``: of the logs. ``module``: what is run in place of ``rlctl``; it must do what that does."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        token: str | None = None,
+        insecure: bool = False,
+        module: str,
+        authority: Authority | None = None,
+    ) -> None:
+        """``directory``: of the logs. ``module``: what is run in place of ``rlctl``; it must do what that does.
+        ``authority``: what issues the certificate of each process; None for plain text.
+        """
+        self._authority = authority
         self._directory = directory
         self._common = token_variables(token)
         self._flags = ["--insecure"] if insecure else []
@@ -28,18 +40,27 @@ class LocalLauncher:
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Process:
         """Start the server of a rank, on the GPUs that the plan names."""
         arguments = rank_arguments(spec, rank, coordinator, followers)
-        return self.start(spec.process(rank), arguments, spec.environment, cpus=spec.cpus)
+        return self.start(spec.process(rank), arguments, spec.environment, identity=spec.identity(rank), cpus=spec.cpus)
 
     def start(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, cpus: int = 0
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        identity: str = "",
+        hosts: Sequence[str] = (),
+        cpus: int = 0,
     ) -> Process:
         """Start ``rlctl ARGUMENTS``; cores are those that no process that still runs is bound to.
 
-        Raises FIELD_INVALID: too few; ENGINE_FAILED: the system does not start it.
+        ``identity``: in its certificate, with ``hosts``. Raises FIELD_INVALID: too few cores; TLS_INVALID: no
+        certificate; ENGINE_FAILED: the system does not start it.
         """
         bound = self._free_cores(name, cpus)
         threads = str(cpus) if cpus else os.environ.get("OMP_NUM_THREADS", "1")
         variables = {"OMP_NUM_THREADS": threads, **(environment or {}), **self._common}
+        variables |= certificate_variables(self._authority, identity, hosts)
         log = self._directory / f"{name}.log"
         try:
             private_files.make_directory(self._directory)

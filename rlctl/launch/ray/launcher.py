@@ -23,6 +23,7 @@ from rlctl.launch.interface.spec import EngineSpec, Reservation
 from rlctl.launch.local.child_processes import STOP_S
 from rlctl.launch.local.log_files import last_line, last_lines, log_end
 from rlctl.transport.auth import token_variables
+from rlctl.transport.tls.authority import Authority, certificate_variables
 from rlctl.v1.common_pb2 import ErrorDetail
 
 # Read by Ray when it is imported. It prints what it notices to the driver's standard output, which is the user's; what
@@ -222,12 +223,14 @@ class RayLauncher:
         token: str | None = None,
         insecure: bool = False,
         module: str = "rlctl",
+        authority: Authority | None = None,
     ) -> None:
         """Connect. ``directory``: of the logs, on every node. ``listen``: where the coordinator listens.
 
         ``per_node``: ranks of an engine that go on one node. ``group``: name or id of a placement group to put the
         engines into, "": they get groups of their own; ``bundles``: those of it that may be used, in the order of the
         plan's places, all if none; ``share``: how much of its bundle a rank takes.
+        ``authority``: of the certificates, in a directory that all nodes share.
 
         ``address``: of the cluster; "": RAY_ADDRESS, or the one that runs here. Raises UNREACHABLE: there is none;
         FIELD_INVALID: its nodes cannot reach the coordinator.
@@ -235,6 +238,7 @@ class RayLauncher:
         self._directory = directory
         self._interface = interface
         self._environment = token_variables(token)
+        self._authority = authority
         self._flags = ("--insecure",) if insecure else ()
         self._module = module
         _connect(address or os.environ.get("RAY_ADDRESS", ""))
@@ -245,6 +249,7 @@ class RayLauncher:
         """Start the server of a rank as soon as there is room for its engine."""
         cores = max(spec.cpus, 1)
         environment = {"OMP_NUM_THREADS": str(cores), **spec.environment, **self._environment}
+        environment |= certificate_variables(self._authority, spec.identity(rank))
         log = self._directory / f"{spec.process(rank)}.log"
         server = Server(
             spec, rank, coordinator, tuple(followers), self._flags, environment, self._interface, log, self._module

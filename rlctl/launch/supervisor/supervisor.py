@@ -121,6 +121,7 @@ class _Supervisor:
             listen=wanted.listen,
             token=settings.token,
             insecure=wanted.insecure,
+            authority=wanted.authority,
             on_progress=self._progress,
             limits=wanted.limits,
             launcher=wanted.launcher_of(directory / "logs", settings.token),

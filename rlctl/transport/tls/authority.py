@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime import private_files
-from rlctl.transport.tls.files import TlsFiles, read
+from rlctl.transport.tls.files import PLAIN_TEXT, TlsFiles, read
 from rlctl.transport.tls.identity import SCHEME, Identity, Role, server_name
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Authority:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.expanduser().absolute()
+        self._ensured: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def init(cls, directory: Path, fleet: str, days: int = CA_DAYS) -> Authority:
@@ -46,9 +47,9 @@ class Authority:
 
         authority = cls(directory)
         Identity.parse(fleet, Role.COORDINATOR)
-        if authority._certificate.exists():
+        if authority.certificate.exists():
             raise Reason.OPERATION_CONFLICT.error(
-                f"{authority._certificate} exists",
+                f"{authority.certificate} exists",
                 field="directory",
                 next_step="A new CA would make every certificate of the fleet invalid. Name another directory.",
             )
@@ -61,7 +62,7 @@ class Authority:
             x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{fleet}")]), critical=False
         )
         private_files.make_directory(authority.directory, own=True)
-        _write(authority._certificate, authority._key, builder, key, key)
+        _write(authority.certificate, authority.key, builder, key, key)
         return authority
 
     def issue(
@@ -75,12 +76,12 @@ class Authority:
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
         authority, signing = self._ca(), self._signing_key()
-        identity = Identity.parse(_fleet(self._certificate, authority), path)
+        identity = Identity.parse(_fleet(self.certificate, authority), path)
         files, key = self.files(path), _new_key()
         begins = begins or datetime.datetime.now(datetime.UTC)
         expires = authority.not_valid_after_utc
         if expires < begins + datetime.timedelta(days=days):
-            raise _invalid(self._certificate, f"it expires at {expires}, before a certificate of {days} days does")
+            raise _invalid(self.certificate, f"it expires at {expires}, before a certificate of {days} days does")
         names = [
             x509.UniformResourceIdentifier(str(identity)),
             *_dns_names(identity),
@@ -101,54 +102,67 @@ class Authority:
     def files(self, path: str) -> TlsFiles:
         """Where the certificate of an identity is."""
         base = self.directory / path
-        return TlsFiles(self._certificate, base.with_name(f"{base.name}.crt"), base.with_name(f"{base.name}.key"))
+        return TlsFiles(self.certificate, base.with_name(f"{base.name}.crt"), base.with_name(f"{base.name}.key"))
 
     def ensured(self, path: str, *, hosts: Iterable[str] = ()) -> TlsFiles:
         """The certificate of an identity; with the key of the CA it is issued, or renewed in its last third.
 
         Raises TLS_INVALID where it is missing or cannot be used, and the CA's key is not here.
         """
+        self._ensured[path] = tuple(hosts)
         files = self.files(path)
-        if self._key.exists():
+        if self.key.exists():
             try:
                 fresh = files.cert.exists() and not _ends_soon(files)
             except RlctlError:  # it has expired
                 fresh = False
-            return files if fresh else self.issue(path, hosts=hosts)
+            return files if fresh else self.issue(path, hosts=self._ensured[path])
         if not files.cert.exists():
             raise _invalid(files.cert, "it is missing", f"`rlctl certs issue {self.directory} {path}` where the CA is.")
         read(files)
         return files
 
+    def renew(self) -> None:
+        """Ensure every certificate again that this process has ensured. Raises TLS_INVALID."""
+        for path, hosts in list(self._ensured.items()):
+            self.ensured(path, hosts=hosts)
+
     @property
-    def _certificate(self) -> Path:
+    def certificate(self) -> Path:
+        """Of the CA."""
         return self.directory / "ca.crt"
 
     @property
-    def _key(self) -> Path:
+    def key(self) -> Path:
+        """Of the CA."""
         return self.directory / "ca.key"
 
     def _ca(self) -> x509.Certificate:
         from cryptography import x509
 
         try:
-            return x509.load_pem_x509_certificates(self._certificate.read_bytes())[0]
+            return x509.load_pem_x509_certificates(self.certificate.read_bytes())[0]
         except OSError as error:
             step = f"`rlctl certs init {self.directory}` makes one."
-            raise _invalid(self._certificate, f"it cannot be read: {error.strerror}", step) from None
+            raise _invalid(self.certificate, f"it cannot be read: {error.strerror}", step) from None
         except ValueError as error:
-            raise _invalid(self._certificate, f"it has no PEM certificate: {error}") from None
+            raise _invalid(self.certificate, f"it has no PEM certificate: {error}") from None
 
     def _signing_key(self) -> Any:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
-            return load_pem_private_key(self._key.read_bytes(), None)
+            return load_pem_private_key(self.key.read_bytes(), None)
         except OSError as error:
             step = "Issue certificates where the key of the CA is, and copy them here."
-            raise _invalid(self._key, f"it cannot be read: {error.strerror}", step) from None
+            raise _invalid(self.key, f"it cannot be read: {error.strerror}", step) from None
         except (ValueError, TypeError) as error:
-            raise _invalid(self._key, f"it has no private key without a passphrase: {error}") from None
+            raise _invalid(self.key, f"it has no private key without a passphrase: {error}") from None
+
+
+def certificate_variables(authority: Authority | None, path: str, hosts: Iterable[str] = ()) -> dict[str, str]:
+    """The environment of a process of this identity, whatever the environment of its parent is."""
+    return PLAIN_TEXT if authority is None else authority.ensured(path, hosts=hosts).variables
 
 
 def _fleet(path: Path, authority: x509.Certificate) -> str:

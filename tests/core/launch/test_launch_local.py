@@ -195,7 +195,7 @@ def test_a_gateway_that_is_changed_waits_for_the_port_of_the_one_before(listen: 
     children: list[Child] = []
 
     class Launcher:
-        def start(self, name: str, arguments: Sequence[str]) -> Child:
+        def start(self, name: str, arguments: Sequence[str], **_: object) -> Child:
             children.append(Child(name, arguments))
             return children[-1]
 
@@ -224,7 +224,7 @@ def test_a_gateway_that_does_not_come_up_is_told_of_and_tried_again(monkeypatch:
     monkeypatch.setattr(gateways_module.time, "monotonic", lambda: now[0])
 
     class Launcher:
-        def start(self, name: str, arguments: Sequence[str]) -> Child:
+        def start(self, name: str, arguments: Sequence[str], **_: object) -> Child:
             children.append(Child(name, arguments))
             return children[-1]
 
