@@ -463,6 +463,7 @@ class Coordinator:
         """Read one operation."""
         run = self.operations.get(request.operation_id)
         answer = await self._answer(run, wait=False)
+        run.write_timeline()
         if run.record.HasField("timeline"):
             answer.timeline.CopyFrom(run.record.timeline)
         return answer

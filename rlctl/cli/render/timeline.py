@@ -192,7 +192,7 @@ def _row(bar: Bar, total_s: float, level: int = 0) -> str:
     cells = [
         bar.name,
         values.elapsed(bar.length_s),
-        bar.last,
+        f"last {bar.last}" if bar.last else "",
         _size(bar.moved) if bar.moved else "",
         f"{_size(round(bar.rate))}/s" if bar.rate else "",
         bar.note,

@@ -29,6 +29,7 @@ from rlctl.v1.results_pb2 import (
     Operation,
     OperationState,
     StageResult,
+    Timeline,
 )
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Run:
         """Somebody has: what has not begun does not begin any more."""
         self.refused: RlctlError | None = None
         """Why it was not accepted after all: the journal did not take it."""
+        self.timelines: list[Callable[[Timeline], None]] = []
+        """What adds the phases of a weight update or a heal, until it has ended."""
         self._changed = asyncio.Condition()
         self._places: dict[str, int] = {}
         """Where a target's result stands, once there is one; strangers last."""
@@ -118,6 +121,13 @@ class Run:
         error = explain_operation(operation, update=update) if operation.state != OPERATION_STATE_OK else None
         if error is not None:
             operation.error.CopyFrom(error)
+
+    def write_timeline(self) -> None:
+        """Bring the record's timeline up to date."""
+        if self.timelines:
+            self.record.ClearField("timeline")
+            for write in self.timelines:
+                write(self.record.timeline)
 
     async def end(self) -> None:
         """Nothing more will come of it: tell those who wait or watch, and keep its record only."""
@@ -312,6 +322,8 @@ class Operations:
             await self._end(run)
 
     async def _end(self, run: Run) -> None:
+        run.write_timeline()
+        run.timelines = []
         put = _put(run.record)
         size = len(put.body)
         try:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rlctl.contract.durations import seconds, set_duration
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.verification_levels import Level
 from rlctl.ports import Clock
-from rlctl.v1.common_pb2 import TRANSPORT_DISK, Transport
+from rlctl.v1.common_pb2 import (
+    TRANSPORT_DISK,
+    TRANSPORT_UNSPECIFIED,
+    VERIFICATION_LEVEL_UNSPECIFIED,
+    Transport,
+)
 from rlctl.v1.results_pb2 import (
     PHASE_KIND_ABORT,
     PHASE_KIND_APPLY,
@@ -24,9 +30,7 @@ from rlctl.v1.results_pb2 import (
     PHASE_KIND_SEAL,
     PHASE_KIND_TRANSFER,
     PHASE_KIND_VERIFY,
-    Phase,
     PhaseKind,
-    RankResult,
     StagePhase,
     StageResult,
     Timeline,
@@ -56,95 +60,118 @@ Transports = Callable[[], Mapping[str, Transport.ValueType]]
 """Transport of the tensors by slot, for writes that do not read from disk."""
 
 
+@dataclass(slots=True)
+class _Stage:
+    """One stage in one phase. ``answered_at`` and the clock's ``now`` count alike."""
+
+    answered_at: float = 0.0
+    elapsed_s: float = 0.0
+    result: StageResult | None = None
+    transport: Transport.ValueType = TRANSPORT_UNSPECIFIED
+    failed_level: Level = VERIFICATION_LEVEL_UNSPECIFIED
+
+
+@dataclass(slots=True)
+class _Phase:
+    kind: PhaseKind.ValueType
+    started_at: float
+    ended_at: float = 0.0
+    steps: int = 0
+    stages: dict[str, _Stage] = field(default_factory=dict)
+
+
 class UpdateTimeline:
-    """Records the phases of one update. Steps of one kind in one batch and attempt are one phase."""
+    """Records the phases of one update. Steps of one kind in one batch and attempt are one phase.
+
+    Messages are made by :meth:`write`, at the end of the operation: during the steps the engines stand still.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._timeline = Timeline()
         self._origin = clock.now()
-        self._phases: dict[PhaseKind.ValueType, Phase] = {}
-        self._stages: dict[tuple[PhaseKind.ValueType, str], StagePhase] = {}
+        self._phases: list[_Phase] = []
+        self._present: dict[PhaseKind.ValueType, _Phase] = {}
 
     def belong_to(self, run: Run) -> None:
-        """Record into the operation of a run. Steps before this call are not recorded."""
-        self._timeline, self._origin = run.record.timeline, run.begun_at
+        """Be part of the timeline of an operation."""
+        self._origin = run.begun_at
+        run.timelines.append(self.write)
 
     def turn(self) -> None:
         """Begin the phases of another batch or attempt."""
-        self._phases, self._stages = {}, {}
+        self._present = {}
 
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind.ValueType) -> Iterator[None]:
         """Record work of the coordinator."""
-        started = self._clock.now()
+        started_at = self._clock.now()
         try:
             yield
         finally:
-            self._phase(kind, started)
+            self._step(kind, started_at)
 
     @contextlib.contextmanager
     def step(self, verb: str, slots: Sequence[Slot], transports: Transports) -> Iterator[OnResult]:
         """Record a step. Yields the function that takes each result when it comes."""
         kind = KINDS.get(verb)
-        started = self._clock.now()
+        started_at = self._clock.now()
         answers: list[tuple[StageResult, float]] = []
         try:
             yield lambda result: answers.append((result, self._clock.now()))
         finally:
             if kind is not None and slots:
-                phase = self._phase(kind, started)
-                writes = transports() if kind == PHASE_KIND_TRANSFER and verb not in _FROM_DISK else {}
-                for result, at in answers:
-                    stage = self._stage(kind, phase, result.slot)
-                    _add(stage, result, at - self._origin - seconds(phase.start))
-                    if kind == PHASE_KIND_TRANSFER:
-                        stage.transport = writes.get(result.slot, TRANSPORT_DISK)
-                        _replace_transfers(stage, result.rank_results)
+                phase = self._step(kind, started_at)
+                for result, answered_at in answers:
+                    stage = phase.stages.setdefault(result.slot, _Stage())
+                    stage.result, stage.answered_at = result, answered_at
+                    stage.elapsed_s += seconds(result.elapsed)
+                if kind == PHASE_KIND_TRANSFER:
+                    writes = {} if verb in _FROM_DISK else transports()
+                    for slot, stage in phase.stages.items():
+                        stage.transport = writes.get(slot, TRANSPORT_DISK)
 
     def fail(self, slots: Iterable[str], level: Mapping[str, Level] | Level) -> None:
         """Record the level of verification that stages have failed, for all or by slot."""
         for slot in slots:
-            phase = self._phases.get(PHASE_KIND_VERIFY) or self._phase(PHASE_KIND_VERIFY, self._clock.now())
-            stage = self._stage(PHASE_KIND_VERIFY, phase, slot)
+            phase = self._present.get(PHASE_KIND_VERIFY) or self._step(PHASE_KIND_VERIFY, self._clock.now())
+            stage = phase.stages.setdefault(slot, _Stage(answered_at=phase.ended_at))
             stage.failed_level = level[slot] if isinstance(level, Mapping) else level
 
-    def _phase(self, kind: PhaseKind.ValueType, started: float) -> Phase:
+    def write(self, timeline: Timeline) -> None:
+        """Add the phases, by their starts."""
+        for phase in sorted(self._phases, key=lambda phase: phase.started_at):
+            written = timeline.phases.add(kind=phase.kind, steps=phase.steps)
+            set_duration(written.start, max(0.0, phase.started_at - self._origin))
+            set_duration(written.duration, max(0.0, phase.ended_at - phase.started_at))
+            for slot, stage in phase.stages.items():
+                _write_stage(written.stages.add(slot=slot), stage, phase)
+
+    def _step(self, kind: PhaseKind.ValueType, started_at: float) -> _Phase:
         """The phase of this kind, with one more step, which ends now."""
-        phase = self._phases.get(kind)
+        phase = self._present.get(kind)
         if phase is None:
-            phase = self._phases[kind] = self._timeline.phases.add(kind=kind)
-            set_duration(phase.start, max(0.0, started - self._origin))
-        set_duration(phase.duration, max(0.0, self._clock.now() - self._origin - seconds(phase.start)))
+            phase = self._present[kind] = _Phase(kind, started_at)
+            self._phases.append(phase)
+        phase.ended_at = self._clock.now()
         phase.steps += 1
         return phase
 
-    def _stage(self, kind: PhaseKind.ValueType, phase: Phase, slot: str) -> StagePhase:
-        stage = self._stages.get((kind, slot))
-        if stage is None:
-            stage = self._stages[kind, slot] = phase.stages.add(slot=slot)
-        return stage
 
-
-def _add(stage: StagePhase, result: StageResult, answered_s: float) -> None:
-    """``answered_s``: time of the answer, from the start of the phase."""
-    stage.outcome = result.outcome
-    answered_s = max(answered_s, seconds(stage.duration))
-    set_duration(stage.duration, answered_s)
+def _write_stage(written: StagePhase, stage: _Stage, phase: _Phase) -> None:
+    answered_s = max(0.0, stage.answered_at - phase.started_at)
+    set_duration(written.duration, answered_s)
     # A stage counts from the receipt of a command: the times of commands that wait for each other overlap.
-    set_duration(stage.elapsed, min(answered_s, seconds(stage.elapsed) + seconds(result.elapsed)))
-    slowest = max(result.rank_results, key=lambda rank: seconds(rank.elapsed), default=None)
-    if slowest is not None:
-        stage.slowest_rank = slowest.coordinates.rank
-
-
-def _replace_transfers(stage: StagePhase, ranks: Sequence[RankResult]) -> None:
-    """Take in what ranks report of the transfer. Their reports count from the beginning of the attempt."""
-    reported = [rank for rank in ranks if rank.HasField("weights")]
-    if reported:
-        del stage.ranks[:]
-    for rank in reported:
-        report = rank.weights
-        stage.ranks.add(
-            rank=rank.coordinates.rank, bytes=report.bytes_received, transfer=report.transfer, load=report.load
-        )
+    set_duration(written.elapsed, min(answered_s, stage.elapsed_s))
+    written.transport, written.failed_level = stage.transport, stage.failed_level
+    if stage.result is None:
+        return
+    written.outcome = stage.result.outcome
+    ranks = stage.result.rank_results
+    if ranks:
+        written.slowest_rank = max(ranks, key=lambda rank: seconds(rank.elapsed)).coordinates.rank
+    for rank in ranks if phase.kind == PHASE_KIND_TRANSFER else ():
+        if rank.HasField("weights"):
+            report = rank.weights  # it counts from the beginning of the attempt
+            written.ranks.add(
+                rank=rank.coordinates.rank, bytes=report.bytes_received, transfer=report.transfer, load=report.load
+            )

@@ -69,6 +69,19 @@ async def test_an_update_has_its_phases_by_stage_and_rank(fleet: InProcessFleet)
     assert not any(operation.HasField("timeline") for operation in listed.operations)
 
 
+async def test_a_running_update_shows_the_phases_until_now(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    assert await phases(fleet, plan.update_id) == []
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert sorted(kinds(await phases(fleet, plan.update_id))) == sorted(IN_PLACE[:3])
+    await write(fleet, plan, "w2")
+    found = await phases(fleet, plan.update_id)
+    assert {phase.kind: phase.steps for phase in found}[PHASE_KIND_TRANSFER] == 2
+    await commit(fleet, plan, digest("w1,w2"))
+    assert (await phases(fleet, plan.update_id))[: len(found)] == found, "asking changes nothing"
+
+
 async def test_an_update_from_disk_says_what_was_read(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
     request = UpdateWeightsFromDiskRequest(model_path=checkpoint("other"))
     operation = await fleet.stub.UpdateWeightsFromDisk(request)
