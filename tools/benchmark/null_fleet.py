@@ -18,8 +18,11 @@ STAGES_PER_PROCESS = 256
 class NullFleet:
     """``with NullFleet(directory, stages=64, ranks=1) as fleet``: every stage is routable inside the block."""
 
-    def __init__(self, directory: Path, *, stages: int, ranks: int) -> None:
-        """``directory``: for the journal and the logs; made if it is missing."""
+    def __init__(self, directory: Path, *, stages: int, ranks: int, metrics: str = "") -> None:
+        """``directory``: for the journal and the logs; made if it is missing. ``metrics``: where the coordinator serves
+        metrics.
+        """
+        self._metrics = ["--metrics", metrics] if metrics else []
         self.directory = directory
         self.stages = stages
         self.ranks = ranks
@@ -55,6 +58,7 @@ class NullFleet:
     def start_coordinator(self) -> None:
         """Start the coordinator, at the address that it had before and on its journal; returns at once."""
         arguments = ["coordinator", "--listen", self.address, "--journal", str(self.directory / "journal.db")]
+        arguments += self._metrics
         self.coordinator = self._spawn("coordinator", arguments)
 
     def kill_coordinator(self) -> None:

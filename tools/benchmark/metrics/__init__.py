@@ -1,0 +1,32 @@
+"""The benchmark of metrics: what they cost where they are served, and read every second."""
+
+from __future__ import annotations
+
+from tools.benchmark.figures import Figure
+from tools.benchmark.metrics import fan_out, generation
+
+AT_MOST = 1.05
+
+FIGURES: list[Figure] = [
+    Figure(
+        "fan_out",
+        "FlushCache to 256 stages with metrics of the coordinator ÷ without",
+        "ratio",
+        fan_out.measure,
+        at_most=AT_MOST,
+    ),
+    Figure(
+        "stage_streams",
+        "1,000 streams at a stage, 32 at a time, a message for each token: with metrics ÷ without",
+        "ratio",
+        generation.streams,
+        at_most=AT_MOST,
+    ),
+    Figure(
+        "gateway_requests",
+        "1,000 requests through a gateway, 32 at a time: with metrics of gateway and stage ÷ without",
+        "ratio",
+        generation.requests,
+        at_most=AT_MOST,
+    ),
+]

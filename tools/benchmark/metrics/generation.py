@@ -1,0 +1,93 @@
+"""stage_streams, gateway_requests: generation by an engine that answers at once, with and without metrics."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.sdk.blocking import connect
+from tools.benchmark.figures import Reading, Setting
+from tools.benchmark.metrics.scraper import scraped
+from tools.benchmark.rollout import clients
+from tools.benchmark.rollout.ways import BODY, ENDS, PROMPT
+from tools.benchmark.rounds import interleaved, median, ratios
+from tools.benchmark.servers import post_all, server, told
+
+COUNT = 1000
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """Addresses: the coordinator's, the gateway's /generate, those of metrics."""
+
+    coordinator: str
+    generate: str
+    metrics: tuple[str, ...]
+
+
+@contextmanager
+def _fleet(setting: Setting, name: str, options: list[str]) -> Iterator[_Fleet]:
+    directory = setting.directory / name
+    directory.mkdir(exist_ok=True)
+    (directory / "weights.txt").write_text("light")
+    rlctl, quiet = [sys.executable, "-m", "rlctl"], ["--log-level", "WARNING", ENDS]
+    light = [sys.executable, "-m", "tools.benchmark.rollout.light"]
+    with ExitStack() as stack:
+
+        def start(*command: str) -> dict[str, Any]:
+            return told(stack.enter_context(server([*command, *quiet, *options])))
+
+        coordinator = start(*rlctl, "coordinator", "--journal", str(directory / "journal.db"))
+        at = ("--coordinator", str(coordinator["address"]))
+        stage = start(*light, "stage", "--slot", "a", "--engine", "fake", "--model-path", str(directory), *at)
+        gateway = start(*rlctl, "gateway", *at)
+        with connect(coordinator["address"]) as fleet:
+            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until it serves
+        started = (coordinator, stage, gateway)
+        metrics = tuple(str(each["metrics_address"]) for each in started if "metrics_address" in each)
+        yield _Fleet(str(coordinator["address"]), f"{gateway['address']}/generate", metrics)
+
+
+@dataclass(frozen=True)
+class _Fleets:
+    measured: _Fleet
+    without: _Fleet
+
+
+@contextmanager
+def _both(setting: Setting) -> Iterator[_Fleets]:
+    with (
+        _fleet(setting, "generation-with", ["--metrics", "127.0.0.1:0"]) as measured,
+        _fleet(setting, "generation-without", []) as without,
+        scraped(measured.metrics),
+    ):
+        yield _Fleets(measured, without)
+
+
+def streams(setting: Setting) -> Reading:
+    """Streams of the SDK."""
+    return _compared(setting, lambda fleet, count: clients.sdk_streams(fleet.coordinator, count, AT_ONCE))
+
+
+def requests(setting: Setting) -> Reading:
+    """SGLang's /generate."""
+    return _compared(setting, lambda fleet, count: post_all(fleet.generate, BODY, count, AT_ONCE))
+
+
+def _compared(setting: Setting, ask: Callable[[_Fleet, int], Coroutine[Any, Any, list[float]]]) -> Reading:
+    fleets, count = setting.shared(_both), 50 if setting.quick else COUNT
+
+    def all_of(fleet: _Fleet) -> float:
+        started = time.perf_counter()
+        clients.run(setting, ask(fleet, count))
+        return time.perf_counter() - started
+
+    sides = {"with": lambda: all_of(fleets.measured), "without": lambda: all_of(fleets.without)}
+    samples = interleaved(setting.rounds, sides)
+    floor = median(samples["without"]) / count * 1e6
+    return Reading.of(ratios(samples["with"], samples["without"]), floor=floor, floor_unit="µs a request without")
