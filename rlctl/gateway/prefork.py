@@ -40,13 +40,14 @@ def hold(host: str, port: int) -> tuple[socket.socket, int]:
 class Workers:
     """The parent. It has neither threads nor an event loop, so that it may fork at any time."""
 
-    def __init__(self, count: int, work: Callable[[Callable[[], None]], NoReturn]) -> None:
-        """``work(ready)`` is what a worker does: it calls ``ready`` once it listens, and ends on SIGTERM, or when its
-        standard input ends.
+    def __init__(self, count: int, work: Callable[[Callable[[], None], int], NoReturn]) -> None:
+        """``work(ready, number)`` is what a worker does: it calls ``ready`` once it listens, and ends on SIGTERM, or
+        when its standard input ends. Workers are numbered from 0; a replacement has the number of its predecessor.
         """
         self._count = count
         self._work = work
         self._began: dict[int, float] = {}
+        self._numbers: dict[int, int] = {}
         self._stopping = False
         self._alive = os.pipe()
         self._ready = os.pipe()
@@ -87,9 +88,10 @@ class Workers:
 
     def _fork(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until it is known whom to tell
+        place = min(set(range(self._count)).difference(self._numbers.values()))
         pid = os.fork()
         if pid:
-            self._began[pid] = time.monotonic()
+            self._began[pid], self._numbers[pid] = time.monotonic(), place
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
             return
         for number in _ENDING:
@@ -99,7 +101,7 @@ class Workers:
         os.dup2(self._alive[0], 0)
         code = 1
         try:
-            self._work(self._is_ready)
+            self._work(self._is_ready, place)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
         except Exception:  # noqa: BLE001 its parent only learns that it has ended
@@ -117,6 +119,7 @@ class Workers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
+            self._numbers.pop(pid, None)
             yield time.monotonic() - self._began.pop(pid, 0.0), os.waitstatus_to_exitcode(status)
 
     def _stop(self, number: int = 0, frame: FrameType | None = None) -> None:

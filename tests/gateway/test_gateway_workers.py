@@ -10,7 +10,7 @@ import pytest
 CODE = """
 from rlctl.gateway.prefork import Workers
 
-def work(ready):
+def work(ready, number):
     raise ValueError("the cause")
 
 raise SystemExit(Workers(1, work).run(lambda: None, end_with_parent=False))
@@ -42,7 +42,7 @@ def fork(fork=os.fork):
     return pid
 
 os.fork = fork
-raise SystemExit(Told(3, lambda ready: time.sleep(60)).run(lambda: None, end_with_parent=False))
+raise SystemExit(Told(3, lambda ready, number: time.sleep(60)).run(lambda: None, end_with_parent=False))
 """
 
 

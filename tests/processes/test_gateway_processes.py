@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from scraping import scrape
 from waiting import eventually
 
 from rlctl.launch.local.child_processes import Process
@@ -39,12 +43,34 @@ async def ask(url: str, body: Any = ASK) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
+def free_ports(count: int) -> int:
+    """The first of several ports in a row that nobody listens at."""
+    for first in random.sample(range(20000, 32000), 100):  # below those that the kernel gives out
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no ports are free")
+
+
+async def served(port: int) -> float:
+    """Samples that a worker has counted, once it listens."""
+    while True:
+        with contextlib.suppress(OSError):
+            return (await scrape(f"127.0.0.1:{port}")).value("rlctl_gateway_samples_total", outcome="ok")
+        await asyncio.sleep(0.1)
+
+
 async def test_workers_share_a_port_and_are_replaced(fleet: InProcessFleet, tmp_path: Path) -> None:
-    async with gateway(fleet, tmp_path / "log", "--workers", "2") as (process, url):
+    first = free_ports(2)
+    metrics = ("--metrics", f"127.0.0.1:{first}")
+    async with gateway(fleet, tmp_path / "log", "--workers", "2", *metrics) as (process, url):
         workers = psutil.Process(process.pid).children()
         assert len(workers) == 2
         replies = await asyncio.gather(*(ask(url) for _ in range(20)))
         assert {(status, tuple(reply["output_ids"])) for status, reply in replies} == {(200, (0, 1, 2))}
+        samples = [await served(first), await served(first + 1)]
+        assert sum(samples) == 20, "each worker counts its own"
         workers[0].kill()
 
         def replaced() -> bool:
@@ -53,6 +79,9 @@ async def test_workers_share_a_port_and_are_replaced(fleet: InProcessFleet, tmp_
 
         await eventually(replaced, timeout_s=20)
         assert (await ask(url))[0] == 200
+        async with asyncio.timeout(20):
+            now = [await served(first), await served(first + 1)]
+        assert 0 in now or 1 in now, "the replacement serves metrics where its predecessor did, and counts from 0"
     assert process.returncode == 0
     assert not psutil.pid_exists(workers[1].pid)
 

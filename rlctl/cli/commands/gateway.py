@@ -120,8 +120,8 @@ def gateway(
 
     if router_backend and workers > 1:
         raise click.UsageError("--router-backend is for one worker")
-    if metrics and workers > 1:
-        raise click.UsageError("--metrics is for one worker: Prometheus would read one of them by chance")
+    if workers > 1 and metrics.endswith(":0"):
+        raise click.UsageError("--metrics needs a port where there are several workers: each takes the next one")
 
     files = tls_flags()
     scheme = "https" if any(files.values()) else "http"
@@ -129,7 +129,7 @@ def gateway(
     def told(address: str, **facts: str) -> None:
         announce("gateway", address=f"{scheme}://{address}", dialect=dialect, pid=os.getpid(), **facts)
 
-    def run(listen: str, told: Callable[..., None], *, end_with_parent: bool) -> NoReturn:
+    def run(listen: str, told: Callable[..., None], *, end_with_parent: bool, number: int = 0) -> NoReturn:
         from rlctl.gateway.backend.service import Settings
         from rlctl.gateway.router.process import SglangRouter
         from rlctl.gateway.server import GatewayConfig, GatewayServer
@@ -157,7 +157,7 @@ def gateway(
             drain_s=drain,
             warm=True,
             router=router,
-            metrics=metrics,
+            metrics=_port_of(metrics, number),
             tls=load_tls({}, **files),
         )
 
@@ -194,7 +194,19 @@ def _fork(
     except OSError as error:
         raise unbound(listen, error) from None
     address = join(host, bound)
-    parent = Workers(workers, lambda ready: run(address, lambda *_: ready(), end_with_parent=True))
+    parent = Workers(
+        workers, lambda ready, number: run(address, lambda *_, **__: ready(), end_with_parent=True, number=number)
+    )
     code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
     held.close()
     server_process.end(code)
+
+
+def _port_of(metrics: str, number: int) -> str:
+    """The address of the metrics of a worker: the ports follow each other."""
+    from rlctl.runtime.addresses import join, split
+
+    if not number or not metrics:
+        return metrics
+    host, port = split(metrics, "metrics")
+    return join(host, port + number)
