@@ -132,12 +132,18 @@ class CoordinatorServer:
     async def backup_journal(self, request: coordinator_pb2.BackupJournalRequest) -> AsyncIterator[Message]:
         """Copy the journal into a temporary file, and send that."""
         del request
-        with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
-            copy = Path(directory) / "journal.db"
-            await asyncio.to_thread(self._journal.copy, copy)
-            with copy.open("rb") as file:
-                while data := await asyncio.to_thread(file.read, _PART_BYTES):
-                    yield coordinator_pb2.JournalPart(data=data)
+        try:
+            with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
+                copy = Path(directory) / "journal.db"
+                await asyncio.to_thread(self._journal.copy, copy)
+                with copy.open("rb") as file:
+                    while data := await asyncio.to_thread(file.read, _PART_BYTES):
+                        yield coordinator_pb2.JournalPart(data=data)
+        except OSError as error:
+            raise Reason.JOURNAL_FAILED.error(
+                f"the journal cannot be copied: {error}",
+                next_step="Start the coordinator with TMPDIR at a directory that has room for a copy of the journal.",
+            ) from error
 
     async def stop(self) -> None:
         """Take no new calls, end what is open, close the journal."""

@@ -6,14 +6,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 from cli_helpers import Cli, LiveFleet
 
-from rlctl.cli.render.events import Changes, Event
+from rlctl.cli.app.settings import Settings
+from rlctl.cli.commands import events
+from rlctl.cli.render.events import Changes, Event, show_event
 from rlctl.contract.errors import Reason
-from rlctl.sdk.blocking import Fleet, connect
+from rlctl.sdk.blocking import connect
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_RETIRED, ErrorDetail, WeightVersion
 from rlctl.v1.fleet_pb2 import (
     FLEET_EVENT_KIND_CHANGED,
@@ -133,6 +134,12 @@ def test_each_operation_begins_once_and_ends_once(changes: Changes) -> None:
     assert told_of(operation(4, ok), operation(3, OPERATION_STATE_FAILED)) == []
     assert changes.may_be_cut([operation(5, ok), operation(6, ok)])
     assert not changes.may_be_cut([operation(4, ok), operation(6, ok)])
+    named = operation(7, ok)
+    named.caller.principal = "trainer"
+    assert [event.detail for event in changes.of_operations([operation(4, ok), named])] == [
+        "1 stage, by trainer",
+        "0/1 confirmed, took 1.0s, by trainer",
+    ]
 
 
 def test_the_latest_operations_are_lines_oldest_first(rlctl: LiveFleet) -> None:
@@ -146,48 +153,63 @@ def test_the_latest_operations_are_lines_oldest_first(rlctl: LiveFleet) -> None:
     assert rlctl("events", "--limit", "0").out == ""
 
 
-@contextmanager
-def meanwhile(work: Callable[[], None]) -> Iterator[None]:
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield
-    thread.join()
+class EndedError(Exception):
+    """The last event that a test waits for has come."""
 
 
-def test_events_are_followed_over_a_restart_of_the_coordinator(rlctl: LiveFleet) -> None:
-    address = rlctl.endpoint
+def test_events_are_followed_over_a_restart_of_the_coordinator(
+    rlctl: LiveFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, seen = rlctl.endpoint, []
+
+    def shown(settings: Settings, event: Event) -> None:
+        show_event(settings, event)
+        seen.append(event)
+        if (event.change, event.after) == ("ContinueGeneration", "OK") and has("epoch", "2"):
+            raise EndedError
+
+    def has(change: str, after: str) -> bool:
+        return any((event.change, event.after) == (change, after) for event in seen)
 
     def work() -> None:
-        time.sleep(1.0)
         with connect(address) as fleet:
+            while not has("state", "PAUSED"):
+                fleet.pause_generation(slots=["a"])
+                time.sleep(0.05)
+                if not has("state", "PAUSED"):
+                    fleet.continue_generation(slots=["a"])
             fleet.pause_generation(slots=["a"])
-        time.sleep(0.5)
         rlctl.loop.call(rlctl.fleet.server.stop())
-        time.sleep(1.0)
+        _until(lambda: has("state", "UNREACHABLE"))
         rlctl.loop.call(rlctl.fleet.start_coordinator(address))
         with connect(address) as fleet:
-            _until_linked(fleet)
+            linked = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
+            _until(lambda: all(stage.state in linked for stage in fleet.status().stages) and has("epoch", "2"))
             fleet.continue_generation(slots=["a"])
 
-    with meanwhile(work):
-        ran = rlctl("events", "--follow", "--timeout", "7s", "-o", "json")
-    assert (ran.code, ran.err) == (0, "")
-    seen = [json.loads(line) for line in ran.out.splitlines()]
-    told = [(event["kind"], event["change"], event["before"], event["after"]) for event in seen]
+    monkeypatch.setattr(events, "show_event", shown)
+    monkeypatch.setattr(events, "LOOK_S", 0.1)
+    working = threading.Thread(target=work)
+    working.start()
+    with pytest.raises(EndedError):
+        rlctl("events", "--follow", "--timeout", "60s", "--limit", "0")
+    working.join()
+    told = [(event.kind, event.change, event.before, event.after) for event in seen]
     expected = [
         ("stage", "state", "READY", "PAUSED"),
         ("coordinator", "state", "", "UNREACHABLE"),
         ("coordinator", "epoch", "1", "2"),
         ("stage", "state", "PAUSED", "READY"),
     ]
-    assert [each for each in told if each in expected] == expected
-    ended = [each[1] for each in told if each[0] == "operation" and each[3] == "OK"]
-    assert ended == ["PauseGeneration", "ContinueGeneration"]
+    lost = told.index(expected[1])
+    assert expected[0] in told[:lost]
+    assert [each for each in told[lost:] if each in expected[1:]] == expected[1:]
+    assert ("operation", "PauseGeneration", "", "OK") in told[:lost]
 
 
-def _until_linked(fleet: Fleet) -> None:
-    deadline = time.monotonic() + 5.0
-    while any(stage.state not in (STAGE_STATE_READY, STAGE_STATE_PAUSED) for stage in fleet.status().stages):
+def _until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

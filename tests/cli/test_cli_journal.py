@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 from cli_helpers import Cli, LiveFleet, started
 
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
@@ -42,6 +47,40 @@ def test_a_journal_in_use_is_verified_and_backed_up_while_operations_run(
         assert (tmp_path / f"{number}.db").stat().st_mode & 0o777 == 0o600
     again = cli("journal", "verify", "--journal", str(tmp_path / "2.db"), "-o", "json").data
     assert again["records"] == backups[2].data["records"]
+
+
+def test_a_backup_that_the_coordinator_cannot_make_leaves_no_file_and_says_why(
+    rlctl: LiveFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "backup.db"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    failed = rlctl("journal", "backup", str(target))
+    assert failed.code == 1
+    assert "the journal cannot be copied: [Errno 2] No such file or directory" in failed.err
+    assert "TMPDIR" in failed.err
+    assert not [path.name for path in tmp_path.iterdir() if "backup" in path.name]
+
+
+def test_a_coordinator_that_is_killed_during_backups_keeps_its_journal_and_leaves_whole_backups(
+    cli: Cli, tmp_path: Path
+) -> None:
+    journal, backups = tmp_path / "journal.db", tmp_path / "backups"
+    backups.mkdir()
+    command = [sys.executable, "-m", "rlctl", "coordinator", "--journal", str(journal)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        address = json.loads(coordinator.stdout.readline())["address"]
+        killing = threading.Timer(1.0, coordinator.kill)
+        killing.start()
+        codes = []
+        while not codes or codes[-1] == 0:
+            codes.append(cli("--endpoint", address, "journal", "backup", str(backups / f"{len(codes)}.db")).code)
+        killing.join()
+    assert len(codes) > 1
+    assert sorted(path.name for path in backups.iterdir()) == sorted(f"{n}.db" for n in range(len(codes) - 1))
+    for backup in backups.iterdir():
+        assert cli("journal", "verify", "--journal", str(backup)).code == 0
+    assert cli("journal", "verify", "--journal", str(journal), "-o", "json").data["epoch"] == 1
 
 
 def test_a_backup_does_not_replace_a_file_unasked(rlctl: LiveFleet, tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ class Changes:
 
 def started(operation: Operation) -> Event:
     """An operation has begun."""
-    targets = values.count(len(operation.targets), "stage")
-    return _of_operation(operation, values.moment(operation.create_time), "RUNNING", targets)
+    parts = [values.count(len(operation.targets), "stage"), *_by(operation)]
+    return _of_operation(operation, values.moment(operation.create_time), "RUNNING", ", ".join(parts))
 
 
 def ended(operation: Operation) -> Event:
@@ -156,6 +156,7 @@ def ended(operation: Operation) -> Event:
     parts = [f"{confirmed}/{len(operation.targets)} confirmed", f"took {values.elapsed(max(0.0, took))}"]
     if update and operation.weight_version.label:
         parts.append(f"version {values.version(operation.weight_version)}")
+    parts += _by(operation)
     if operation.error.reason:
         parts.append(values.error(operation.error))
     state = values.name_of(OperationState.DESCRIPTOR, operation.state)
@@ -164,6 +165,12 @@ def ended(operation: Operation) -> Event:
 
 def _of_operation(operation: Operation, time: str, state: str, detail: str) -> Event:
     return Event(time, "operation", operation.operation_id, operation.verb, "", state, detail)
+
+
+def _by(operation: Operation) -> list[str]:
+    """The caller, where callers have names."""
+    named = operation.caller.principal not in ("", "anonymous")
+    return [f"by {values.principal(operation.caller)}"] if named else []
 
 
 def _begun(operation: Operation) -> tuple[int, str]:
