@@ -14,8 +14,9 @@ from the served ones by less than rounding are therefore not detected at once; t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY
@@ -27,6 +28,14 @@ OUTPUTS = (3, 3, 3, 3, 5, 5, 7, 11)
 """
 
 PROMPT_TOKENS = 16
+
+TOP = 4
+"""Most likely tokens that are compared at each position. The log probability of a token that is nearly certain hardly
+changes with the weights; those of the tokens after it do.
+"""
+
+Likely: TypeAlias = Mapping[int, float]
+"""Log probabilities of the most likely tokens at one position, by token id."""
 
 ATTEMPTS = 2
 """A difference must be found with the prompts of so many attempts. Stale weights differ with every prompt."""
@@ -85,14 +94,20 @@ def prompts(vocab_size: int, longest: int, attempt: int = 0) -> list[list[int]]:
     ]
 
 
-def compare(decoded: Sequence[Sequence[float]], prefilled: Sequence[Sequence[float]]) -> DecodeReport:
-    """Compare the log probabilities of the tokens that decode steps generated, by sequence, without a tolerance."""
+def compare(decoded: Sequence[Sequence[Likely]], prefilled: Sequence[Sequence[Likely]]) -> DecodeReport:
+    """Compare the log probabilities where decode steps generated a token, by sequence and position."""
     means = []
     for mine, theirs in zip(decoded, prefilled, strict=True):
-        gaps = [abs(one - other) for one, other in zip(mine, theirs, strict=True)]
+        gaps = [_apart(one, other) for one, other in zip(mine, theirs, strict=True)]
         means.append(sum(gaps) / len(gaps))
-    worst = max((math.inf if math.isnan(mean) else mean) for mean in means)
-    return DecodeReport(sequences=len(means), tokens=sum(map(len, decoded)), difference=worst)
+    return DecodeReport(sequences=len(means), tokens=sum(map(len, decoded)), difference=max(means))
+
+
+def _apart(one: Likely, other: Likely) -> float:
+    """Mean difference of the tokens that are likely in both passes; infinite where none is, or one is not a number."""
+    gaps = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
+    mean = sum(gaps) / len(gaps) if gaps else math.inf
+    return math.inf if math.isnan(mean) else mean
 
 
 def differs(report: DecodeReport) -> bool:

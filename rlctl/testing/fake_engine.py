@@ -550,7 +550,8 @@ class FakeEngine(Engine):
         """Decode computes with the weights, or with ``stale_decode``."""
         tokens = list(range(4))
         decoded = logprobs(self.weights if self.stale_decode is None else self.stale_decode, tokens)
-        report = decode_check.compare([decoded], [logprobs(self.weights, tokens)])
+        likely = [[{0: value} for value in each] for each in (decoded, logprobs(self.weights, tokens))]
+        report = decode_check.compare(likely[:1], likely[1:])
         report.tolerance = decode_check.FLOOR
         if decode_check.differs(report):
             raise decode_check.mismatch(report)

@@ -37,6 +37,7 @@ def test_the_demo_passes_with_other_seeds(seed: int) -> None:
         ("stale-engine", 1),
         pytest.param("drop-tensor", 1, marks=pytest.mark.long),
         ("wrong-rank", 1),
+        ("stale-decode", 1),
     ],
 )
 def test_a_sabotaged_demo_ends_at_the_first_failing_step(sabotage: str, step: int) -> None:

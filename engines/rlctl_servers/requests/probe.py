@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from rlctl.contract import decode_check
-from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, Calibration
+from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, TOP, Calibration, Likely
 from rlctl.contract.errors import Reason
 from rlctl.engine import Call
 from rlctl.v1.verbs_pb2 import DecodeReport, ProbePrompt
@@ -26,10 +26,12 @@ class Computed:
     Attributes:
         tokens: greedy output.
         logprobs: of every token of the prompt but the first, then of the output.
+        likely: the most likely tokens at these positions; empty where none were asked for.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    likely: Sequence[Likely] = ()
 
 
 class Turn:
@@ -112,13 +114,13 @@ class Prober(abc.ABC):
         longest = min(self._limits.longest_prompt, self._limits.context_length - 1)
         prompts = decode_check.prompts(self._limits.vocab_size, longest, attempt)
         generated = await asyncio.gather(
-            *(self.compute(prompt, count, call) for prompt, count in zip(prompts, OUTPUTS, strict=True))
+            *(self.compute(prompt, count, call, TOP) for prompt, count in zip(prompts, OUTPUTS, strict=True))
         )
         sequences = [[*prompt, *made.tokens] for prompt, made in zip(prompts, generated, strict=True)]
-        scored = await asyncio.gather(*(self.compute(sequence, 1, call) for sequence in sequences))
-        # The first log probability is of the second token, and prefill computes the first output.
-        decoded = [made.logprobs[len(prompt) :] for prompt, made in zip(prompts, generated, strict=True)]
-        prefilled = [made.logprobs[len(prompt) : -1] for prompt, made in zip(prompts, scored, strict=True)]
+        scored = await asyncio.gather(*(self.compute(sequence, 1, call, TOP) for sequence in sequences))
+        # The first position is that of the second token, and prefill computes the first output.
+        decoded = [made.likely[len(prompt) :] for prompt, made in zip(prompts, generated, strict=True)]
+        prefilled = [made.likely[len(prompt) : -1] for prompt, made in zip(prompts, scored, strict=True)]
         return decode_check.compare(decoded, prefilled)
 
     @property
@@ -139,8 +141,11 @@ class Prober(abc.ABC):
         """Pause as before; requests that a pause ended are not ended again."""
 
     @abc.abstractmethod
-    async def compute(self, tokens: Sequence[int], count: int, call: Call) -> Computed:
-        """So many greedy tokens after a prompt. No log probability comes from a cached prefix."""
+    async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
+        """So many greedy tokens after a prompt, and the ``top`` most likely tokens at each position.
+
+        No log probability comes from a cached prefix.
+        """
 
     async def _one(self, tokens: list[int], call: Call) -> ProbePrompt:
         found = list((await self.compute(tokens, 1, call)).logprobs)[:-1]

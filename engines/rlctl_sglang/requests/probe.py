@@ -41,20 +41,23 @@ class Prober(probe.Prober):
         mode = PAUSE_MODE_IN_PLACE if self._state.paused == PAUSE_MODE_IN_PLACE else PAUSE_MODE_RETRACT
         await self._control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
 
-    async def compute(self, tokens: Sequence[int], count: int, call: Call) -> Computed:
+    async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
         """See :func:`compute`."""
-        return await compute(self._control, call, tokens, count)
+        return await compute(self._control, call, tokens, count, top)
 
 
-async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:
+async def compute(control: Control, call: Call, tokens: Sequence[int], count: int, top: int = 0) -> Computed:
     """So many greedy tokens after a prompt, of which SGLang takes no cached prefix: it scores all of it."""
     body = {
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "top_logprobs_num": top,
     }
     told = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
     output = told["output_token_logprobs"]
     scored = [entry[0] for entry in (*told["input_token_logprobs"][1:], *output)]
-    return Computed([entry[1] for entry in output], scored)
+    positions = [*told["input_top_logprobs"][1:], *told["output_top_logprobs"]] if top else []
+    likely = [{token: logprob for logprob, token, *_ in entries} for entries in positions]
+    return Computed([entry[1] for entry in output], scored, likely)

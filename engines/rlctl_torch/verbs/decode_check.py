@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from rlctl.contract import decode_check
-from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, Calibration
+from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, TOP, Calibration, Likely
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import DecodeReport
 from rlctl.weights.tensor.tensors import dtype_name
@@ -54,23 +54,26 @@ def _measure(rank: Rank, attempt: int) -> DecodeReport:
     sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, outputs, strict=True)]
     by_decode = [len(tokens) - 1 for tokens in outputs]
     logprobs = _Sequences(rank, len(sequences), max(map(len, sequences))).logprobs(sequences, by_decode)
-    prefilled = [
-        [float(row[token]) for row, token in zip(rows, tokens[1:], strict=True)]
-        for rows, tokens in zip(torch.split(logprobs, by_decode), outputs, strict=True)
-    ]
+    prefilled = [_likely(rows) for rows in torch.split(logprobs, by_decode)]
     return decode_check.compare(decoded, prefilled)
 
 
-def _decode(rank: Rank, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens after each prompt, and the log probabilities of those that decode steps generated."""
+def _likely(logprobs: torch.Tensor) -> list[Likely]:
+    """The most likely tokens of each row of ``[positions, vocabulary]``."""
+    values, tokens = logprobs.topk(min(TOP, logprobs.shape[-1]), dim=-1)
+    return [dict(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+
+
+def _decode(rank: Rank, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[Likely]]]:
+    """Greedy tokens after each prompt, and the likely tokens at the positions that decode steps generated."""
     sequences = _Sequences(rank, len(prompts), len(prompts[0]) + max(OUTPUTS))
-    outputs = [[int(row.argmax())] for row in sequences.logprobs(prompts, [1] * len(prompts))]
-    decoded: list[list[float]] = [[] for _ in prompts]
+    outputs = [[token] for token in sequences.logprobs(prompts, [1] * len(prompts)).argmax(dim=-1).tolist()]
+    decoded: list[list[Likely]] = [[] for _ in prompts]
     while running := [row for row, tokens in enumerate(outputs) if len(tokens) < OUTPUTS[row]]:
         logprobs = sequences.logprobs([outputs[row][-1:] for row in running], [1] * len(running), running)
-        for row, mine in zip(running, logprobs, strict=True):
-            outputs[row].append(int(mine.argmax()))
-            decoded[row].append(float(mine[outputs[row][-1]]))
+        for row, token, likely in zip(running, logprobs.argmax(dim=-1).tolist(), _likely(logprobs), strict=True):
+            outputs[row].append(token)
+            decoded[row].append(likely)
     return outputs, decoded
 
 

@@ -13,7 +13,7 @@ from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl_vllm.options import PRODUCT
 from rlctl_vllm.requests.bodies import Limits
-from rlctl_vllm.requests.requests import GENERATE
+from rlctl_vllm.requests.requests import GENERATE, id_of
 from rlctl_vllm.state import MODES, State
 
 
@@ -23,6 +23,7 @@ class Prober(probe.Prober):
     def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
         super().__init__(PRODUCT, requests, limits, turn)
         self._control = control
+        self._most = limits.most_logprobs
         self._state = state
 
     @property
@@ -44,20 +45,28 @@ class Prober(probe.Prober):
         mode = PAUSE_MODE_IN_PLACE if in_place else PAUSE_MODE_RETRACT
         await self._control.must(f"/pause?{MODES[mode]}", {}, call=call)
 
-    async def compute(self, tokens: Sequence[int], count: int, call: Call) -> Computed:
+    async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
         """See :func:`compute`. Log probabilities of vLLM are those before temperature."""
-        return await compute(self._control, call, tokens, count)
+        return await compute(self._control, call, tokens, count, top if self._most < 0 else min(top, self._most))
 
 
-async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:
+async def compute(control: Control, call: Call, tokens: Sequence[int], count: int, top: int = 0) -> Computed:
     """So many greedy tokens after a prompt. vLLM reads no cached prefix of a prompt whose log probabilities are asked
     for.
     """
     sampling = {"max_tokens": count, "min_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    body = {"token_ids": list(tokens), "sampling_params": {**sampling, "prompt_logprobs": 0, "logprobs": 0}}
+    body = {"token_ids": list(tokens), "sampling_params": {**sampling, "prompt_logprobs": top, "logprobs": top}}
     told = await control.ask(GENERATE, body, call=call, admin=False)
     (choice,) = told["choices"]
-    pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))
-    scored = [entry[str(token)]["logprob"] for token, entry in pairs[1:]]
-    output = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    return Computed(choice["token_ids"], [*scored, *output])
+    pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))[1:]
+    output = choice["logprobs"]["content"]
+    return Computed(
+        choice["token_ids"],
+        [*(entry[str(token)]["logprob"] for token, entry in pairs), *(entry["logprob"] for entry in output)],
+        [
+            *({int(token): value["logprob"] for token, value in entry.items()} for _, entry in pairs),
+            *({id_of(likely): likely["logprob"] for likely in entry["top_logprobs"]} for entry in output),
+        ]
+        if top
+        else [],
+    )

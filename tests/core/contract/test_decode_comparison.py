@@ -31,11 +31,18 @@ def test_decode_steps_have_several_batch_sizes() -> None:
 
 
 def test_the_sequence_that_differs_most_counts() -> None:
-    report = decode_check.compare([[-1.0, -2.0], [-1.0, -1.0]], [[-1.0, -2.5], [-1.0, -1.1]])
+    decoded = [[{5: -1.0, 6: -3.0}, {5: -2.0, 7: -4.0}], [{5: -1.0}, {5: -1.0}]]
+    prefilled = [[{5: -1.0, 6: -3.0}, {5: -2.5, 8: -4.0}], [{5: -1.0}, {5: -1.1}]]
+    report = decode_check.compare(decoded, prefilled)
     assert (report.sequences, report.tokens) == (2, 4)
-    assert report.difference == pytest.approx(0.25)
-    assert decode_check.compare([[-1.0]], [[math.nan]]).difference == math.inf
-    assert decode_check.compare([[-1.0], [math.nan]], [[-1.0], [-1.0]]).difference == math.inf
+    assert report.difference == pytest.approx(0.25), "of tokens that are likely in both"
+
+
+@pytest.mark.parametrize("prefilled", [{5: math.nan}, {6: -1.0}, {}], ids=["not a number", "other tokens", "none"])
+def test_what_cannot_be_compared_differs(prefilled: dict[int, float]) -> None:
+    decoded = [[{5: -1.0}], [{5: -1.0}]]
+    assert decode_check.compare(decoded, [[{5: -1.0}], [prefilled]]).difference == math.inf
+    assert decode_check.compare(decoded, [[prefilled], [{5: -1.0}]]).difference == math.inf
 
 
 @pytest.mark.parametrize(
