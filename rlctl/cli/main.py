@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "journal restore": ("rlctl.cli.commands.journal", "Put a backup in the place of a journal."),
     "journal compact": ("rlctl.cli.commands.journal", "Make the file of a journal as small as its records."),
     "weights abort": ("rlctl.cli.commands.weights", "End the open weight update of a model without a version."),
+    "audit": ("rlctl.cli.commands.audit", "List who changed what, and whose calls were denied."),
     "tokens new": ("rlctl.cli.commands.tokens", "Make a token with scopes."),
     "tokens list": ("rlctl.cli.commands.tokens", "List principals and the ids of their tokens."),
     "tokens revoke": ("rlctl.cli.commands.tokens", "Revoke tokens."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, TypedDict, Unpack
@@ -17,6 +18,7 @@ from rlctl.contract.enums import number
 from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.contract.verbs import of_request
 from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
+from rlctl.v1.coordinator_pb2 import AuditRecord
 from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent, PublishedVersion
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation, OperationState
 
@@ -26,6 +28,8 @@ HEAL_S = 300.0
 DRAIN_S = 300.0
 LOADS_S = 5.0
 LOOK_S = 0.2
+MOST_PAGE = 1000
+"""Records of one page of a list."""
 QUIET_LOOKS = 2
 """Consecutive polls with an idle stage that end a drain: a request may be on its way to the stage."""
 
@@ -269,6 +273,22 @@ class AsyncAdmin:
         value = number(OperationState.DESCRIPTOR, state, "state")
         request = coordinator_pb2.ListOperationsRequest(verb=verb, state=value, page_size=page_size)  # type: ignore[arg-type]
         return list((await self.connection.call("ListOperations", request, READ_S)).operations)
+
+    async def audit(
+        self, *, principal: str = "", denied: bool = False, since_s: float | None = None, limit: int = 50
+    ) -> list[AuditRecord]:
+        """Who changed what, and whose calls were denied, newest first. ``since_s``: seconds back; ``limit`` 0: all."""
+        request = coordinator_pb2.ListAuditRecordsRequest(principal=principal, denied=denied)
+        if since_s is not None:
+            request.since.FromNanoseconds(time.time_ns() - round(since_s * 1e9))
+        found: list[AuditRecord] = []
+        while True:
+            request.page_size = min(limit - len(found), MOST_PAGE) if limit else MOST_PAGE
+            answer = await self.connection.call("ListAuditRecords", request, READ_S)
+            found += answer.records
+            request.page_token = answer.next_page_token
+            if not request.page_token or (limit and len(found) >= limit):
+                return found
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         """Give up an operation where it has not started."""

@@ -34,6 +34,7 @@ COORDINATOR_RPCS: Mapping[str, tuple[Scope, ...]] = {
     "GetOperation": _VIEW,
     "ListOperations": _VIEW,
     "WatchOperation": _VIEW,
+    "ListAuditRecords": _ADMIN,
     "GetFleet": _VIEW,
     "ListVersions": _VIEW,
     "WatchFleet": _VIEW,
@@ -46,6 +47,14 @@ COORDINATOR_RPCS: Mapping[str, tuple[Scope, ...]] = {
     "BackupJournal": _ADMIN,
 }
 """Scopes of the coordinator's RPCs, each of which is enough. A verb has its scopes in the table of verbs."""
+
+AUDITED = frozenset(
+    {
+        *("AbortWeightUpdate", "CancelOperation", "DeregisterStage"),
+        *("SetStageEnabled", "AdmitSlots", "TakeOverStages", "SetHealing", "BackupJournal"),
+    }
+)
+"""RPCs of the coordinator that are in the audit though they are no operations. Every operation is."""
 
 _SERVICES: Mapping[str, tuple[Scope, ...]] = {
     "rlctl.v1.StageService": _FLEET,

@@ -107,6 +107,7 @@ class Identity:
         principal: the principal that calls.
         via: the gateway that speaks for it; "": the principal itself called.
         client, client_version, user: the calling program and its user, as the caller states them. Not verified.
+        host: the host that it called from; "": not known.
     """
 
     principal: Principal
@@ -114,6 +115,7 @@ class Identity:
     client: str = ""
     client_version: str = ""
     user: str = ""
+    host: str = ""
 
     def caller(self) -> Caller:
         """The identity as records have it."""

@@ -4,6 +4,7 @@
 packages, from bottom to top: journal, fleet, operations, verbs, transaction, healing, updates. Each may import
 those before it.
 
+``audit.py`` keeps who changed what; ``subjects.py`` finds the models of a request, for the scopes of its caller.
 ``maintenance.py`` verifies, restores and compacts journals while no coordinator runs.
 
 Only ``server.py``, ``maintenance.py`` and ``journal`` import gRPC or SQLite. Everything else runs on the ports of

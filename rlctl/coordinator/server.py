@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from rlctl.contract.access import COORDINATOR_RPCS, Method, refusal
+from rlctl.contract.access import AUDITED, COORDINATOR_RPCS, Method, refusal
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.contract.scopes import calling
+from rlctl.contract.scopes import calling, current_caller
 from rlctl.contract.verbs import offered_by
+from rlctl.coordinator.audit import KEPT_S, MOST_SLOTS
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.metrics.definitions import refuse_without_library
 from rlctl.ports import Clock, SystemClock
-from rlctl.transport.denials import Denials
+from rlctl.transport.denials import Denial, Denials
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
@@ -29,6 +30,7 @@ from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.identity import Role
 from rlctl.transport.tls.peers import caller
 from rlctl.v1 import coordinator_pb2
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class CoordinatorConfig:
         tls: certificate of a coordinator; None for plain text.
         metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
         access_file: further principals, with their scopes.
+        audit_kept_s: how long a record of the audit is kept.
     """
 
     journal: Path
@@ -79,6 +82,7 @@ class CoordinatorConfig:
     tls: Tls | None = None
     metrics: str = ""
     access_file: str = ""
+    audit_kept_s: float = KEPT_S
 
 
 class CoordinatorServer:
@@ -100,9 +104,11 @@ class CoordinatorServer:
             heal_by_hand=config.heal_by_hand,
             topology=config.topology,
             graces=config.graces,
+            audit_kept_s=config.audit_kept_s,
             observer=self._metrics,
         )
-        denials = Denials()
+        self._recording: set[asyncio.Task[None]] = set()
+        denials = Denials(self._record_denial)
         implementations = {**methods(self.coordinator, denials), "BackupJournal": _watch(self.backup_journal)}
         if self._metrics is not None:
             implementations = self._metrics.measured(implementations)
@@ -129,9 +135,24 @@ class CoordinatorServer:
             self._journal.close()
             raise
 
+    def _record_denial(self, denial: Denial) -> None:
+        identity = denial.identity
+        record = coordinator_pb2.AuditRecord(
+            caller=None if identity is None else identity.caller(),
+            method=denial.method,
+            denied=True,
+            state=OPERATION_STATE_FAILED,
+            reason=denial.error.reason.name,
+            count=denial.count,
+            host=denial.host,
+        )
+        task = asyncio.create_task(self.coordinator.audit.record(record))
+        self._recording.add(task)
+        task.add_done_callback(self._recording.discard)
+
     async def backup_journal(self, request: coordinator_pb2.BackupJournalRequest) -> AsyncIterator[Message]:
         """Copy the journal into a temporary file, and send that."""
-        del request
+        await self.coordinator.audit.record(_audit_record("BackupJournal", request))
         try:
             with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
                 copy = Path(directory) / "journal.db"
@@ -207,6 +228,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
         "ReserveRequestId": coordinator.reserve_request_id,
         "GetOperation": coordinator.get_operation,
         "ListOperations": coordinator.list_operations,
+        "ListAuditRecords": coordinator.list_audit_records,
         "CancelOperation": coordinator.cancel_operation,
         "GetFleet": coordinator.get_fleet,
         "ListVersions": coordinator.list_versions,
@@ -226,7 +248,8 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
         unary = _without_deadline(method)
         implementations[name] = refusals.told(name, unary) if name not in _OFTEN else unary
     for name, method in implementations.items():
-        implementations[name] = _allowed(coordinator, denials, name, method)
+        audited = _audited(coordinator, name, method) if name in AUDITED else method
+        implementations[name] = _allowed(coordinator, denials, name, audited)
     for name, watch in watches.items():
         implementations[name] = _watch(watch)
     return implementations
@@ -246,6 +269,33 @@ def _of_own_slot(
     return call
 
 
+def _audited(coordinator: Coordinator, name: str, method: Unary) -> Unary:
+    """The method, with each change that it made in the audit."""
+
+    async def call(request: Any, remaining_s: float | None) -> Message:
+        answer = await method(request, remaining_s)
+        if not (hasattr(request, "header") and request.header.validate_only):
+            await coordinator.audit.record(_audit_record(name, request))
+        return answer
+
+    return call
+
+
+def _audit_record(name: str, request: Any) -> coordinator_pb2.AuditRecord:
+    slots = [*getattr(request, "slots", ()), *filter(None, [getattr(request, "slot", "")])]
+    identity = calling.get()
+    return coordinator_pb2.AuditRecord(
+        caller=current_caller(),
+        method=name,
+        state=OPERATION_STATE_OK,
+        operation_id=getattr(request, "operation_id", "") or getattr(request, "update_id", ""),
+        model=getattr(request, "model", ""),
+        targets=len(slots),
+        slots=slots[:MOST_SLOTS],
+        host="" if identity is None else identity.host,
+    )
+
+
 def _allowed(coordinator: Coordinator, denials: Denials, name: str, method: Unary) -> Unary:
     """The method, for callers whose scopes cover the models and the adapter of the request."""
     needs = Method(name, COORDINATOR_RPCS[name])
@@ -255,7 +305,7 @@ def _allowed(coordinator: Coordinator, denials: Denials, name: str, method: Unar
         if identity is not None and identity.principal.limited:
             refused = refusal(identity.principal, needs, coordinator.subject(request))
             if refused is not None:
-                denials.note(identity, needs, refused, "")
+                denials.note(identity, needs, refused, identity.host)
                 raise refused
         return await method(request, remaining_s)
 

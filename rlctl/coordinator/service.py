@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import NoReturn
@@ -16,6 +17,7 @@ from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
+from rlctl.coordinator.audit import KEPT_S, Audit
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_keyed_check, refuse_unpaused
@@ -106,6 +108,7 @@ class Coordinator:
         lease_s: float = SERVING_LEASE_S,
         heal_by_hand: Collection[str] = (),
         retained: int = RETAINED,
+        audit_kept_s: float = KEPT_S,
         topology: Collection[str] | None = None,
         graces: Graces | None = None,
         observer: Observer | None = None,
@@ -124,7 +127,8 @@ class Coordinator:
         """Refused slots with their addresses, as logged."""
         self.roster = Roster(journal, clock, observer)
         self.admitted_slots = AdmittedSlots(journal, topology)
-        self.operations = Operations(journal, self.roster, clock, retained)
+        self.audit = Audit(journal, clock, audit_kept_s)
+        self.operations = Operations(journal, self.roster, clock, self.audit, retained)
         self.keys = Keys(journal, self.operations.new_id)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
@@ -180,6 +184,7 @@ class Coordinator:
         self.roster.load()
         self.admitted_slots.load()
         self._peers.outlive_predecessor()
+        self.audit.load()
         await self.operations.load()
         self.keys.load()
 
@@ -478,6 +483,17 @@ class Coordinator:
             header=self.roster.header(),
             operations=[run.operation for run in page],
             next_page_token=page_token(page[-1]) if len(runs) > size else "",
+        )
+
+    async def list_audit_records(self, request: rpc.ListAuditRecordsRequest) -> rpc.ListAuditRecordsResponse:
+        """Read the audit, newest first."""
+        check(request)
+        size = min(request.page_size or 50, 1000)
+        page = list(itertools.islice(self.audit.newest_first(request), size + 1))
+        return rpc.ListAuditRecordsResponse(
+            header=self.roster.header(),
+            records=[record for _, record in page[:size]],
+            next_page_token=page[size - 1][0] if len(page) > size else "",
         )
 
     async def watch_operation(self, request: rpc.WatchOperationRequest) -> AsyncIterator[Operation]:

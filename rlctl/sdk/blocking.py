@@ -163,6 +163,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     backup_journal = _iterating(AsyncFleet.backup_journal)
     operation = _blocking(AsyncFleet.operation)
     operations = _blocking(AsyncFleet.operations)
+    audit = _blocking(AsyncFleet.audit)
     cancel_operation = _blocking(AsyncFleet.cancel_operation)
     abort_update = _blocking(AsyncFleet.abort_update)
     heal = _blocking(AsyncFleet.heal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import inspect
 import os
@@ -179,7 +180,7 @@ def admit(
     """
     identity = None
     try:
-        identity = access.authenticate(metadata, certificate)
+        identity = dataclasses.replace(access.authenticate(metadata, certificate), host=host)
         if (refused := refusal(identity.principal, method)) is not None:
             raise refused
     except RlctlError as error:

@@ -22,6 +22,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from rlctl.v1 import common_pb2 as rlctl_dot_v1_dot_common__pb2
 from rlctl.v1 import fleet_pb2 as rlctl_dot_v1_dot_fleet__pb2
 from rlctl.v1 import results_pb2 as rlctl_dot_v1_dot_results__pb2
@@ -29,67 +30,73 @@ from rlctl.v1 import update_pb2 as rlctl_dot_v1_dot_update__pb2
 from rlctl.v1 import verbs_pb2 as rlctl_dot_v1_dot_verbs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arlctl/v1/coordinator.proto\x12\x08rlctl.v1\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/fleet.proto\x1a\x16rlctl/v1/results.proto\x1a\x15rlctl/v1/update.proto\x1a\x14rlctl/v1/verbs.proto\"I\n\x14RegisterStageRequest\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.rlctl.v1.StageRegistration\"p\n\x15RegisterStageResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\r\"F\n\x16\x44\x65registerStageRequest\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"C\n\x17\x44\x65registerStageResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\";\n\x17ReserveRequestIdRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0b\x62ody_sha256\x18\x02 \x01(\x0c\"X\n\x18ReserveRequestIdResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"+\n\x13GetOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"u\n\x15ListOperationsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04verb\x18\x03 \x01(\t\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.rlctl.v1.OperationState\"\x84\x01\n\x16ListOperationsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\'\n\noperations\x18\x02 \x03(\x0b\x32\x13.rlctl.v1.Operation\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"-\n\x15WatchOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\".\n\x16\x43\x61ncelOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\" \n\x0fGetFleetRequest\x12\r\n\x05model\x18\x01 \x01(\t\"$\n\x13ListVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"n\n\x14ListVersionsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12,\n\x08versions\x18\x02 \x03(\x0b\x32\x1a.rlctl.v1.PublishedVersion\"\x16\n\x14\x42\x61\x63kupJournalRequest\"\x1b\n\x0bJournalPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"4\n\x11WatchFleetRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08watch_id\x18\x02 \x01(\t\"9\n\x13\x43onfirmFleetRequest\x12\x10\n\x08watch_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\"@\n\x14\x43onfirmFleetResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\"\\\n\x11SetHealingRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62y_hand\x18\x03 \x01(\x08\"q\n\x16SetStageEnabledRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x0f\n\x07\x65nabled\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"}\n\x1aReportEngineFailureRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12(\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.EngineFailure\"G\n\x1bReportEngineFailureResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\"^\n\x11\x41\x64mitSlotsRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x11\n\tdismissed\x18\x03 \x03(\t\"\\\n\x12\x41\x64mitSlotsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\r\n\x05\x65very\x18\x02 \x01(\x08\x12\r\n\x05slots\x18\x03 \x03(\t\"O\n\x15TakeOverStagesRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\"^\n\x10HealStageRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t2\xfe\x1a\n\x12\x43oordinatorService\x12\x42\n\x0cGetModelInfo\x12\x1d.rlctl.v1.GetModelInfoRequest\x1a\x13.rlctl.v1.Operation\x12H\n\x0fPauseGeneration\x12 .rlctl.v1.PauseGenerationRequest\x1a\x13.rlctl.v1.Operation\x12N\n\x12\x43ontinueGeneration\x12#.rlctl.v1.ContinueGenerationRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rAbortRequests\x12\x1e.rlctl.v1.AbortRequestsRequest\x1a\x13.rlctl.v1.Operation\x12>\n\nFlushCache\x12\x1b.rlctl.v1.FlushCacheRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rReleaseMemory\x12\x1e.rlctl.v1.ReleaseMemoryRequest\x1a\x13.rlctl.v1.Operation\x12\x42\n\x0cResumeMemory\x12\x1d.rlctl.v1.ResumeMemoryRequest\x1a\x13.rlctl.v1.Operation\x12T\n\x15UpdateWeightsFromDisk\x12&.rlctl.v1.UpdateWeightsFromDiskRequest\x1a\x13.rlctl.v1.Operation\x12X\n\x17UpdateWeightsFromTensor\x12(.rlctl.v1.UpdateWeightsFromTensorRequest\x1a\x13.rlctl.v1.Operation\x12V\n\x16InitWeightsUpdateGroup\x12\'.rlctl.v1.InitWeightsUpdateGroupRequest\x1a\x13.rlctl.v1.Operation\x12\x62\n\x1cUpdateWeightsFromDistributed\x12-.rlctl.v1.UpdateWeightsFromDistributedRequest\x1a\x13.rlctl.v1.Operation\x12\\\n\x19\x44\x65stroyWeightsUpdateGroup\x12*.rlctl.v1.DestroyWeightsUpdateGroupRequest\x1a\x13.rlctl.v1.Operation\x12@\n\x0bPullWeights\x12\x1c.rlctl.v1.PullWeightsRequest\x1a\x13.rlctl.v1.Operation\x12L\n\x11InspectCheckpoint\x12\".rlctl.v1.InspectCheckpointRequest\x1a\x13.rlctl.v1.Operation\x12\x42\n\x0c\x43heckWeights\x12\x1d.rlctl.v1.CheckWeightsRequest\x1a\x13.rlctl.v1.Operation\x12@\n\x0bLoadAdapter\x12\x1c.rlctl.v1.LoadAdapterRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rUnloadAdapter\x12\x1e.rlctl.v1.UnloadAdapterRequest\x1a\x13.rlctl.v1.Operation\x12\x42\n\x0cListAdapters\x12\x1d.rlctl.v1.ListAdaptersRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rGetServerInfo\x12\x1e.rlctl.v1.GetServerInfoRequest\x1a\x13.rlctl.v1.Operation\x12:\n\x08GetLoads\x12\x19.rlctl.v1.GetLoadsRequest\x1a\x13.rlctl.v1.Operation\x12P\n\rRegisterStage\x12\x1e.rlctl.v1.RegisterStageRequest\x1a\x1f.rlctl.v1.RegisterStageResponse\x12V\n\x0f\x44\x65registerStage\x12 .rlctl.v1.DeregisterStageRequest\x1a!.rlctl.v1.DeregisterStageResponse\x12\\\n\x11\x42\x65ginWeightUpdate\x12\".rlctl.v1.BeginWeightUpdateRequest\x1a#.rlctl.v1.BeginWeightUpdateResponse\x12Y\n\x10JoinWeightUpdate\x12!.rlctl.v1.JoinWeightUpdateRequest\x1a\".rlctl.v1.JoinWeightUpdateResponse\x12\\\n\x11RetryWeightUpdate\x12\".rlctl.v1.RetryWeightUpdateRequest\x1a#.rlctl.v1.BeginWeightUpdateResponse\x12N\n\x12\x43ommitWeightUpdate\x12#.rlctl.v1.CommitWeightUpdateRequest\x1a\x13.rlctl.v1.Operation\x12J\n\x0b\x43ommitBatch\x12\x1c.rlctl.v1.CommitBatchRequest\x1a\x1d.rlctl.v1.CommitBatchResponse\x12L\n\x11\x41\x62ortWeightUpdate\x12\".rlctl.v1.AbortWeightUpdateRequest\x1a\x13.rlctl.v1.Operation\x12G\n\nRenewLease\x12\x1b.rlctl.v1.RenewLeaseRequest\x1a\x1c.rlctl.v1.RenewLeaseResponse\x12Y\n\x10ReserveRequestId\x12!.rlctl.v1.ReserveRequestIdRequest\x1a\".rlctl.v1.ReserveRequestIdResponse\x12\x42\n\x0cGetOperation\x12\x1d.rlctl.v1.GetOperationRequest\x1a\x13.rlctl.v1.Operation\x12S\n\x0eListOperations\x12\x1f.rlctl.v1.ListOperationsRequest\x1a .rlctl.v1.ListOperationsResponse\x12H\n\x0eWatchOperation\x12\x1f.rlctl.v1.WatchOperationRequest\x1a\x13.rlctl.v1.Operation0\x01\x12H\n\x0f\x43\x61ncelOperation\x12 .rlctl.v1.CancelOperationRequest\x1a\x13.rlctl.v1.Operation\x12\x36\n\x08GetFleet\x12\x19.rlctl.v1.GetFleetRequest\x1a\x0f.rlctl.v1.Fleet\x12M\n\x0cListVersions\x12\x1d.rlctl.v1.ListVersionsRequest\x1a\x1e.rlctl.v1.ListVersionsResponse\x12H\n\rBackupJournal\x12\x1e.rlctl.v1.BackupJournalRequest\x1a\x15.rlctl.v1.JournalPart0\x01\x12\x41\n\nWatchFleet\x12\x1b.rlctl.v1.WatchFleetRequest\x1a\x14.rlctl.v1.FleetEvent0\x01\x12M\n\x0c\x43onfirmFleet\x12\x1d.rlctl.v1.ConfirmFleetRequest\x1a\x1e.rlctl.v1.ConfirmFleetResponse\x12\x44\n\x0fSetStageEnabled\x12 .rlctl.v1.SetStageEnabledRequest\x1a\x0f.rlctl.v1.Fleet\x12\x62\n\x13ReportEngineFailure\x12$.rlctl.v1.ReportEngineFailureRequest\x1a%.rlctl.v1.ReportEngineFailureResponse\x12G\n\nAdmitSlots\x12\x1b.rlctl.v1.AdmitSlotsRequest\x1a\x1c.rlctl.v1.AdmitSlotsResponse\x12\x42\n\x0eTakeOverStages\x12\x1f.rlctl.v1.TakeOverStagesRequest\x1a\x0f.rlctl.v1.Fleet\x12:\n\nSetHealing\x12\x1b.rlctl.v1.SetHealingRequest\x1a\x0f.rlctl.v1.Fleet\x12<\n\tHealStage\x12\x1a.rlctl.v1.HealStageRequest\x1a\x13.rlctl.v1.Operationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arlctl/v1/coordinator.proto\x12\x08rlctl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/fleet.proto\x1a\x16rlctl/v1/results.proto\x1a\x15rlctl/v1/update.proto\x1a\x14rlctl/v1/verbs.proto\"I\n\x14RegisterStageRequest\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.rlctl.v1.StageRegistration\"p\n\x15RegisterStageResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\r\"F\n\x16\x44\x65registerStageRequest\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"C\n\x17\x44\x65registerStageResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\";\n\x17ReserveRequestIdRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0b\x62ody_sha256\x18\x02 \x01(\x0c\"X\n\x18ReserveRequestIdResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"+\n\x13GetOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"u\n\x15ListOperationsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04verb\x18\x03 \x01(\t\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.rlctl.v1.OperationState\"\x84\x01\n\x16ListOperationsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\'\n\noperations\x18\x02 \x03(\x0b\x32\x13.rlctl.v1.Operation\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\x8e\x01\n\x17ListAuditRecordsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65nied\x18\x04 \x01(\x08\x12)\n\x05since\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x85\x01\n\x18ListAuditRecordsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12&\n\x07records\x18\x02 \x03(\x0b\x32\x15.rlctl.v1.AuditRecord\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xd6\x02\n\x0b\x41uditRecord\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12 \n\x06\x63\x61ller\x18\x02 \x01(\x0b\x32\x10.rlctl.v1.Caller\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65nied\x18\x04 \x01(\x08\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.rlctl.v1.OperationState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x14\n\x0coperation_id\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12/\n\x0eweight_version\x18\n \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x0f\n\x07targets\x18\x0b \x01(\r\x12\r\n\x05slots\x18\x0c \x03(\t\x12\r\n\x05\x63ount\x18\r \x01(\r\x12\x0c\n\x04host\x18\x0e \x01(\t\"-\n\x15WatchOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\".\n\x16\x43\x61ncelOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\" \n\x0fGetFleetRequest\x12\r\n\x05model\x18\x01 \x01(\t\"$\n\x13ListVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"n\n\x14ListVersionsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12,\n\x08versions\x18\x02 \x03(\x0b\x32\x1a.rlctl.v1.PublishedVersion\"\x16\n\x14\x42\x61\x63kupJournalRequest\"\x1b\n\x0bJournalPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"4\n\x11WatchFleetRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08watch_id\x18\x02 \x01(\t\"9\n\x13\x43onfirmFleetRequest\x12\x10\n\x08watch_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\"@\n\x14\x43onfirmFleetResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\"\\\n\x11SetHealingRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62y_hand\x18\x03 \x01(\x08\"q\n\x16SetStageEnabledRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x0f\n\x07\x65nabled\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"}\n\x1aReportEngineFailureRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12(\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.EngineFailure\"G\n\x1bReportEngineFailureResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\"^\n\x11\x41\x64mitSlotsRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x11\n\tdismissed\x18\x03 \x03(\t\"\\\n\x12\x41\x64mitSlotsResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlctl.v1.ResponseHeader\x12\r\n\x05\x65very\x18\x02 \x01(\x08\x12\r\n\x05slots\x18\x03 \x03(\t\"O\n\x15TakeOverStagesRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\"^\n\x10HealStageRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.RequestHeader\x12\r\n\x05slots\x18\x02 \x03(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t2\xd9\x1b\n\x12\x43oordinatorService\x12\x42\n\x0cGetModelInfo\x12\x1d.rlctl.v1.GetModelInfoRequest\x1a\x13.rlctl.v1.Operation\x12H\n\x0fPauseGeneration\x12 .rlctl.v1.PauseGenerationRequest\x1a\x13.rlctl.v1.Operation\x12N\n\x12\x43ontinueGeneration\x12#.rlctl.v1.ContinueGenerationRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rAbortRequests\x12\x1e.rlctl.v1.AbortRequestsRequest\x1a\x13.rlctl.v1.Operation\x12>\n\nFlushCache\x12\x1b.rlctl.v1.FlushCacheRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rReleaseMemory\x12\x1e.rlctl.v1.ReleaseMemoryRequest\x1a\x13.rlctl.v1.Operation\x12\x42\n\x0cResumeMemory\x12\x1d.rlctl.v1.ResumeMemoryRequest\x1a\x13.rlctl.v1.Operation\x12T\n\x15UpdateWeightsFromDisk\x12&.rlctl.v1.UpdateWeightsFromDiskRequest\x1a\x13.rlctl.v1.Operation\x12X\n\x17UpdateWeightsFromTensor\x12(.rlctl.v1.UpdateWeightsFromTensorRequest\x1a\x13.rlctl.v1.Operation\x12V\n\x16InitWeightsUpdateGroup\x12\'.rlctl.v1.InitWeightsUpdateGroupRequest\x1a\x13.rlctl.v1.Operation\x12\x62\n\x1cUpdateWeightsFromDistributed\x12-.rlctl.v1.UpdateWeightsFromDistributedRequest\x1a\x13.rlctl.v1.Operation\x12\\\n\x19\x44\x65stroyWeightsUpdateGroup\x12*.rlctl.v1.DestroyWeightsUpdateGroupRequest\x1a\x13.rlctl.v1.Operation\x12@\n\x0bPullWeights\x12\x1c.rlctl.v1.PullWeightsRequest\x1a\x13.rlctl.v1.Operation\x12L\n\x11InspectCheckpoint\x12\".rlctl.v1.InspectCheckpointRequest\x1a\x13.rlctl.v1.Operation\x12\x42\n\x0c\x43heckWeights\x12\x1d.rlctl.v1.CheckWeightsRequest\x1a\x13.rlctl.v1.Operation\x12@\n\x0bLoadAdapter\x12\x1c.rlctl.v1.LoadAdapterRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rUnloadAdapter\x12\x1e.rlctl.v1.UnloadAdapterRequest\x1a\x13.rlctl.v1.Operation\x12\x42\n\x0cListAdapters\x12\x1d.rlctl.v1.ListAdaptersRequest\x1a\x13.rlctl.v1.Operation\x12\x44\n\rGetServerInfo\x12\x1e.rlctl.v1.GetServerInfoRequest\x1a\x13.rlctl.v1.Operation\x12:\n\x08GetLoads\x12\x19.rlctl.v1.GetLoadsRequest\x1a\x13.rlctl.v1.Operation\x12P\n\rRegisterStage\x12\x1e.rlctl.v1.RegisterStageRequest\x1a\x1f.rlctl.v1.RegisterStageResponse\x12V\n\x0f\x44\x65registerStage\x12 .rlctl.v1.DeregisterStageRequest\x1a!.rlctl.v1.DeregisterStageResponse\x12\\\n\x11\x42\x65ginWeightUpdate\x12\".rlctl.v1.BeginWeightUpdateRequest\x1a#.rlctl.v1.BeginWeightUpdateResponse\x12Y\n\x10JoinWeightUpdate\x12!.rlctl.v1.JoinWeightUpdateRequest\x1a\".rlctl.v1.JoinWeightUpdateResponse\x12\\\n\x11RetryWeightUpdate\x12\".rlctl.v1.RetryWeightUpdateRequest\x1a#.rlctl.v1.BeginWeightUpdateResponse\x12N\n\x12\x43ommitWeightUpdate\x12#.rlctl.v1.CommitWeightUpdateRequest\x1a\x13.rlctl.v1.Operation\x12J\n\x0b\x43ommitBatch\x12\x1c.rlctl.v1.CommitBatchRequest\x1a\x1d.rlctl.v1.CommitBatchResponse\x12L\n\x11\x41\x62ortWeightUpdate\x12\".rlctl.v1.AbortWeightUpdateRequest\x1a\x13.rlctl.v1.Operation\x12G\n\nRenewLease\x12\x1b.rlctl.v1.RenewLeaseRequest\x1a\x1c.rlctl.v1.RenewLeaseResponse\x12Y\n\x10ReserveRequestId\x12!.rlctl.v1.ReserveRequestIdRequest\x1a\".rlctl.v1.ReserveRequestIdResponse\x12\x42\n\x0cGetOperation\x12\x1d.rlctl.v1.GetOperationRequest\x1a\x13.rlctl.v1.Operation\x12S\n\x0eListOperations\x12\x1f.rlctl.v1.ListOperationsRequest\x1a .rlctl.v1.ListOperationsResponse\x12H\n\x0eWatchOperation\x12\x1f.rlctl.v1.WatchOperationRequest\x1a\x13.rlctl.v1.Operation0\x01\x12H\n\x0f\x43\x61ncelOperation\x12 .rlctl.v1.CancelOperationRequest\x1a\x13.rlctl.v1.Operation\x12\x36\n\x08GetFleet\x12\x19.rlctl.v1.GetFleetRequest\x1a\x0f.rlctl.v1.Fleet\x12M\n\x0cListVersions\x12\x1d.rlctl.v1.ListVersionsRequest\x1a\x1e.rlctl.v1.ListVersionsResponse\x12Y\n\x10ListAuditRecords\x12!.rlctl.v1.ListAuditRecordsRequest\x1a\".rlctl.v1.ListAuditRecordsResponse\x12H\n\rBackupJournal\x12\x1e.rlctl.v1.BackupJournalRequest\x1a\x15.rlctl.v1.JournalPart0\x01\x12\x41\n\nWatchFleet\x12\x1b.rlctl.v1.WatchFleetRequest\x1a\x14.rlctl.v1.FleetEvent0\x01\x12M\n\x0c\x43onfirmFleet\x12\x1d.rlctl.v1.ConfirmFleetRequest\x1a\x1e.rlctl.v1.ConfirmFleetResponse\x12\x44\n\x0fSetStageEnabled\x12 .rlctl.v1.SetStageEnabledRequest\x1a\x0f.rlctl.v1.Fleet\x12\x62\n\x13ReportEngineFailure\x12$.rlctl.v1.ReportEngineFailureRequest\x1a%.rlctl.v1.ReportEngineFailureResponse\x12G\n\nAdmitSlots\x12\x1b.rlctl.v1.AdmitSlotsRequest\x1a\x1c.rlctl.v1.AdmitSlotsResponse\x12\x42\n\x0eTakeOverStages\x12\x1f.rlctl.v1.TakeOverStagesRequest\x1a\x0f.rlctl.v1.Fleet\x12:\n\nSetHealing\x12\x1b.rlctl.v1.SetHealingRequest\x1a\x0f.rlctl.v1.Fleet\x12<\n\tHealStage\x12\x1a.rlctl.v1.HealStageRequest\x1a\x13.rlctl.v1.Operationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rlctl.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REGISTERSTAGEREQUEST']._serialized_start=154
-  _globals['_REGISTERSTAGEREQUEST']._serialized_end=227
-  _globals['_REGISTERSTAGERESPONSE']._serialized_start=229
-  _globals['_REGISTERSTAGERESPONSE']._serialized_end=341
-  _globals['_DEREGISTERSTAGEREQUEST']._serialized_start=343
-  _globals['_DEREGISTERSTAGEREQUEST']._serialized_end=413
-  _globals['_DEREGISTERSTAGERESPONSE']._serialized_start=415
-  _globals['_DEREGISTERSTAGERESPONSE']._serialized_end=482
-  _globals['_RESERVEREQUESTIDREQUEST']._serialized_start=484
-  _globals['_RESERVEREQUESTIDREQUEST']._serialized_end=543
-  _globals['_RESERVEREQUESTIDRESPONSE']._serialized_start=545
-  _globals['_RESERVEREQUESTIDRESPONSE']._serialized_end=633
-  _globals['_GETOPERATIONREQUEST']._serialized_start=635
-  _globals['_GETOPERATIONREQUEST']._serialized_end=678
-  _globals['_LISTOPERATIONSREQUEST']._serialized_start=680
-  _globals['_LISTOPERATIONSREQUEST']._serialized_end=797
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=800
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=932
-  _globals['_WATCHOPERATIONREQUEST']._serialized_start=934
-  _globals['_WATCHOPERATIONREQUEST']._serialized_end=979
-  _globals['_CANCELOPERATIONREQUEST']._serialized_start=981
-  _globals['_CANCELOPERATIONREQUEST']._serialized_end=1027
-  _globals['_GETFLEETREQUEST']._serialized_start=1029
-  _globals['_GETFLEETREQUEST']._serialized_end=1061
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=1063
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=1099
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1101
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1211
-  _globals['_BACKUPJOURNALREQUEST']._serialized_start=1213
-  _globals['_BACKUPJOURNALREQUEST']._serialized_end=1235
-  _globals['_JOURNALPART']._serialized_start=1237
-  _globals['_JOURNALPART']._serialized_end=1264
-  _globals['_WATCHFLEETREQUEST']._serialized_start=1266
-  _globals['_WATCHFLEETREQUEST']._serialized_end=1318
-  _globals['_CONFIRMFLEETREQUEST']._serialized_start=1320
-  _globals['_CONFIRMFLEETREQUEST']._serialized_end=1377
-  _globals['_CONFIRMFLEETRESPONSE']._serialized_start=1379
-  _globals['_CONFIRMFLEETRESPONSE']._serialized_end=1443
-  _globals['_SETHEALINGREQUEST']._serialized_start=1445
-  _globals['_SETHEALINGREQUEST']._serialized_end=1537
-  _globals['_SETSTAGEENABLEDREQUEST']._serialized_start=1539
-  _globals['_SETSTAGEENABLEDREQUEST']._serialized_end=1652
-  _globals['_REPORTENGINEFAILUREREQUEST']._serialized_start=1654
-  _globals['_REPORTENGINEFAILUREREQUEST']._serialized_end=1779
-  _globals['_REPORTENGINEFAILURERESPONSE']._serialized_start=1781
-  _globals['_REPORTENGINEFAILURERESPONSE']._serialized_end=1852
-  _globals['_ADMITSLOTSREQUEST']._serialized_start=1854
-  _globals['_ADMITSLOTSREQUEST']._serialized_end=1948
-  _globals['_ADMITSLOTSRESPONSE']._serialized_start=1950
-  _globals['_ADMITSLOTSRESPONSE']._serialized_end=2042
-  _globals['_TAKEOVERSTAGESREQUEST']._serialized_start=2044
-  _globals['_TAKEOVERSTAGESREQUEST']._serialized_end=2123
-  _globals['_HEALSTAGEREQUEST']._serialized_start=2125
-  _globals['_HEALSTAGEREQUEST']._serialized_end=2219
-  _globals['_COORDINATORSERVICE']._serialized_start=2222
-  _globals['_COORDINATORSERVICE']._serialized_end=5676
+  _globals['_REGISTERSTAGEREQUEST']._serialized_start=187
+  _globals['_REGISTERSTAGEREQUEST']._serialized_end=260
+  _globals['_REGISTERSTAGERESPONSE']._serialized_start=262
+  _globals['_REGISTERSTAGERESPONSE']._serialized_end=374
+  _globals['_DEREGISTERSTAGEREQUEST']._serialized_start=376
+  _globals['_DEREGISTERSTAGEREQUEST']._serialized_end=446
+  _globals['_DEREGISTERSTAGERESPONSE']._serialized_start=448
+  _globals['_DEREGISTERSTAGERESPONSE']._serialized_end=515
+  _globals['_RESERVEREQUESTIDREQUEST']._serialized_start=517
+  _globals['_RESERVEREQUESTIDREQUEST']._serialized_end=576
+  _globals['_RESERVEREQUESTIDRESPONSE']._serialized_start=578
+  _globals['_RESERVEREQUESTIDRESPONSE']._serialized_end=666
+  _globals['_GETOPERATIONREQUEST']._serialized_start=668
+  _globals['_GETOPERATIONREQUEST']._serialized_end=711
+  _globals['_LISTOPERATIONSREQUEST']._serialized_start=713
+  _globals['_LISTOPERATIONSREQUEST']._serialized_end=830
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=833
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=965
+  _globals['_LISTAUDITRECORDSREQUEST']._serialized_start=968
+  _globals['_LISTAUDITRECORDSREQUEST']._serialized_end=1110
+  _globals['_LISTAUDITRECORDSRESPONSE']._serialized_start=1113
+  _globals['_LISTAUDITRECORDSRESPONSE']._serialized_end=1246
+  _globals['_AUDITRECORD']._serialized_start=1249
+  _globals['_AUDITRECORD']._serialized_end=1591
+  _globals['_WATCHOPERATIONREQUEST']._serialized_start=1593
+  _globals['_WATCHOPERATIONREQUEST']._serialized_end=1638
+  _globals['_CANCELOPERATIONREQUEST']._serialized_start=1640
+  _globals['_CANCELOPERATIONREQUEST']._serialized_end=1686
+  _globals['_GETFLEETREQUEST']._serialized_start=1688
+  _globals['_GETFLEETREQUEST']._serialized_end=1720
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=1722
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=1758
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1760
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1870
+  _globals['_BACKUPJOURNALREQUEST']._serialized_start=1872
+  _globals['_BACKUPJOURNALREQUEST']._serialized_end=1894
+  _globals['_JOURNALPART']._serialized_start=1896
+  _globals['_JOURNALPART']._serialized_end=1923
+  _globals['_WATCHFLEETREQUEST']._serialized_start=1925
+  _globals['_WATCHFLEETREQUEST']._serialized_end=1977
+  _globals['_CONFIRMFLEETREQUEST']._serialized_start=1979
+  _globals['_CONFIRMFLEETREQUEST']._serialized_end=2036
+  _globals['_CONFIRMFLEETRESPONSE']._serialized_start=2038
+  _globals['_CONFIRMFLEETRESPONSE']._serialized_end=2102
+  _globals['_SETHEALINGREQUEST']._serialized_start=2104
+  _globals['_SETHEALINGREQUEST']._serialized_end=2196
+  _globals['_SETSTAGEENABLEDREQUEST']._serialized_start=2198
+  _globals['_SETSTAGEENABLEDREQUEST']._serialized_end=2311
+  _globals['_REPORTENGINEFAILUREREQUEST']._serialized_start=2313
+  _globals['_REPORTENGINEFAILUREREQUEST']._serialized_end=2438
+  _globals['_REPORTENGINEFAILURERESPONSE']._serialized_start=2440
+  _globals['_REPORTENGINEFAILURERESPONSE']._serialized_end=2511
+  _globals['_ADMITSLOTSREQUEST']._serialized_start=2513
+  _globals['_ADMITSLOTSREQUEST']._serialized_end=2607
+  _globals['_ADMITSLOTSRESPONSE']._serialized_start=2609
+  _globals['_ADMITSLOTSRESPONSE']._serialized_end=2701
+  _globals['_TAKEOVERSTAGESREQUEST']._serialized_start=2703
+  _globals['_TAKEOVERSTAGESREQUEST']._serialized_end=2782
+  _globals['_HEALSTAGEREQUEST']._serialized_start=2784
+  _globals['_HEALSTAGEREQUEST']._serialized_end=2878
+  _globals['_COORDINATORSERVICE']._serialized_start=2881
+  _globals['_COORDINATORSERVICE']._serialized_end=6426
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,7 @@ The coordinator: what trainers, the command line and stages call."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from rlctl.v1 import common_pb2 as _common_pb2
 from rlctl.v1 import fleet_pb2 as _fleet_pb2
@@ -274,6 +275,162 @@ class ListOperationsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListOperationsResponse: _TypeAlias = ListOperationsResponse  # noqa: Y015
+
+@_typing.final
+class ListAuditRecordsRequest(_message.Message):
+    """Which records of the audit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    DENIED_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many. Default 50."""
+    page_token: _builtins.str
+    """From an earlier answer."""
+    principal: _builtins.str
+    """Only those of this principal."""
+    denied: _builtins.bool
+    """Only denied calls."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Only those from this time on."""
+
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        principal: _builtins.str = ...,
+        denied: _builtins.bool = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "page_size", b"page_size", "page_token", b"page_token", "principal", b"principal", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditRecordsRequest: _TypeAlias = ListAuditRecordsRequest  # noqa: Y015
+
+@_typing.final
+class ListAuditRecordsResponse(_message.Message):
+    """Records of the audit, newest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page. Empty: this was the last."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader:
+        """Who answered, under which epoch, when."""
+
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRecord]:
+        """Records."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        records: _abc.Iterable[Global___AuditRecord] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "next_page_token", b"next_page_token", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditRecordsResponse: _TypeAlias = ListAuditRecordsResponse  # noqa: Y015
+
+@_typing.final
+class AuditRecord(_message.Message):
+    """A change that a caller made, or calls that were denied. Kept in the journal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    DENIED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OPERATION_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """Verb of the operation, or RPC."""
+    denied: _builtins.bool
+    """The call was refused for want of a token or scope."""
+    state: _results_pb2.OperationState.ValueType
+    """How it ended. Denied calls: FAILED."""
+    reason: _builtins.str
+    """Reason of the error, unless OK."""
+    operation_id: _builtins.str
+    """The operation. Empty: the call was no operation."""
+    model: _builtins.str
+    """Model that it was meant for, when one was named."""
+    adapter: _builtins.str
+    """Adapter that it was meant for, when one was named."""
+    targets: _builtins.int
+    """Number of its targets."""
+    count: _builtins.int
+    """Denied calls: their number. Equal calls within a minute are one record."""
+    host: _builtins.str
+    """Host that the caller called from, when it is known."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When the operation ended, the call was answered, or the last of the calls was denied."""
+
+    @_builtins.property
+    def caller(self) -> _common_pb2.Caller:
+        """Who called. Without a principal: the caller was not authenticated."""
+
+    @_builtins.property
+    def weight_version(self) -> _common_pb2.WeightVersion:
+        """Weight updates: the version that was published, or would be."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The first 16 of its targets, or the slots that the request names."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        caller: _common_pb2.Caller | None = ...,
+        method: _builtins.str = ...,
+        denied: _builtins.bool = ...,
+        state: _results_pb2.OperationState.ValueType = ...,
+        reason: _builtins.str = ...,
+        operation_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        weight_version: _common_pb2.WeightVersion | None = ...,
+        targets: _builtins.int = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+        count: _builtins.int = ...,
+        host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "time", b"time", "weight_version", b"weight_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "caller", b"caller", "count", b"count", "denied", b"denied", "host", b"host", "method", b"method", "model", b"model", "operation_id", b"operation_id", "reason", b"reason", "slots", b"slots", "state", b"state", "targets", b"targets", "time", b"time", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditRecord: _TypeAlias = AuditRecord  # noqa: Y015
 
 @_typing.final
 class WatchOperationRequest(_message.Message):

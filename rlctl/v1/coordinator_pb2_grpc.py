@@ -222,6 +222,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
+        self.ListAuditRecords = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/ListAuditRecords',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListAuditRecordsRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListAuditRecordsResponse.FromString,
+                _registered_method=True)
         self.BackupJournal = channel.unary_stream(
                 '/rlctl.v1.CoordinatorService/BackupJournal',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.BackupJournalRequest.SerializeToString,
@@ -794,6 +799,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAuditRecords(self, request, context):
+        """Lists who changed what, and whose calls were denied, newest first.
+
+        Effect: none.
+        Idempotency: a read.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def BackupJournal(self, request, context):
         """Copies the journal as it stands, in use or not.
 
@@ -1105,6 +1124,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListVersions,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.SerializeToString,
+            ),
+            'ListAuditRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAuditRecords,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListAuditRecordsRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListAuditRecordsResponse.SerializeToString,
             ),
             'BackupJournal': grpc.unary_stream_rpc_method_handler(
                     servicer.BackupJournal,
@@ -2128,6 +2152,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/ListVersions',
             rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.SerializeToString,
             rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAuditRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/ListAuditRecords',
+            rlctl_dot_v1_dot_coordinator__pb2.ListAuditRecordsRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.ListAuditRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

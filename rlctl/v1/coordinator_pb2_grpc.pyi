@@ -415,6 +415,16 @@ class CoordinatorServiceStub:
     Retry: every code.
     Deadline: 30 s.
     """
+    ListAuditRecords: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListAuditRecordsRequest, _coordinator_pb2.ListAuditRecordsResponse]
+    """Lists who changed what, and whose calls were denied, newest first.
+
+    Effect: none.
+    Idempotency: a read.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 30 s.
+    """
     BackupJournal: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.BackupJournalRequest, _coordinator_pb2.JournalPart]
     """Copies the journal as it stands, in use or not.
 
@@ -884,6 +894,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListVersionsRequest, _coordinator_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Lists the published versions of a model, the latest first.
+
+    Effect: none.
+    Idempotency: a read.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 30 s.
+    """
+    ListAuditRecords: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListAuditRecordsRequest, _coordinator_pb2.ListAuditRecordsResponse]  # type: ignore[assignment]
+    """Lists who changed what, and whose calls were denied, newest first.
 
     Effect: none.
     Idempotency: a read.
@@ -1574,6 +1594,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListVersionsResponse, _abc.Awaitable[_coordinator_pb2.ListVersionsResponse]]:
         """Lists the published versions of a model, the latest first.
+
+        Effect: none.
+        Idempotency: a read.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAuditRecords(
+        self,
+        request: _coordinator_pb2.ListAuditRecordsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListAuditRecordsResponse, _abc.Awaitable[_coordinator_pb2.ListAuditRecordsResponse]]:
+        """Lists who changed what, and whose calls were denied, newest first.
 
         Effect: none.
         Idempotency: a read.

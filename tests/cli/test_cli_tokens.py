@@ -115,3 +115,16 @@ def test_an_operation_of_the_command_line_names_user_and_host(rlctl: LiveFleet) 
     assert re.search(r"Principal: +anonymous", described)
     assert re.search(r"Client: +cli/\S+ .+@.+", described)
     assert "cli/" in rlctl("get", "operations", "-o", "wide").out
+
+
+def test_the_audit_is_a_table_and_jsonl(rlctl: LiveFleet) -> None:
+    operation = rlctl("pause", "-o", "json").data
+    rlctl("disable", "a")
+    table = rlctl("audit").out
+    assert re.search(r"anonymous +cli/\S+ \S+@\S+ +SetStageEnabled +a +OK", table)
+    assert re.search(r"PauseGeneration +a, b +OK +" + operation["operation_id"], table)
+    newest, before = (json.loads(line) for line in rlctl("audit", "--limit", "0", "-o", "jsonl").out.splitlines())
+    assert (newest["method"], newest["slots"]) == ("SetStageEnabled", ["a"])
+    assert before["operation_id"] == operation["operation_id"]
+    assert rlctl("audit", "--denied", "-o", "json").data == []
+    assert rlctl("audit", "--since", "1h", "--principal", "nobody", "-o", "name").out == ""

@@ -62,11 +62,13 @@ everything: nothing that is imported knows who calls it.
 CORES = [
     "rlctl/command_stream",
     "rlctl/contract",
+    "rlctl/coordinator/audit.py",
     "rlctl/coordinator/fleet",
     "rlctl/coordinator/healing",
     "rlctl/coordinator/journal/records.py",
     "rlctl/coordinator/operations",
     "rlctl/coordinator/service.py",
+    "rlctl/coordinator/subjects.py",
     "rlctl/coordinator/transaction",
     "rlctl/coordinator/updates",
     "rlctl/coordinator/verbs",

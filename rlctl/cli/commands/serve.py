@@ -105,6 +105,12 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     metavar="DURATION",
     help="How long a DIRTY stage is left to the next update before it is healed.  [default: 60s]",
 )
+@click.option(
+    "--audit-retention",
+    type=DURATION,
+    metavar="DURATION",
+    help="How long records of the audit are kept, the newest 100,000 at most.  [default: 90 days]",
+)
 @ACCESS_OPTION
 @_server_options
 @METRICS_OPTION
@@ -115,6 +121,7 @@ def coordinator(
     admit_only: str | None,
     owner_grace: float | None,
     heal_grace: float | None,
+    audit_retention: float | None,
     access_file: str,
     listen: str,
     token_file: str,
@@ -124,6 +131,7 @@ def coordinator(
     metrics: str,
 ) -> None:
     """Run a coordinator."""
+    from rlctl.coordinator.audit import KEPT_S
     from rlctl.coordinator.journal.start_over import start_over
     from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
     from rlctl.coordinator.updates.manager import Graces
@@ -146,6 +154,7 @@ def coordinator(
         metrics=metrics,
         access_file=access_file,
         tls=load_tls({}, **tls_flags()),
+        audit_kept_s=audit_retention or KEPT_S,
     )
 
     async def start() -> Callable[[], Any]:

@@ -14,6 +14,7 @@ from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
 from rlctl.contract.outcomes import explain_operation, of_targets
 from rlctl.contract.scopes import current_caller
+from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet.roster import Roster, Slot, names
 from rlctl.coordinator.journal.records import parsed
 from rlctl.ports import Clock, Delete, Journal, Put
@@ -158,10 +159,12 @@ class Operations:
         journal: Journal,
         roster: Roster,
         clock: Clock,
+        audit: Audit,
         retained: int = RETAINED,
         retained_bytes: int = RETAINED_BYTES,
     ) -> None:
         self._journal = journal
+        self._audit = audit
         self._retained = retained
         self._retained_bytes = retained_bytes
         self._roster = roster
@@ -198,6 +201,7 @@ class Operations:
                 )
                 record.operation.done_time.CopyFrom(self._clock.wall())
                 changes.append(Put("operation", key, record.SerializeToString()))
+                changes += self._audit.ended(record.operation)
             self._runs[key] = Run(record)
             self._ended[key] = len(body)
             self._joined |= {call.request_id: key for call in record.joined}
@@ -327,7 +331,7 @@ class Operations:
         put = _put(run.record)
         size = len(put.body)
         try:
-            await self._drop(self._expired(), put)
+            await self._drop(self._expired(), put, *self._audit.ended(run.operation))
         except RlctlError as error:
             self._unrecorded.add(run.operation.operation_id)
             log.warning(
@@ -351,16 +355,16 @@ class Operations:
             await self._drop(expired)
         return len(expired)
 
-    async def _drop(self, expired: Sequence[str], *puts: Put) -> None:
+    async def _drop(self, expired: Sequence[str], *changes: Put | Delete) -> None:
         """Delete operations from the journal, together with other changes, then from memory."""
         ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
         # Ids of a clock that goes ahead must not make those of all other callers look old.
         now = self.new_id()
         forgotten = max((each for each in ids if each <= now), default="")
-        changes: list[Put | Delete] = [*puts, *(Delete("operation", key) for key in expired)]
+        drops: list[Put | Delete] = [Delete("operation", key) for key in expired]
         if forgotten > self._forgotten:
-            changes.append(Put("forgotten", "", forgotten.encode()))
-        await self._journal.write(changes)
+            drops.append(Put("forgotten", "", forgotten.encode()))
+        await self._journal.write([*changes, *drops])
         self._forget(expired)
         self._forgotten = max(self._forgotten, forgotten)
 
@@ -377,7 +381,8 @@ class Operations:
         """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
         late = sorted(self._unrecorded)
         if late:
-            await self._journal.write([_put(self._runs[key].record) for key in late])
+            ended = [change for key in late for change in self._audit.ended(self._runs[key].operation)]
+            await self._journal.write([*(_put(self._runs[key].record) for key in late), *ended])
             self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:

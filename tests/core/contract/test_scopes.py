@@ -32,7 +32,15 @@ UPDATE = {
     *("BeginWeightUpdate", "JoinWeightUpdate", "RetryWeightUpdate", "CommitWeightUpdate", "CommitBatch"),
     *("AbortWeightUpdate", "RenewLease", "CancelOperation"),
 }
-ADMIN = {"SetStageEnabled", "AdmitSlots", "TakeOverStages", "SetHealing", "HealStage", "BackupJournal"}
+ADMIN = {
+    "SetStageEnabled",
+    "AdmitSlots",
+    "TakeOverStages",
+    "SetHealing",
+    "HealStage",
+    "BackupJournal",
+    "ListAuditRecords",
+}
 OF_PROCESSES = {"RegisterStage", "DeregisterStage", "ReportEngineFailure"}
 ALL = {*VIEW, *WEIGHTS, *UPDATE, *ADMIN, *OF_PROCESSES, "AbortRequests", "ReserveRequestId"}
 

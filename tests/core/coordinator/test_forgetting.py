@@ -9,6 +9,7 @@ import pytest
 from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet import roster
 from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run
@@ -56,7 +57,7 @@ CLOCK = Clock()
 
 
 def operations(journal: Memory, retained: int, retained_bytes: int = RETAINED_BYTES) -> Operations:
-    return Operations(journal, Roster(journal, CLOCK), CLOCK, retained, retained_bytes)
+    return Operations(journal, Roster(journal, CLOCK), CLOCK, Audit(journal, CLOCK), retained, retained_bytes)
 
 
 async def begun(operations: Operations, let: asyncio.Event, request_id: str | None = None) -> Run:

@@ -350,3 +350,38 @@ def test_the_kinds_of_denials_are_bounded(caplog: pytest.LogCaptureFixture) -> N
     assert sum(report.count for report in reports) == 1000
     assert not noted._open
     caplog.clear()
+
+
+async def test_the_audit_has_changes_and_denials_and_survives_a_restart(
+    make_fleet: Callable[..., Any], access: Path
+) -> None:
+    async with make_fleet(token=TOKEN, access_file=str(access), a=1) as fleet:
+        address = fleet.server.address
+        async with await aio.connect(address, token="trainer", client="slime") as trainer:
+            flushed = await trainer.flush_cache(model="actor")
+            for _ in range(3):
+                assert await reason_of(trainer.set_enabled(["a"], False)) is Reason.SCOPE_MISSING
+        async with await aio.connect(address, token="wrong") as stranger:
+            assert await reason_of(stranger.status()) is Reason.TOKEN_INVALID
+        async with await aio.connect(address, token="boss") as boss:
+            await boss.set_enabled(["a"], False, validate_only=True)
+            await boss.set_enabled(["a"], False, reason="maintenance")
+            records = await boss.audit()
+            shown = [(each.caller.principal, each.method, each.denied, each.reason) for each in records]
+            assert shown == [
+                ("boss", "SetStageEnabled", False, ""),
+                ("", "GetFleet", True, "TOKEN_INVALID"),
+                ("trainer", "SetStageEnabled", True, "SCOPE_MISSING"),
+                ("trainer", "FlushCache", False, ""),
+            ]
+            assert (records[0].slots, records[1].host) == (["a"], "127.0.0.1")
+            assert records[3].operation_id == flushed.operation_id
+            assert (records[3].caller.client, records[3].model) == ("slime", "actor")
+            assert await boss.audit(principal="trainer", denied=True) == [records[2]]
+            assert await boss.audit(limit=2) == records[:2]
+            assert await reason_of((await aio.connect(address, token="watcher")).audit()) is Reason.SCOPE_MISSING
+        await fleet.channel.close()
+        await fleet.server.stop()
+        await fleet.start_coordinator(address)
+        async with await aio.connect(address, token="boss") as boss:
+            assert [each for each in await boss.audit(limit=0) if each in records] == records

@@ -1,0 +1,95 @@
+"""The audit: who changed what, and whose calls were denied. Kept longer than operations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.contract.errors import RlctlError
+from rlctl.coordinator.journal.records import parsed
+from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.v1.coordinator_pb2 import AuditRecord, ListAuditRecordsRequest
+from rlctl.v1.results_pb2 import Operation
+
+log = logging.getLogger(__name__)
+
+KIND = "audit"
+
+MOST = 100_000
+"""Records that are kept, some 25 MB."""
+
+KEPT_S = 90 * 86_400.0
+"""How long a record is kept."""
+
+MOST_SLOTS = 16
+"""Slots that a record names."""
+
+
+class Audit:
+    """The records, oldest first. An operation's end is recorded by the journal write that records the operation."""
+
+    def __init__(self, journal: Journal, clock: Clock, kept_s: float = KEPT_S, most: int = MOST) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._kept_ns = round(kept_s * 1e9)
+        self._most = most
+        self._records: dict[str, bytes] = {}
+        """By key, which begins with the time; as bytes, which take a fifth of the memory of messages."""
+
+    def load(self) -> None:
+        """Take in what the journal holds."""
+        self._records = dict(self._journal.read(KIND))
+
+    def ended(self, operation: Operation) -> list[Put | Delete]:
+        """Add an operation that has ended; the changes of the journal. Steps of an update belong to the update."""
+        if operation.update_id not in ("", operation.operation_id):
+            return []
+        record = AuditRecord(
+            time=operation.done_time,
+            caller=operation.caller,
+            method=operation.verb,
+            state=operation.state,
+            reason=operation.error.reason,
+            operation_id=operation.operation_id,
+            model=operation.model,
+            adapter=operation.adapter,
+            weight_version=operation.weight_version if operation.HasField("weight_version") else None,
+            targets=len(operation.targets),
+            slots=operation.targets[:MOST_SLOTS],
+        )
+        return self._add(record, operation.operation_id)
+
+    async def record(self, record: AuditRecord) -> None:
+        """Add a record of the present time. What the journal does not take is logged."""
+        record.time.CopyFrom(self._clock.wall())
+        try:
+            await self._journal.write(self._add(record, self._clock.new_id()))
+        except RlctlError as error:
+            log.warning("%s of %s is not in the audit: %s", record.method, record.caller.principal, error)
+
+    def newest_first(self, request: ListAuditRecordsRequest) -> Iterator[tuple[str, AuditRecord]]:
+        """The records that a request selects, with their keys."""
+        since = request.since.ToNanoseconds() if request.HasField("since") else 0
+        for key, body in reversed(self._records.items()):
+            if request.page_token and key >= request.page_token:
+                continue
+            record = parsed(KIND, key, body, AuditRecord)
+            if record.time.ToNanoseconds() < since:
+                return
+            if request.principal in ("", record.caller.principal) and (record.denied or not request.denied):
+                yield key, record
+
+    def _add(self, record: AuditRecord, unique: str) -> list[Put | Delete]:
+        key = f"{record.time.ToNanoseconds():020d}-{unique}"
+        body = record.SerializeToString()
+        self._records[key] = body
+        return [Put(KIND, key, body), *self._expired(record.time)]
+
+    def _expired(self, now: Timestamp) -> Iterator[Delete]:
+        oldest = f"{max(0, now.ToNanoseconds() - self._kept_ns):020d}"
+        while len(self._records) > self._most or next(iter(self._records)) < oldest:
+            key = next(iter(self._records))
+            del self._records[key]
+            yield Delete(KIND, key)
