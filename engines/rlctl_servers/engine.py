@@ -170,6 +170,10 @@ class ServerEngine(Engine):
         if self._ready:
             self._stamps.bind(version)
 
+    def present_version(self) -> common_pb2.WeightVersion:
+        """The version that the server is at."""
+        return self._stamps.present
+
     def _failed(self, error: RlctlError) -> None:
         """The server is gone; from any thread."""
         if self._failure is None:

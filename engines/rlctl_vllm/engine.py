@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 
 START_CALL_S = 120.0
 
+STORES = "reset_external=true"
+"""Of a flush: it also empties stores of KV entries that can be emptied."""
+
 
 class VLLMEngine(ServerEngine):
     """One vLLM server, with all of its ranks. Options: :class:`rlctl_vllm.options.Options`."""
@@ -153,7 +156,8 @@ class VLLMEngine(ServerEngine):
                 self._met = await workers.meet(ranks, reference, meeting, self._on_disk)
             return [{**rank, "digest": self._met.digest} for rank in ranks]
 
-        self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
+        salted = self._server.launched  # requests of others, at a server that runs already, have no salt
+        self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call, salted=salted)
         if not self._server.launched:
             reload_trial.refuse_tried(facts.label, PRODUCT, self._server.http.url)
             models = await self._control.ask("/v1/models", call=call, admin=False)
@@ -284,7 +288,7 @@ class VLLMEngine(ServerEngine):
         call.accept()
         now = asyncio.get_running_loop().time
         until = min(now() + max(seconds(request.idle_timeout), IDLE_S), call.deadline)
-        while not (await self._control.tell("/reset_prefix_cache", {}, call=call)).ok:
+        while not (await self._control.tell(f"/reset_prefix_cache?{STORES}", {}, call=call)).ok:
             if now() + IDLE_S > until:
                 raise Reason.ACTIVE_REQUESTS.error("vLLM keeps its cache: requests hold entries of it")
             await asyncio.sleep(IDLE_S)

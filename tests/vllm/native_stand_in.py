@@ -32,13 +32,13 @@ class WithEngine(Plain):
         return [*super().command(), "--weight-transfer-config", '{"backend": "nccl"}']
 
 
-def plug_in(place: Path) -> Path:
+def plug_in(place: Path, module: str = "gloo_in_vllm") -> Path:
     """A directory for the server's PYTHONPATH that has the plug-in, and nothing else of these tests."""
-    information = place / "gloo_in_vllm-1.0.dist-info"
+    information = place / f"{module}-1.0.dist-info"
     information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-in-vllm\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo = gloo_in_vllm:register\n")
-    (place / "gloo_in_vllm.py").symlink_to(Path(__file__).with_name("gloo_in_vllm.py"))
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{module} = {module}:register\n")
+    (place / f"{module}.py").symlink_to(Path(__file__).with_name(f"{module}.py"))
     return place
 
 

@@ -10,6 +10,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import HttpExchange, HttpHead, HttpRequest
 from rlctl_servers.adapters.lora_table import Held, LoraTable
 from rlctl_servers.data_port.answers import Labels, relabelled
+from rlctl_servers.requests.cache_salts import salt_of
 from rlctl_servers.requests.passed_bodies import Reading, overridden
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.http import Http
@@ -24,6 +25,9 @@ class Reader(Protocol):
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
         """The same with the server's name of the adapter."""
+
+    def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
+        """The same with a cache salt, at routes that take one."""
 
 
 class Passing:
@@ -54,6 +58,9 @@ class Passing:
         with self._adapters.using(reading.adapter) as held:
             if held is not None:
                 reading = self._reader.with_adapter(request, reading, held)
+            # Not before the gate has let the request in: an update may have ended while it waited.
+            salt = salt_of(self._stamps.present, held.name if held is not None else "")
+            reading = self._reader.salted(request, reading, salt)
             sent = self._sent(request, reading)
             del request  # a large body is not kept for as long as its answer takes
             parts = self._requests.pass_on(reading, sent)

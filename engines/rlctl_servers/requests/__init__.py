@@ -2,5 +2,6 @@
 
 Imports: rlctl_servers.server, rlctl.engine, rlctl.contract.
 
-Start with ``requests.py`` (``Requests``) and ``limits.py``. ``running.py`` ends requests.
+Start with ``requests.py`` (``Requests``) and ``limits.py``. ``running.py`` ends requests. ``cache_salts.py`` keeps KV
+entries of different versions apart.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import orjson
 from rlctl.contract.errors import Reason
 from rlctl.contract.sampling import MOST_SAMPLES
 from rlctl.v1.rollout_pb2 import TokenIds
+from rlctl_servers.requests.cache_salts import with_own
 
 MOST_BIAS = 1000.0
 """Largest logit bias. Beyond the range of float32 a probability is no number, which ends SGLang."""
@@ -55,6 +57,14 @@ def overridden(body: bytes, fields: Mapping[str, Any]) -> bytes:
     start = body.rstrip()[:-1]
     comma = b"" if start.rstrip().endswith(b"{") else b","
     return start + comma + orjson.dumps(fields)[1:]
+
+
+def with_salt(document: object, reading: Reading, name: str, salt: str, most: int | None = None) -> Reading:
+    """A reading with a cache salt in the field ``name``; ``most``: as :func:`~.cache_salts.with_own` takes it."""
+    if not isinstance(document, dict):
+        return reading
+    value = with_own(salt, document.get(name), most)
+    return dataclasses.replace(reading, fields={**reading.fields, name: value})
 
 
 def text_field(document: Mapping[str, Any], name: str) -> str:

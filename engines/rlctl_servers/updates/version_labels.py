@@ -91,9 +91,12 @@ class Stamps:
             version = self.version_since(str(span["version"]), since)
             sample.versions.add(version=version, start=span["start"], end=min(span["end"], sample.completion_tokens))
 
-    def kv_of(self, sample: Sample) -> None:
-        """Say in a sample, once its cached tokens are known, where it attends to older KV entries than its own."""
-        oldest = self.oldest_kv
+    def kv_of(self, sample: Sample, since: WeightVersion) -> None:
+        """Say in a sample, once its cached tokens are known, where it attends to older KV entries than its own.
+
+        ``since``: the version that its cache salt names. Entries of earlier versions are out of its reach.
+        """
+        oldest = max(self.oldest_kv, since, key=lambda version: version.sequence)
         for made in sample.versions:
             if oldest.sequence < made.version.sequence and (made.start or sample.cached_tokens):
                 made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for

@@ -15,9 +15,12 @@ from rlctl.contract.errors import Reason
 from rlctl.contract.sampling import check_pair, seed_of
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
+SALT = "extra_key"
+"""SGLang's field for a cache salt: a name space of KV entries. SGLang's ``cache_salt`` is a second one."""
+
 _FIELDS = frozenset(
     {
-        *("cache_salt", "extra_key", "no_logs", "priority", "return_entropy", "return_text_in_logprobs", "routing_key"),
+        *("cache_salt", SALT, "no_logs", "priority", "return_entropy", "return_text_in_logprobs", "routing_key"),
         "token_ids_logprob",
     }
 )

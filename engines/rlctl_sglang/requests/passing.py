@@ -15,13 +15,14 @@ from rlctl_servers.requests.passed_bodies import (
     check_number,
     check_token_ids,
     text_field,
+    with_salt,
 )
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.sampling import LEAST_PENALTY
 from rlctl.engine import HttpRequest, HttpRoute
 from rlctl.v1.rollout_pb2 import TokenIds
-from rlctl_sglang.requests.bodies import GRAMMARS, Limits
+from rlctl_sglang.requests.bodies import GRAMMARS, SALT, Limits
 
 _NATIVE = ("/generate", "/encode", "/classify")
 _PROMPTS = {
@@ -40,6 +41,9 @@ _OPEN = (
     *("/parse_function_call", "/separate_reasoning"),
 )
 _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/models/{model}")
+
+_SALTED = ("/generate", "/v1/completions", "/v1/chat/completions")
+"""Routes that take a cache salt. The others make their own requests of a body, without one (0.5.23)."""
 
 _ALONE = {"Connection": "close"}
 """Of streams. SGLang's task that follows one fails 2 s later if the request was refused, and uvicorn then closes the
@@ -113,6 +117,10 @@ class Reader:
             fields["model"] = f"{self._served_name}:{held.name}"
             names[fields["model"]] = request.document["model"]
         return dataclasses.replace(reading, fields=fields, names=names)
+
+    def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
+        """The same with a cache salt, at routes that take one."""
+        return with_salt(request.document, reading, SALT, salt) if request.path in _SALTED else reading
 
     def _check(self, document: Mapping[str, Any], sampling: Iterable[Mapping[str, Any]]) -> None:
         vocab_size = self._limits.vocab_size

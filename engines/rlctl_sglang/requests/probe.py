@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 from rlctl_servers.requests import probe
@@ -11,7 +12,7 @@ from rlctl_servers.server.admin_calls import Control
 
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
-from rlctl_sglang.requests.bodies import Limits
+from rlctl_sglang.requests.bodies import SALT, Limits
 from rlctl_sglang.state import MODES, State
 
 
@@ -54,6 +55,7 @@ async def compute(control: Control, call: Call, tokens: Sequence[int], count: in
         "return_logprob": True,
         "logprob_start_len": 0,
         "top_logprobs_num": top,
+        SALT: uuid.uuid4().hex,  # no request reads its entries, which may be of weights that are of no version
     }
     told = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
     output = told["output_token_logprobs"]

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.requests.cache_salts import salt_of, with_own
 from rlctl_servers.requests.limits import refused
 from rlctl_servers.requests.requests import ABORT_CALL_S
 from rlctl_servers.server.http import Answer, Http
@@ -26,7 +27,7 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     TokenLogprob,
 )
-from rlctl_sglang.requests.bodies import Limits, bodies, has_grammar
+from rlctl_sglang.requests.bodies import SALT, Limits, bodies, has_grammar
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
@@ -147,6 +148,9 @@ class _Reading:
                 if held is not None:
                     check_pair_adapter(self._request, held.info.digest)
                     self._body["lora_path"], self._adapter_version = held.name, held.info.version
+                self._since = self._stamps.present
+                salt = salt_of(self._since, held.name if held is not None else "")
+                self._body[SALT] = with_own(salt, self._body.get(SALT))
                 async with aclosing(self._native.http.stream("/generate", self._body)) as stream:
                     async for told in stream:
                         yield told
@@ -197,7 +201,7 @@ class _Reading:
                 sample.engine_meta.update(self._meta)
             sample.finish_reason.CopyFrom(_finish(finish))
             self._stamps.spans(sample, meta.get("weight_versions") or (), self._since)
-            self._stamps.kv_of(sample)
+            self._stamps.kv_of(sample, self._since)
             for span in sample.versions:
                 span.adapter_version = self._adapter_version
         return sample

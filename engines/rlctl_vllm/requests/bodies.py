@@ -18,7 +18,11 @@ from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 PROCESSED = "processed_logprobs"
 """vLLM's mode in which log probabilities are those after temperature."""
 
-_FIELDS = frozenset({"cache_salt", "priority"})
+SALT = "cache_salt"
+MOST_SALT = 128
+"""vLLM's field for a cache salt, and its longest value (``validate_cache_salt``, 0.32.0)."""
+
+_FIELDS = frozenset({SALT, "priority"})
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 """SGLang's names of what ``structured_outputs`` may hold, and vLLM's."""
 _SAMPLING_FIELDS = frozenset({"allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", *GRAMMARS})

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlctl_servers.adapters.lora_table import Held, LoraTable
-from rlctl_servers.requests.passed_bodies import Reading, check_count, check_token_ids, text_field
+from rlctl_servers.requests.passed_bodies import Reading, check_count, check_token_ids, text_field, with_salt
 
 from rlctl.contract.errors import Reason
 from rlctl.engine import HttpRequest, HttpRoute
-from rlctl_vllm.requests.bodies import Limits
+from rlctl_vllm.requests.bodies import MOST_SALT, SALT, Limits
 
 _IDS = {
     "/v1/completions": "cmpl-",
@@ -31,6 +31,9 @@ _OPEN = (
     *("/v1/completions/render", "/v1/chat/completions/render"),
 )
 _READS = ("/v1/models", "/version", "/metrics")
+
+_UNSALTED = frozenset({"/v2/embed"})
+"""Routes that take no cache salt."""
 
 _CLOSED = {"kv_transfer_params": "it is between the servers of a pair"}
 _COUNTS = ("n", "best_of")
@@ -86,6 +89,12 @@ class Reader:
         return dataclasses.replace(
             reading, fields={**reading.fields, "model": held.name}, names={**reading.names, held.name: asked}
         )
+
+    def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
+        """The same with a cache salt, at routes that take one."""
+        if request.path not in _GATED or request.path in _UNSALTED:
+            return reading
+        return with_salt(request.document, reading, SALT, salt, MOST_SALT)
 
     def _named(self, model: str) -> Reading:
         """A model's name is the adapter's, where there is one; "MODEL:ADAPTER" is one, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 from rlctl_servers.requests import probe
@@ -12,7 +13,7 @@ from rlctl_servers.server.admin_calls import Control
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl_vllm.options import PRODUCT
-from rlctl_vllm.requests.bodies import Limits
+from rlctl_vllm.requests.bodies import SALT, Limits
 from rlctl_vllm.requests.requests import GENERATE, id_of
 from rlctl_vllm.state import MODES, State
 
@@ -55,7 +56,11 @@ async def compute(control: Control, call: Call, tokens: Sequence[int], count: in
     for.
     """
     sampling = {"max_tokens": count, "min_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    body = {"token_ids": list(tokens), "sampling_params": {**sampling, "prompt_logprobs": top, "logprobs": top}}
+    body = {
+        "token_ids": list(tokens),
+        "sampling_params": {**sampling, "prompt_logprobs": top, "logprobs": top},
+        SALT: uuid.uuid4().hex,  # no request reads its entries, which may be of weights that are of no version
+    }
     told = await control.ask(GENERATE, body, call=call, admin=False)
     (choice,) = told["choices"]
     pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))[1:]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_servers.requests import limits as requests
+from rlctl_servers.requests.cache_salts import salt_of, with_own
 from rlctl_servers.requests.limits import logprob_start, refuse_prompt
 from rlctl_servers.requests.requests import ABORT_CALL_S
 from rlctl_servers.server.http import Http
@@ -25,7 +26,7 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     TokenLogprob,
 )
-from rlctl_vllm.requests.bodies import Limits, bodies, scores_only
+from rlctl_vllm.requests.bodies import MOST_SALT, SALT, Limits, bodies, scores_only
 
 GENERATE = "/inference/v1/generate"
 TOKENIZE_S = 10.0
@@ -142,6 +143,9 @@ class _Reading:
         with self._dialect.adapters.using(self._request.adapter) as held:
             if held is not None:
                 self._body["model"], self._adapter_version = held.name, held.info.version
+            self._since = self._dialect.stamps.present
+            salt = salt_of(self._since, held.name if held is not None else "")
+            self._body[SALT] = with_own(salt, self._body.get(SALT), MOST_SALT)
             async with aclosing(self._events()) as events:
                 async for told in events:
                     yield told
@@ -183,7 +187,7 @@ class _Reading:
             details = told["usage"].get("prompt_tokens_details") or {}
             sample = response.samples[0]
             sample.cached_tokens = int(details.get("cached_tokens") or 0)
-            self._dialect.stamps.kv_of(sample)
+            self._dialect.stamps.kv_of(sample, self._since)
             if self._request.return_engine_meta:
                 sample.engine_meta.update({**self._words, "usage": told["usage"]})
         return response

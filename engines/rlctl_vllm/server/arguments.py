@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl_servers.server import argparse_source
-from rlctl_servers.server.update_blockers import keepers_in
 
 from rlctl.contract.errors import RlctlError
 from rlctl.engine import KnownOptions
 from rlctl_vllm.options import OURS, TAKEN, Options, interpreter
-from rlctl_vllm.server.update_blockers import KEEPERS
+from rlctl_vllm.server.update_blockers import kept_with
 
 _FRONT = "FrontendArgs"
 _INSTEAD = {
@@ -39,7 +38,7 @@ def known_options(given: Mapping[str, str]) -> KnownOptions | None:
     except RlctlError:
         return None
     found = _of_installation(python)
-    frozen = {keeper.name: keeper.reason for keeper in keepers_in(KEEPERS, given)}
+    frozen = {keeper.name: keeper.reason for keeper in kept_with(given)}
     return replace(found, frozen=frozen) if found else None
 
 

@@ -247,12 +247,18 @@ class Facts:
 
 
 async def ask(
-    control: Control, verbs: Iterable[str], attach: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], call: Call
+    control: Control,
+    verbs: Iterable[str],
+    attach: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+    call: Call,
+    *,
+    salted: bool = False,
 ) -> Facts:
     """What the server says.
 
-    ``verbs``: those that the plug-in has code for; ``attach``: what each rank says of itself, by the extension. Raises
-    as :meth:`Control.ask`, and what ``attach`` raises.
+    ``verbs``: those that the plug-in has code for; ``attach``: what each rank says of itself, by the extension;
+    ``salted``: every request at the server has rlctl's cache salt. Raises as :meth:`Control.ask`, and what ``attach``
+    raises.
     """
     told = await control.ask("/server_info?config_format=json", call=call, admin=False)
     routes = set((await control.ask("/openapi.json", call=call, admin=False)).get("paths", ()))
@@ -284,7 +290,7 @@ async def ask(
         unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
     elif facts.fronts > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "each of this vLLM's API servers has adapters of its own")
-    for keeper in kept_by(facts.config):
+    for keeper in kept_by(facts.config, salted=salted):
         unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):

@@ -1,6 +1,11 @@
 """vLLM's settings that keep, copy or move weights or KV entries (0.32.0); see
 :mod:`rlctl_servers.server.update_blockers`.
 
+One store of KV entries is no obstacle at a server whose requests all have a cache salt: vLLM's own in host memory
+(``OffloadingConnector``). It looks entries up by block hashes, of which salt and adapter are part, is emptied by a
+flush, and ends with the server. ``ExampleConnector`` looks entries up by token ids alone; the other connectors were
+never tried.
+
 Read and found harmless in 0.32.0: prefix caching and the encoder cache of the workers (emptied), ``cpu_offload_gb``
 (the parameter itself lies in host memory), sleep mode (level 1 brings the same bytes back), speculative decoding (a
 stale draft costs tokens that are not accepted), the cache of preprocessed pictures (no weights take part).
@@ -8,6 +13,7 @@ stale draft costs tokens that are not accepted), the cache of preprocessed pictu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +43,34 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
 """Where a server's configuration says what an argument has come to."""
 
 
-def kept_by(config: Mapping[str, Any]) -> list[Keeper]:
-    """Those that a server runs with; ``config``: its configuration, by section."""
-    return keepers_in(KEEPERS, {name: _at(config, place) for name, place in _PLACES.items()})
+def kept_by(config: Mapping[str, Any], *, salted: bool = False) -> list[Keeper]:
+    """Those that a server runs with.
+
+    ``config``: its configuration, by section; ``salted``: every request at it has rlctl's cache salt.
+    """
+    found = keepers_in(KEEPERS, {name: _at(config, place) for name, place in _PLACES.items()})
+    return [keeper for keeper in found if not (keeper.stores and salted and _is_salted_store(config))]
+
+
+def kept_with(given: Mapping[str, str]) -> list[Keeper]:
+    """Those of a server that is launched with these arguments."""
+    found = keepers_in(KEEPERS, given)
+    try:
+        transfer = json.loads(given.get("kv_transfer_config", "{}"))
+    except ValueError:
+        return found
+    native = given.get("kv_offloading_backend", "native") == "native"
+    if native and isinstance(transfer, dict) and any(keeper.name == "kv_offloading_size" for keeper in found):
+        transfer["kv_connector"] = "OffloadingConnector"  # vLLM's choice
+    salted = _is_salted_store({"kv_transfer_config": transfer})
+    return [keeper for keeper in found if not (keeper.stores and salted)]
+
+
+def _is_salted_store(config: Mapping[str, Any]) -> bool:
+    extra = _at(config, ("kv_transfer_config", "kv_connector_extra_config")) or {}
+    spec = extra.get("spec_name", "CPUOffloadingSpec") if isinstance(extra, Mapping) else ""
+    connector = _at(config, _PLACES["kv_transfer_config"])
+    return (connector, spec) == ("OffloadingConnector", "CPUOffloadingSpec")
 
 
 def _at(config: Mapping[str, Any], place: tuple[str, ...]) -> object:

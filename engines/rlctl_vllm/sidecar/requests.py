@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
+from rlctl_servers.requests.cache_salts import salt_of, with_own
 from rlctl_servers.requests.limits import refuse_prompt
 
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.sampling import check_samples
 from rlctl.sglang_api.request import Asked, Asking
-from rlctl_vllm.requests.bodies import bodies
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl_vllm.requests.bodies import MOST_SALT, SALT, bodies
 from rlctl_vllm.requests.requests import LONGEST_S, refused, tokenize
 from rlctl_vllm.sidecar.responses import COMPLETIONS, Sample, completion
 from rlctl_vllm.sidecar.upstream import About, Upstream
@@ -43,12 +45,22 @@ class Requests:
         progress: goes up whenever vLLM says something of any request.
     """
 
-    def __init__(self, upstream: Upstream, about: About, *, driven: bool) -> None:
-        """``driven``: rlctl sets the labels of the server's weight versions."""
+    def __init__(
+        self,
+        upstream: Upstream,
+        about: About,
+        *,
+        driven: bool,
+        version: Callable[[], WeightVersion] | None = None,
+    ) -> None:
+        """``driven``: rlctl sets the labels of the server's weight versions; ``version``: the present one, where it is
+        set here. Requests have a cache salt then.
+        """
         self.progress = 0
         self._upstream = upstream
         self._about = about
         self._driven = driven
+        self._version = version
         self._running: dict[str, _Running] = {}
 
     @property
@@ -196,6 +208,8 @@ class Requests:
 
     async def _read(self, sample: Sample, body: dict[str, Any], tell: Any) -> None:
         http, route = self._upstream.http, self._about.route
+        if self._version is not None:
+            body[SALT] = with_own(salt_of(self._version()), body.get(SALT), MOST_SALT)
         try:
             if not body["stream"]:
                 answer = await http.call(route, body, timeout_s=LONGEST_S, admin=False)

@@ -121,7 +121,8 @@ class SidecarServer:
         elif self._engine is None:
             refusal = await self._attach(about.path)
         driven = bool(config.coordinator) or self._engine is not None
-        requests = Requests(upstream, about, driven=driven)
+        version = None if self._engine is None else self._engine.present_version
+        requests = Requests(upstream, about, driven=driven, version=version)
         if refusal is not None:
             admin = refusal
         else:

@@ -263,7 +263,7 @@ async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back(
     head, body = [part async for part in exchange.answer()]
     assert isinstance(head, HttpHead)
     assert isinstance(body, bytes)
-    assert body.endswith(b'"lora_path":"policy","rid":"4:mine"}')
+    assert b'"lora_path":"policy","rid":"4:mine","extra_key":"' in body
     assert (server.users, table.users("policy@2#1"), requests.active) == (1, 0, 0)
     table.drop("policy")
     late = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))

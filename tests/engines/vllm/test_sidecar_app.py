@@ -369,7 +369,7 @@ async def test_an_update_under_a_pause_in_place(
     told.clear()
     assert (await call("/update_weights_from_disk", model_path=str(tiny[1]), flush_cache=flush))[0] == 200
     *_, after = ",".join(told).partition("/collective_rpc,/update_weight_version")
-    assert after == ",/pause?mode=keep&clear_cache=true,/reset_prefix_cache" * flush
+    assert after == ",/pause?mode=keep&clear_cache=true,/reset_prefix_cache?reset_external=true" * flush
 
 
 async def test_a_vllm_that_is_not_driven_may_be_started_again(

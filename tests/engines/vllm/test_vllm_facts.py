@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rlctl_servers.server.server_info import WRITES
 from rlctl_vllm.server.facts import Facts
-from rlctl_vllm.server.update_blockers import kept_by
+from rlctl_vllm.server.update_blockers import kept_by, kept_with
 
 from rlctl.v1 import common_pb2 as common
 
@@ -67,6 +67,43 @@ def test_what_keeps_weights_or_kv_entries_out_of_an_updates_reach_rules_out_upda
 ) -> None:
     (keeper,) = kept_by(config)
     assert keeper.reason.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "kept"),
+    [
+        ("OffloadingConnector", {"cpu_bytes_to_use": 1 << 30}, False),
+        ("OffloadingConnector", {"spec_name": "CPUOffloadingSpec"}, False),
+        ("OffloadingConnector", {"spec_name": "TieringOffloadingSpec"}, True),
+        ("ExampleConnector", {}, True),
+        ("LMCacheMPConnector", {}, True),
+        ("MultiConnector", {"connectors": [{"kv_connector": "OffloadingConnector"}]}, True),
+    ],
+)
+def test_the_store_in_host_memory_is_in_reach_where_every_request_has_a_salt(
+    connector: str, extra: dict[str, Any], *, kept: bool
+) -> None:
+    """``--kv-offloading-size`` makes vLLM choose the connector."""
+    transfer = {"kv_connector": connector, "kv_connector_extra_config": extra}
+    config = {"kv_transfer_config": transfer, "cache_config": {"kv_offloading_size": 4.0}}
+    assert len(kept_by(config, salted=True)) == (2 if kept else 0)
+    assert len(kept_by(config)) == 2, "others' requests have no salt"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"kv_offloading_size": "4"}, []),
+        ({"kv_offloading_size": "0"}, []),
+        ({"kv_offloading_size": "4", "kv_offloading_backend": "lmcache"}, ["kv_offloading_size"]),
+        ({"kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'}, []),
+        ({"kv_transfer_config": '{"kv_connector": "ExampleConnector"}'}, ["kv_transfer_config"]),
+        ({"kv_transfer_config": "no JSON", "kv_offloading_size": "4"}, ["kv_transfer_config", "kv_offloading_size"]),
+        ({"enable_eplb": "true", "kv_offloading_size": "4"}, ["enable_eplb"]),
+    ],
+)
+def test_the_same_is_known_before_a_server_is_launched(given: dict[str, str], kept: list[str]) -> None:
+    assert [keeper.name for keeper in kept_with(given)] == kept
 
 
 def test_a_plain_server_keeps_nothing_out_of_an_updates_reach() -> None:

@@ -1,0 +1,48 @@
+"""Cache salts: a request reads KV entries of its own version and adapter only. Pure.
+
+vLLM and SGLang look stored entries up by the tokens and by a salt of the request. The salt of rlctl names the version
+of the weights and the adapter, so an entry of earlier weights is out of reach where a flush has failed or has not
+reached it. docs/cache-salts.md has the rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import orjson
+
+from rlctl.v1.common_pb2 import WeightVersion
+
+_DIGEST_BYTES = 16
+
+
+def salt_of(version: WeightVersion, adapter: str = "") -> str:
+    """The salt of requests at a version. ``adapter``: the server's name of the adapter, which is that of one load.
+
+    A digest: vLLM allows 128 characters, and neither "@" nor "/", which labels have.
+    """
+    return _digest(orjson.dumps([version.label, version.sequence, adapter]))
+
+
+def with_own(salt: str, own: object, most: int | None = None) -> object:
+    """The value of the server's field for a salt: together with the caller's ``own`` value of it.
+
+    ``most``: the most characters that the server allows; None: any number, and an empty value is none. A value that the
+    server refuses remains as it is.
+    """
+    if own is None:
+        return salt
+    if isinstance(own, list):
+        return [with_own(salt, each, most) if isinstance(each, str) else each for each in own]
+    if not isinstance(own, str):
+        return own
+    if most is None:
+        return f"{salt}.{own}" if own else salt
+    if not 0 < len(own) <= most:
+        return own
+    fits = len(salt) + 1 + len(own) <= most
+    return f"{salt}.{own if fits else _digest(own.encode(errors='surrogatepass'))}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
