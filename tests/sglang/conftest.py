@@ -1,4 +1,4 @@
-"""Real SGLang servers, one for all modules and three in a fleet; without SGLang's environment the tier is skipped."""
+"""Real SGLang servers that modules share; without SGLang's environment the tier is skipped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sabotage_plugin
+import sglang_models
 from rlctl_sglang.options import Options, interpreter
 from server_stage import Driver
 from sglang_server import LOADER, serving
@@ -15,21 +17,25 @@ from rlctl.contract.errors import RlctlError
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.sdk.blocking import Fleet
 
-MODELS = "lib/python*/site-packages/sglang/srt/models/*.py"
+LORA = {
+    "enable_lora": "true",
+    "lora_backend": "torch_native",
+    "max_lora_rank": "4",
+    "lora_target_modules": '["q_proj", "k_proj", "v_proj", "down_proj"]',
+    "max_loras_per_batch": "4",
+    "max_loaded_loras": "4",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def sglang() -> Iterator[str]:
-    """The Python that SGLang is installed for. Its servers know one model's architecture: by itself SGLang imports the
-    modules of all of them, a fifth of what its start costs.
-    """
+    """The Python that SGLang is installed for. Its servers know one model's architecture."""
     try:
         python = interpreter(Options())
     except RlctlError as error:
         pytest.skip(f"SGLang is not installed: {error.next_step}")
-    others = {file.stem for file in Path(python).parent.parent.glob(MODELS)} - {"__init__", "llama", "registry"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+        patch.setenv(sglang_models.VARIABLE, sglang_models.all_but(python, "llama"))
         yield python
 
 
@@ -56,10 +62,35 @@ def driver(one: Driver) -> Iterator[Driver]:
     assert not one.engine._state.stopped
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file with orders for a rank of :mod:`tests.sglang.sabotage_plugin`."""
     return tmp_path_factory.mktemp("sabotage") / "now"
+
+
+@pytest.fixture(scope="session")
+def sabotaged(sabotage: Path) -> dict[str, str]:
+    """The environment of servers whose ranks carry the orders out."""
+    return sabotage_plugin.environment(sabotage.parent)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(
+    sglang: str, tiny: tuple[Any, Path], sabotaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LaunchedFleet]:
+    """One server of two ranks with room for adapters, ``pair``, and its coordinator."""
+    options = {**LORA, "allowed_roots": str(tmp_path_factory.getbasetemp())}
+    spec = EngineSpec("pair", str(tiny[1]), engine="sglang", tp_size=2, environment=sabotaged, options=options)
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def pair(two_ranks: LaunchedFleet, tiny: tuple[Any, Path]) -> Iterator[Fleet]:
+    """What a trainer has of the server of two ranks, at the checkpoint."""
+    with two_ranks.connect() as fleet:
+        fleet.update_weights_from_disk(str(tiny[1]), version="reset")
+        yield fleet
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ import pytest
 from rlctl_sglang import SGLangEngine
 from server_stage import Driver
 
+from rlctl.v1 import verbs_pb2 as v
+
 LOADER = """
 from pathlib import Path
 
@@ -20,6 +22,15 @@ def load(model, named_tensors):
         loaded.writelines(f"{name}\\n" for name, _ in named_tensors)
 """
 """A weight loader of whoever runs the server: it notes what it was given."""
+
+
+def at_the_checkpoint(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """Update a server. After others have driven it, this must come first: their versions are not known here."""
+    driver.prepare("back")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="back")
+    driver.commit("back", "back", 10)
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 from models import changed, greedy
 from rlctl_sglang import SGLangEngine
+from rlctl_sglang.requests import requests
 from server_stage import Driver, Segments, Source, prompt
+from sglang_server import at_the_checkpoint
 from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl
@@ -258,6 +260,42 @@ def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Pat
     assert driver.tell(v.GetModelInfoRequest()).model_path == str(tmp_path / "saved")
 
 
+def test_no_entry_of_earlier_weights_is_read_though_nothing_was_flushed(
+    driver: Driver, tiny: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = encode("12+34=" * 10)
+
+    def generated() -> tuple[list[int], int]:
+        generating = driver.begin(prompt(ids, 8))
+        cached = generating.result()[-1].samples[0].cached_tokens
+        return generating.tokens, cached
+
+    def update(number: int) -> list[int]:
+        """New weights under the label of the ones before; what they generate."""
+        model = changed(tiny[0], seed=number, scale=0.3)
+        driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
+        driver.tell(v.PrepareUpdateRequest(), update_id=f"salted {number}")
+        with Segments(driver) as segments:
+            segments.send(model, f"salted {number}")
+        driver.commit(f"salted {number}", "same", 30 + number)
+        driver.tell(v.ContinueGenerationRequest())
+        return greedy(model, ids, 8)
+
+    tokens = update(1)
+    assert generated() == (tokens, 0)
+    assert generated() == (tokens, len(ids) - 1)
+    tokens = update(2)
+    assert generated() == (tokens, 0)
+    # Without the salt the entries of the weights before are read.
+    monkeypatch.setattr(requests, "with_own", lambda *_: "salt")
+    generated()
+    tokens = update(3)
+    stale, cached = generated()
+    assert cached == len(ids) - 1
+    assert stale != tokens
+    at_the_checkpoint(driver, tiny)
+
+
 def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
     before = driver.tell(v.CheckWeightsRequest())
     (after,) = driver.tell(v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
@@ -268,13 +306,9 @@ def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
 
 @pytest.fixture
 def lent(driver: Driver, tiny: tuple[Any, Path]) -> Iterator[Driver]:
-    """Others drive its server meanwhile. Afterwards it has to be updated: their versions are not known here."""
+    """Others drive its server meanwhile."""
     yield driver
-    driver.prepare("back")
-    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="back")
-    driver.commit("back", "back", 10)
-    driver.tell(v.FlushCacheRequest())
-    driver.tell(v.ContinueGenerationRequest())
+    at_the_checkpoint(driver, tiny)
 
 
 def test_weights_that_are_made_up_are_no_version(tiny: tuple[Any, Path]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sabotage_plugin
+import sglang_models
 from models import changed, greedy, mixture_of_experts
 
 import rlctl
@@ -32,10 +32,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.fixture(scope="module")
 def fleet(
-    sglang: str, experts: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
+    sglang: str, experts: tuple[Any, Path], sabotaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     """A fleet of one server of two ranks."""
-    environment = {**sabotage_plugin.environment(sabotage.parent), "SGLANG_DISABLED_MODEL_ARCHS": ""}
+    environment = {**sabotaged, sglang_models.VARIABLE: sglang_models.all_but(sglang, "qwen3_moe")}
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
     spec = EngineSpec("pair", str(experts[1]), engine="sglang", tp_size=2, environment=environment, options=options)
     with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:

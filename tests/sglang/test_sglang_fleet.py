@@ -157,30 +157,6 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
     assert all(stage.routable for stage in fleet.status().stages), "nothing was paused for it"
 
 
-def test_a_server_that_is_killed_comes_back_as_a_new_incarnation_at_the_published_version(
-    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
-) -> None:
-    """The stage server starts it again, and the coordinator heals it from the checkpoint, without the trainer."""
-    model = changed(tiny[0], seed=4)
-    model.save_pretrained(tmp_path / "saved")
-    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="on disk")
-    before = stage_of(fleet.status(), "actor-1").incarnation
-    (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
-    os.kill(rank.server_info.pid, signal.SIGKILL)
-    for event in fleet.watch():
-        changed_stages = [s for s in event.fleet.stages if s.registration.slot == "actor-1"]
-        if any(stage.incarnation > before and stage.routable for stage in changed_stages):
-            break
-    after = stage_of(fleet.status(), "actor-1")
-    assert after.report.weight_version == operation.weight_version
-    assert after.report.model_digest == operation.model_digest
-    all_generate_like(fleet, model, operation.weight_version)
-
-
-def stage_of(status: Any, slot: str) -> Any:
-    return next(stage for stage in status.stages if stage.registration.slot == slot)
-
-
 class Traffic:
     """Requests without an end; of each, when it ended and what its tokens were generated with."""
 

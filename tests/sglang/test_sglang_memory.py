@@ -1,4 +1,7 @@
-"""Memory that a real SGLang gives back beside the training, with its memory saver; on a CPU it keeps the books only."""
+"""A real SGLang beside the training: memory that it gives back, with its memory saver, and trainers on its device.
+
+On a CPU the memory saver keeps the books only.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from colocated import assert_updates
 from models import changed
 from sglang_suite import (  # noqa: F401 - tests of the suite
     Server,
@@ -60,3 +64,11 @@ def test_a_publisher_updates_weights_that_came_back(launched: LaunchedFleet, tin
         held = {rank.check.model_digest for stage in fleet.check_weights().stage_results for rank in stage.rank_results}
         assert held == {rlctl.model_digest(model)}
         assert fleet.generate("1+2=", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+async def test_the_ranks_have_a_co_located_trainers_weights(
+    launched: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path, trainer: str
+) -> None:
+    """rlctl's code in the rank reads the handles of the trainer."""
+    await assert_updates(launched.address, tiny[1], tmp_path, trainer)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sabotage_plugin
 from heals import check_healed
 from interrupted_weights import Interrupted
 from models import changed, greedy
@@ -28,24 +27,6 @@ from rlctl.v1 import verbs_pb2 as v
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 PROMPTS = [encode("1+2=3"), encode("45+6=51")]
-
-
-@pytest.fixture(scope="module")
-def up(
-    sglang: str, tiny: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LaunchedFleet]:
-    """One server of two ranks and its coordinator."""
-    environment = sabotage_plugin.environment(sabotage.parent)
-    spec = EngineSpec("pair", str(tiny[1]), engine="sglang", tp_size=2, environment=environment)
-    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up:
-        yield up
-
-
-@pytest.fixture(scope="module")
-def pair(up: LaunchedFleet) -> Iterator[Fleet]:
-    """A client of the fleet."""
-    with up.connect() as fleet:
-        yield fleet
 
 
 @contextlib.contextmanager
@@ -197,12 +178,12 @@ def test_a_flipped_bit_of_a_shadow_copy_is_named_before_anything_is_swapped(
 
 
 def test_it_heals_a_torch_engine_and_is_healed_by_it_with_weights_that_no_disk_has(
-    pair: Fleet, up: LaunchedFleet, tiny: tuple[Any, Path], sabotage: Path
+    pair: Fleet, two_ranks: LaunchedFleet, tiny: tuple[Any, Path], sabotage: Path
 ) -> None:
     first, second = changed(tiny[0], seed=21), changed(tiny[0], seed=22)
     with pair.publisher("actor", trainer="test") as publisher:
         publisher.update(first, version="before solo")
-        with joined(up, EngineSpec("solo", str(tiny[1]), engine="torch")):
+        with joined(two_ranks, EngineSpec("solo", str(tiny[1]), engine="torch")):
             check_healed(pair, "solo", first)
             sabotage.write_text("drop:model.layers.1.mlp.down_proj.weight@1")
             try:
@@ -218,10 +199,10 @@ def test_it_heals_a_torch_engine_and_is_healed_by_it_with_weights_that_no_disk_h
 
 @pytest.mark.long
 def test_a_second_server_joins_late_and_is_healed_by_the_first_with_weights_that_no_disk_has(
-    pair: Fleet, up: LaunchedFleet, tiny: tuple[Any, Path]
+    pair: Fleet, two_ranks: LaunchedFleet, tiny: tuple[Any, Path]
 ) -> None:
     model = changed(tiny[0], seed=23)
     with pair.publisher("actor", trainer="test") as publisher:
         publisher.update(model, version="before twin")
-    with joined(up, EngineSpec("twin", str(tiny[1]), engine="sglang", tp_size=2)):
+    with joined(two_ranks, EngineSpec("twin", str(tiny[1]), engine="sglang", tp_size=2)):
         check_healed(pair, "twin", model, ranks=2)

@@ -191,8 +191,8 @@ def come_back_with(fleet: Fleet, slot: str, name: str) -> None:
             return
 
 
-def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str) -> None:
-    """Its requests are ended or waited for, others go on; it is paused still when its server was killed."""
+def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str, *, killed: bool = False) -> None:
+    """Its requests are ended or waited for, others go on; it is paused still when its server was ``killed``."""
     held, free = lora(model, 12), lora(model, 13)
     for name, tensors in (("held", held), ("free", free)):
         fleet.load_adapter(name, save(directory / name, tensors), version=name)
@@ -207,8 +207,9 @@ def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str) -> Non
         if mode == "abort":
             fleet.continue_generation(adapter="held")
             assert generated(fleet, "held") == (merged_says(model, PROMPT, held), {"held"})
-    come_back_with(fleet, slot, "held")
-    _only_is_paused(fleet, model, free)
+    if killed:
+        come_back_with(fleet, slot, "held")
+        _only_is_paused(fleet, model, free)
     fleet.continue_generation(adapter="held")
     assert generated(fleet, "held") == (merged_says(model, PROMPT, held), {"held"})
     for name in ("held", "free"):

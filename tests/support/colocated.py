@@ -11,16 +11,15 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk import aio
 from rlctl.weights.tensor.digest import combine, tensor_digest
 
 TRAINER = Path(__file__).parent / "colocated_trainer.py"
 
 
-async def assert_updates(fleet: LaunchedFleet, checkpoint: Path, output: Path, trainer: str) -> None:
+async def assert_updates(coordinator: str, checkpoint: Path, output: Path, trainer: str) -> None:
     """Two updates by handle reach the only engine, actor-0 of one rank, and no reference stays."""
-    gateway = GatewayServer(GatewayConfig(fleet.address, dialect="sglang"))
+    gateway = GatewayServer(GatewayConfig(coordinator, dialect="sglang"))
     try:
         await gateway.start()
         place = f"http://{gateway.address}/engines/actor-0=1"
@@ -31,7 +30,7 @@ async def assert_updates(fleet: LaunchedFleet, checkpoint: Path, output: Path, t
         told, errors = await process.communicate()
         assert process.returncode == 0, errors.decode()
         assert [json.loads(line)["left"] for line in told.decode().splitlines()] == [[], []]
-        async with await aio.connect(fleet.address) as client:
+        async with await aio.connect(coordinator) as client:
             [model] = await client.models()
     finally:
         await gateway.stop()

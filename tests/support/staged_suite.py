@@ -1,4 +1,4 @@
-"""Staged updates of a real server of one rank: received while requests run, swapped under a short pause.
+"""Staged updates of a real server: received while requests run, swapped under a short pause.
 
 A module takes these tests in (``from staged_suite import *``), and gives the server by its fixture ``staging``.
 """
@@ -38,11 +38,14 @@ def in_place(staging: Driver, model: Any, label: str, sequence: int) -> common.W
 
 
 def seal(staging: Driver, update_id: str) -> str:
-    """Seal a shadow copy; its digest."""
-    (result,) = staging.tell(v.SealUpdateRequest(), update_id=update_id)
-    assert result.evidence == common.EVIDENCE_RANK
-    (result,) = staging.tell(v.CheckWeightsRequest(shadow=True), update_id=update_id)
-    return str(result.check.model_digest)
+    """Seal the shadow copies of all ranks; their model digest."""
+    ranks = len(staging.info.layout.workers)
+    sealed = staging.tell(v.SealUpdateRequest(), update_id=update_id)
+    assert [result.evidence for result in sealed] == [common.EVIDENCE_RANK] * ranks
+    checks = [each.check for each in staging.tell(v.CheckWeightsRequest(shadow=True), update_id=update_id)]
+    assert len({check.rank_digest for check in checks}) == ranks, "each holds parts of its own"
+    (digest,) = {check.model_digest for check in checks}
+    return str(digest)
 
 
 def swap(staging: Driver, update_id: str, sequence: int) -> common.WeightVersion:
@@ -87,8 +90,8 @@ def test_a_request_runs_while_the_ranks_receive_and_pauses_for_the_swap_only(
                 generates_like(staging, old, before, f"{number % 10}+2=", 40)
             assert not receiving.done()
             source.group.broadcast(data)
-        (result,) = receiving.result(60)
-        assert result.weights.tensors == len(list(new.parameters()))
+        tensors = {result.weights.tensors for result in receiving.result(60)}
+        assert tensors == {len(list(new.parameters()))}
         assert seal(staging, "after") == rlctl.model_digest(new)
         transfer_s = time.perf_counter() - started
     assert staging.digest() == rlctl.model_digest(old)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang_models
+from native_stand_in import native_servers
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import Options as SGLangOptions
 from rlctl_sglang.options import interpreter as sglang_interpreter
@@ -53,15 +55,30 @@ def driver(server: Driver) -> Iterator[Driver]:
 def sglang(tiny: tuple[Any, Path]) -> Iterator[Driver]:
     """A real SGLang server at the checkpoint, to be compared with."""
     try:
-        sglang_interpreter(SGLangOptions())
+        python = sglang_interpreter(SGLangOptions())
     except RlctlError as error:
         pytest.skip(f"SGLang is not installed: {error.next_step}")
     driver = Driver(SGLangEngine, tiny[1])
     try:
-        driver.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(sglang_models.VARIABLE, sglang_models.all_but(python, "llama"))
+            driver.start()
         yield driver
     finally:
         driver.stop()
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of the servers that take weights in by vLLM's own NCCL engine."""
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="session")
+def urls(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[dict[str, str]]:
+    """Servers of somebody else, ``solo`` of one rank and ``pair`` of two, without rlctl's extension."""
+    with native_servers(tiny[1], place) as urls:
+        yield urls
 
 
 @pytest.fixture(scope="session")

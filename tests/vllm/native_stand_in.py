@@ -6,23 +6,30 @@ works; ``python -m native_stand_in --train ENDPOINT CHECKPOINT`` a trainer that 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from interrupted_weights import Interrupted
 from plain_server import Plain
 from rlctl_vllm.updates import native_nccl
 from torch._C._distributed_c10d import TCPStore
 
 from rlctl.contract.vllm_groups import unique_id_key
+from rlctl.engine import EngineConfig
+from rlctl.runtime.event_loops import LoopThread
 from rlctl.trainer import publisher as publishing
 from rlctl.trainer import source_rank
 from rlctl.weights.group.rendezvous import Forming, Member
 from rlctl.weights.group.vllm_nccl import UNIQUE_ID_BYTES, VLLMGroup
+
+RANKS = {"solo": 1, "pair": 2}
+"""Ranks of the servers that the tests share."""
 
 
 class WithEngine(Plain):
@@ -40,6 +47,26 @@ def plug_in(place: Path, module: str = "gloo_in_vllm") -> Path:
     (information / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{module} = {module}:register\n")
     (place / f"{module}.py").symlink_to(Path(__file__).with_name(f"{module}.py"))
     return place
+
+
+@contextlib.contextmanager
+def native_servers(checkpoint: Path, place: Path) -> Iterator[dict[str, str]]:
+    """URLs of the servers :data:`RANKS`. The file ``fails`` in ``place`` says at which rank a load fails."""
+    loop = LoopThread("native")
+    servers = {
+        name: WithEngine(EngineConfig(str(checkpoint), dtype="float32", tp_size=ranks)) for name, ranks in RANKS.items()
+    }
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(plug_in(place / "plug-in")))
+            patch.setenv("FAILS", str(place / "fails"))
+            for server in servers.values():  # one after the other: two cores
+                loop.submit(server.start(lambda error: None)).result(400)
+        yield {name: server.http.url for name, server in servers.items()}
+    finally:
+        for server in servers.values():
+            loop.submit(server.stop()).result(60)
+        loop.stop()
 
 
 def join_by_gloo(

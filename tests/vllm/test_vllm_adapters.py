@@ -1,5 +1,6 @@
-"""LoRA adapters on a real vLLM with room for one at a time, which a topology file has brought up: loaded, switched,
-unloaded; outputs are the merged model's.
+"""A real vLLM that a topology file has brought up: LoRA adapters, with room for one at a time, and co-located trainers.
+
+Outputs with an adapter are the merged model's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import adapter_steps
 import psutil
 import pytest
+from colocated import assert_updates
 from loras import CONFIG, lora, merged_says, save
 from up_helpers import known, own_state, rlctl_command
 from vllm_file import NAME, START_S, check_is_as_written, written
@@ -85,3 +87,11 @@ def test_the_requests_with_one_adapter_are_paused(fleet: Fleet, tiny: tuple[Any,
 
 def test_a_base_update_keeps_or_drops_them(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     adapter_steps.are_kept_or_dropped(fleet, tiny[0], tmp_path)
+
+
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+async def test_the_ranks_have_a_co_located_trainers_weights(
+    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path, trainer: str
+) -> None:
+    """rlctl's code in the rank reads the handles of the trainer."""
+    await assert_updates(known(NAME).endpoint, tiny[1], tmp_path, trainer)

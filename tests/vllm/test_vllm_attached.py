@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from models import changed, greedy
-from plain_server import plain_server
 from rlctl_servers.server.http import Http
 from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, prompt, refusal
@@ -29,9 +28,10 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def url(vllm: str, tiny: tuple[Any, Path]) -> Iterator[str]:
-    with plain_server(tiny[1]) as url:
-        yield url
+def url(urls: dict[str, str], tiny: tuple[Any, Path]) -> Iterator[str]:
+    """Its NCCL engine needs a GPU, so rlctl does not use it here."""
+    yield urls["solo"]
+    as_started(urls["solo"], tiny[1])
 
 
 def call(url: str, path: str, body: dict[str, Any] | None = None) -> None:

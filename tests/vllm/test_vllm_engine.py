@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from models import changed, greedy
-from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, Source, prompt, refusal
 
 import rlctl
@@ -447,22 +446,3 @@ def test_weights_go_out_over_a_group(driver: Driver, tiny: tuple[Any, Path]) -> 
     driver.tell(v.DestroyWeightsUpdateGroupRequest(group_name=name))
     group.close()
     assert rlctl.model_digest(list(received.items())) == driver.digest()
-
-
-def test_weights_that_are_made_up_are_no_version(tiny: tuple[Any, Path]) -> None:
-    """As trainers start it that send the first weights themselves. vLLM would read no checkpoint from disk either."""
-    driver, sender = Driver(VLLMEngine, tiny[1], options={"load_format": "dummy"}), SegmentSender()
-    try:
-        info = driver.start()
-        assert (info.checkpoint, info.model_digest) == ("", "")
-        assert "load-format dummy" in info.capabilities.unsupported["UpdateWeightsFromDisk"]
-        driver.prepare("first")
-        from_disk = v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1]))
-        assert refusal(driver, from_disk, update_id="first").reason is Reason.UNSUPPORTED
-        driver.tell(written(sender, tiny[0]), update_id="first")
-        version = driver.commit("first", "first", 2)
-        driver.tell(v.ContinueGenerationRequest())
-        check_serves(driver, tiny[0], version)
-    finally:
-        sender.close()
-        driver.stop()

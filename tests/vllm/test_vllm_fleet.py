@@ -150,17 +150,23 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
 def test_a_server_that_is_killed_comes_back_with_weights_that_no_disk_has(
     fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """The stage server starts it again, and the torch engine's weights heal it, without the trainer; so do adapters."""
+    """The stage server starts it again, and the torch engine's weights heal it, without the trainer; so do adapters.
+
+    The pause of an adapter outlasts that.
+    """
     model = changed(tiny[0], seed=77)
     publisher = fleet.publisher("actor", trainer="survivor")
     result = publisher.update(model, version="survives")
     publisher.close()
     tensors = lora(tiny[0], 1)
     fleet.load_adapter("math", save(tmp_path / "math", tensors), version="m")
+    fleet.pause_generation("abort", adapter="math")
     adapter_steps.come_back_with(fleet, "actor-1", "math")
     after = next(stage for stage in fleet.status().stages if stage.registration.slot == "actor-1")
     assert after.report.weight_version == result.version
     assert after.report.model_digest == rlctl.model_digest(model)
+    assert [pause.adapter for pause in after.adapter_pauses] == ["math"]
+    fleet.continue_generation(adapter="math")
     both_generate_like(fleet, model, result.version)
     said: dict[str, list[int]] = {}
     while len(said) < 2:

@@ -15,11 +15,11 @@ import pytest
 from loras import lora, merged_says, save
 from models import changed, greedy
 from native_stand_in import plug_in
-from rlctl_servers.server.server_info import WRITES
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.requests import requests
-from server_stage import Driver, Segments, prompt
+from server_stage import Driver, Segments, prompt, refusal
 
+from rlctl.contract.errors import Reason
 from rlctl.demo.tiny import encode
 from rlctl.engine import Call
 from rlctl.v1 import common_pb2 as common
@@ -40,6 +40,7 @@ STORE = {
 def storing(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     place = tmp_path_factory.mktemp("store") / "plug-in"
     options = {
+        "load_format": "dummy",
         "kv_transfer_config": json.dumps(STORE),
         "enable_lora": "true",
         "max_lora_rank": "8",
@@ -88,11 +89,27 @@ def update(driver: Driver, model: Any, sequence: int) -> None:
     driver.tell(v.ContinueGenerationRequest())
 
 
+def test_weights_that_are_made_up_are_no_version(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """As trainers start it that send the first weights themselves. vLLM would read no checkpoint from disk either."""
+    info = driver.info
+    assert (info.checkpoint, info.model_digest) == ("", "")
+    assert "load-format dummy" in info.capabilities.unsupported["UpdateWeightsFromDisk"]
+    driver.tell(v.PauseGenerationRequest())
+    driver.tell(v.PrepareUpdateRequest(), update_id="first")
+    from_disk = v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1]))
+    assert refusal(driver, from_disk, update_id="first").reason is Reason.UNSUPPORTED
+    driver.tell(v.AbortUpdateRequest(), update_id="first")
+    driver.tell(v.ContinueGenerationRequest())
+    update(driver, tiny[0], 10)
+    assert generated(driver) == (greedy(tiny[0], IDS, 8), 0)
+
+
 def test_no_entry_of_earlier_weights_is_read_though_nothing_was_flushed(
     driver: Driver, tiny: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not {*WRITES, "LoadAdapter"} & driver.info.capabilities.unsupported.keys()
-    models = [changed(tiny[0], seed=seed) for seed in range(3)]
+    written = {"UpdateWeightsFromTensor", "UpdateWeightsFromDistributed", "LoadAdapter"}
+    assert not written & driver.info.capabilities.unsupported.keys()
+    models = [changed(tiny[0], seed=seed, scale=0.3) for seed in range(3)]
     update(driver, models[0], 11)
     before = greedy(models[0], IDS, 8)
     assert generated(driver) == (before, 0)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from models import Halfway, changed, greedy
-from native_stand_in import WithEngine, join_by_gloo, plug_in
+from native_stand_in import RANKS, join_by_gloo
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.updates import native_nccl
 from server_stage import VERB_S, Driver, Source, prompt, refusal
@@ -27,9 +27,7 @@ from test_vllm_attached import as_started, call
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import encode
-from rlctl.engine import EngineConfig
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
-from rlctl.runtime.event_loops import LoopThread
 from rlctl.sdk.blocking import Fleet
 from rlctl.trainer import source_rank
 from rlctl.trainer.publisher import Publisher
@@ -42,33 +40,6 @@ from rlctl.weights.tensor import buckets
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 BACKENDS = ["vllm_nccl", "gloo"]
-RANKS = {"solo": 1, "pair": 2}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("native")
-
-
-@pytest.fixture(scope="module")
-def urls(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[dict[str, str]]:
-    """A server of one rank and one of two."""
-    loop = LoopThread("native")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(plug_in(place / "plug-in")))
-        patch.setenv("FAILS", str(place / "fails"))
-        servers = {
-            name: WithEngine(EngineConfig(str(tiny[1]), dtype="float32", tp_size=ranks))
-            for name, ranks in RANKS.items()
-        }
-        try:
-            for server in servers.values():  # one after the other: two cores
-                loop.submit(server.start(lambda error: None)).result(400)
-            yield {name: server.http.url for name, server in servers.items()}
-        finally:
-            for server in servers.values():
-                loop.submit(server.stop()).result(60)
-            loop.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from server_stage import Driver
-from sglang_server import serving
+from sglang_server import at_the_checkpoint
 from sglang_suite import *  # noqa: F403 - the tests themselves
 from sglang_suite import Server
 
@@ -19,10 +19,11 @@ PLAIN = ("/generate", "/model_info", "/get_model_info", "/server_info", "/get_se
 
 
 @pytest.fixture(scope="module")
-def own(sglang: str, tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
-    """A server of its own: what goes past the plug-in it does not know."""
-    with serving(tiny, loader) as driver:
-        yield driver
+def own(one: Driver, tiny: tuple[Any, Path]) -> Iterator[Driver]:
+    """The server of all modules, at the checkpoint; the plug-in does not know what goes past it."""
+    at_the_checkpoint(one, tiny)
+    yield one
+    at_the_checkpoint(one, tiny)
 
 
 @pytest.fixture
