@@ -528,10 +528,13 @@ class Phase(_message.Message):
     DURATION_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     kind: Global___PhaseKind.ValueType
     """Kind."""
     steps: _builtins.int
     """Number of its steps: a transfer has one for each request of a source."""
+    running: _builtins.bool
+    """One of its steps is under way; the duration is that until now."""
     @_builtins.property
     def start(self) -> _duration_pb2.Duration:
         """Time from the acceptance of the operation to the start of the phase."""
@@ -542,7 +545,7 @@ class Phase(_message.Message):
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePhase]:
-        """One entry for each stage that it addressed. Empty: the coordinator's own work."""
+        """One entry for each stage that it addressed and that has answered. Empty: the coordinator's own work."""
 
     def __init__(
         self,
@@ -552,10 +555,11 @@ class Phase(_message.Message):
         duration: _duration_pb2.Duration | None = ...,
         steps: _builtins.int = ...,
         stages: _abc.Iterable[Global___StagePhase] | None = ...,
+        running: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "kind", b"kind", "stages", b"stages", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "kind", b"kind", "running", b"running", "stages", b"stages", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

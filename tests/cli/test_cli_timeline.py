@@ -74,6 +74,13 @@ def test_the_table_draws_bars_and_names_who_was_last(operation: Operation) -> No
     assert "DIRTY, failed EXPECTED" in verify
 
 
+def test_the_phases_under_way_are_shown_while_a_command_waits(operation: Operation) -> None:
+    assert timeline.running(operation) == []
+    operation.timeline.phases[1].running = True
+    assert timeline.running(operation) == ["transfer 1.0s"]
+    assert "running, torch_gloo" in plain([timeline.table(operation)])
+
+
 class Page(HTMLParser):
     """Tags, attributes and text."""
 

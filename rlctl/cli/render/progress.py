@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlctl.cli.app.settings import Settings
-from rlctl.cli.render import values
+from rlctl.cli.render import timeline, values
 from rlctl.contract.errors import RlctlError
 from rlctl.v1.common_pb2 import StageState
 
@@ -59,11 +59,14 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
 
 
 def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
-    """``WeightUpdate: 12 s, 1 of 3 stages answered; READY 1, UPDATING 2``. Raises what reading the fleet raises."""
+    """``WeightUpdate: 12 s, 1 of 3 stages answered; transfer 8.0s; READY 1, UPDATING 2``. Raises what reading the fleet
+    raises.
+    """
     operation = fleet.operation(operation_id)
     targets = set(operation.targets)
     stages = [stage for stage in fleet.status().stages if stage.registration.slot in targets]
     states = collections.Counter(values.name_of(StageState.DESCRIPTOR, stage.state) for stage in stages)
     shown = ", ".join(f"{state} {count}" for state, count in sorted(states.items()))
     answered = len(operation.stage_results)
-    return f"{operation.verb}: {waited_s:.0f} s, {answered} of {len(targets)} stages answered; {shown}"
+    parts = [f"{operation.verb}: {waited_s:.0f} s, {answered} of {len(targets)} stages answered"]
+    return "; ".join([*parts, *timeline.running(operation), shown])

@@ -65,6 +65,12 @@ def bars(operation: Operation) -> list[Bar]:
     return found
 
 
+def running(operation: Operation) -> list[str]:
+    """The phases that are under way, and for how long."""
+    phases = [phase for phase in operation.timeline.phases if phase.running]
+    return [f"{_name(phase)} {values.duration(phase.duration)}" for phase in phases]
+
+
 def table(operation: Operation) -> Table:
     """A row for each phase, with its place in the whole time."""
     shown = bars(operation)
@@ -126,8 +132,10 @@ def _bar(phase: Phase) -> Bar:
     slowest = max(phase.stages, key=lambda stage: seconds(stage.duration), default=None)
     moved, length_s = sum(bar.moved for bar in stages), seconds(phase.duration)
     notes = sorted({note for bar in stages for note in bar.note.split(", ") if note})
+    if phase.running:
+        notes = ["running", *notes]
     return Bar(
-        values.name_of(PhaseKind.DESCRIPTOR, phase.kind).lower(),
+        _name(phase),
         start_s,
         length_s,
         last=f"{slowest.slot} rank {slowest.slowest_rank}" if slowest is not None else "",
@@ -136,6 +144,10 @@ def _bar(phase: Phase) -> Bar:
         note=", ".join(notes),
         stages=tuple(stages),
     )
+
+
+def _name(phase: Phase) -> str:
+    return values.name_of(PhaseKind.DESCRIPTOR, phase.kind).lower()
 
 
 def _stage_bar(stage: StagePhase, start_s: float) -> Bar:

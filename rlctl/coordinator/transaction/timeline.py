@@ -30,6 +30,7 @@ from rlctl.v1.results_pb2 import (
     PHASE_KIND_SEAL,
     PHASE_KIND_TRANSFER,
     PHASE_KIND_VERIFY,
+    Phase,
     PhaseKind,
     StagePhase,
     StageResult,
@@ -77,13 +78,17 @@ class _Phase:
     started_at: float
     ended_at: float = 0.0
     steps: int = 0
+    running: int = 0
     stages: dict[str, _Stage] = field(default_factory=dict)
+    message: Phase | None = None
+    """What was written of it, if nothing has changed since."""
 
 
 class UpdateTimeline:
     """Records the phases of one update. Steps of one kind in one batch and attempt are one phase.
 
-    Messages are made by :meth:`write`, at the end of the operation: during the steps the engines stand still.
+    Messages are made by :meth:`write`, at the end of the operation or when it is read before: during most steps the
+    engines stand still.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -104,57 +109,76 @@ class UpdateTimeline:
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind.ValueType) -> Iterator[None]:
         """Record work of the coordinator."""
-        started_at = self._clock.now()
+        phase = self._begin(kind)
         try:
             yield
         finally:
-            self._step(kind, started_at)
+            self._end(phase)
 
     @contextlib.contextmanager
     def step(self, verb: str, slots: Sequence[Slot], transports: Transports) -> Iterator[OnResult]:
         """Record a step. Yields the function that takes each result when it comes."""
         kind = KINDS.get(verb)
-        started_at = self._clock.now()
-        answers: list[tuple[StageResult, float]] = []
+        if kind is None or not slots:
+            yield lambda _: None
+            return
+        phase, now = self._begin(kind), self._clock.now
+        writes = transports() if kind == PHASE_KIND_TRANSFER and verb not in _FROM_DISK else {}
+        usual = TRANSPORT_DISK if verb in _FROM_DISK else TRANSPORT_UNSPECIFIED
+
+        def take(result: StageResult) -> None:
+            stage = phase.stages.get(result.slot)
+            if stage is None:
+                stage = phase.stages[result.slot] = _Stage(transport=writes.get(result.slot, usual))
+            stage.result, stage.answered_at = result, now()
+            stage.elapsed_s += seconds(result.elapsed)
+
         try:
-            yield lambda result: answers.append((result, self._clock.now()))
+            yield take
         finally:
-            if kind is not None and slots:
-                phase = self._step(kind, started_at)
-                for result, answered_at in answers:
-                    stage = phase.stages.setdefault(result.slot, _Stage())
-                    stage.result, stage.answered_at = result, answered_at
-                    stage.elapsed_s += seconds(result.elapsed)
-                if kind == PHASE_KIND_TRANSFER:
-                    writes = {} if verb in _FROM_DISK else transports()
-                    for slot, stage in phase.stages.items():
-                        stage.transport = writes.get(slot, TRANSPORT_DISK)
+            self._end(phase)
 
     def fail(self, slots: Iterable[str], level: Mapping[str, Level] | Level) -> None:
         """Record the level of verification that stages have failed, for all or by slot."""
         for slot in slots:
-            phase = self._present.get(PHASE_KIND_VERIFY) or self._step(PHASE_KIND_VERIFY, self._clock.now())
+            phase = self._present.get(PHASE_KIND_VERIFY)
+            if phase is None:
+                phase = self._begin(PHASE_KIND_VERIFY)
+                self._end(phase)
+            phase.message = None
             stage = phase.stages.setdefault(slot, _Stage(answered_at=phase.ended_at))
             stage.failed_level = level[slot] if isinstance(level, Mapping) else level
 
     def write(self, timeline: Timeline) -> None:
         """Add the phases, by their starts."""
         for phase in sorted(self._phases, key=lambda phase: phase.started_at):
-            written = timeline.phases.add(kind=phase.kind, steps=phase.steps)
-            set_duration(written.start, max(0.0, phase.started_at - self._origin))
-            set_duration(written.duration, max(0.0, phase.ended_at - phase.started_at))
-            for slot, stage in phase.stages.items():
-                _write_stage(written.stages.add(slot=slot), stage, phase)
+            if phase.message is None or phase.running:
+                phase.message = self._message(phase)
+            timeline.phases.append(phase.message)
 
-    def _step(self, kind: PhaseKind.ValueType, started_at: float) -> _Phase:
-        """The phase of this kind, with one more step, which ends now."""
+    def _message(self, phase: _Phase) -> Phase:
+        written = Phase(kind=phase.kind, steps=phase.steps, running=bool(phase.running))
+        ended_at = self._clock.now() if phase.running else phase.ended_at
+        set_duration(written.start, max(0.0, phase.started_at - self._origin))
+        set_duration(written.duration, max(0.0, ended_at - phase.started_at))
+        for slot, stage in phase.stages.items():
+            _write_stage(written.stages.add(slot=slot), stage, phase)
+        return written
+
+    def _begin(self, kind: PhaseKind.ValueType) -> _Phase:
+        """The phase of this kind, with one more step, which begins now."""
         phase = self._present.get(kind)
         if phase is None:
-            phase = self._present[kind] = _Phase(kind, started_at)
+            phase = self._present[kind] = _Phase(kind, self._clock.now())
             self._phases.append(phase)
-        phase.ended_at = self._clock.now()
         phase.steps += 1
+        phase.running += 1
         return phase
+
+    def _end(self, phase: _Phase) -> None:
+        phase.ended_at = self._clock.now()
+        phase.running -= 1
+        phase.message = None
 
 
 def _write_stage(written: StagePhase, stage: _Stage, phase: _Phase) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
-from updating import begin, commit, digest, join, write
+from updating import Held, begin, commit, digest, join, write
 
 from rlctl.contract.durations import seconds
 from rlctl.testing.in_process_fleet import InProcessFleet
@@ -80,6 +81,28 @@ async def test_a_running_update_shows_the_phases_until_now(fleet: InProcessFleet
     assert {phase.kind: phase.steps for phase in found}[PHASE_KIND_TRANSFER] == 2
     await commit(fleet, plan, digest("w1,w2"))
     assert (await phases(fleet, plan.update_id))[: len(found)] == found, "asking changes nothing"
+
+
+async def test_a_phase_that_runs_says_so_and_who_has_answered(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    held = Held(fleet, "update_weights_from_distributed")
+    writing = asyncio.ensure_future(write(fleet, plan, "w1"))
+    await held.begun.wait()
+
+    async def transfer() -> Phase:
+        (phase,) = [each for each in await phases(fleet, plan.update_id) if each.kind == PHASE_KIND_TRANSFER]
+        return phase
+
+    async with asyncio.timeout(5):
+        while [stage.slot for stage in (await transfer()).stages] != ["b"]:  # noqa: ASYNC110 - a result has no event
+            await asyncio.sleep(0.01)
+    assert (await transfer()).running
+    held.may_end.set()
+    await writing
+    ended = await transfer()
+    assert not ended.running
+    assert {stage.slot for stage in ended.stages} == {"a", "b"}
 
 
 async def test_an_update_from_disk_says_what_was_read(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
