@@ -30,7 +30,9 @@ class Wire:
     def __init__(self, count: int) -> None:
         self.sent: list[tuple[str, ControlRequest]] = []
         self.clock = SystemClock()
-        self.roster = SimpleNamespace(epoch=3, header=ResponseHeader, quarantine=self._quarantine)
+        self.ended: list[str] = []
+        observer = SimpleNamespace(fan_out_ended=lambda verb, took_s: self.ended.append(verb))
+        self.roster = SimpleNamespace(epoch=3, header=ResponseHeader, quarantine=self._quarantine, observer=observer)
         peers = SimpleNamespace(succession=lambda: None, issue=self._issue, cancel=self._cancel, grant=lambda _: None)
         self.fanout = Fanout(cast(Roster, self.roster), cast(Peers, peers), self.clock)
         self.slots = [self._slot(f"stage-{number:02}") for number in range(count)]
@@ -99,6 +101,7 @@ async def test_what_waits_for_another_fan_out_can_be_cancelled_and_is_not_sent()
 async def test_every_stage_hears_of_two_fan_outs_in_the_same_order() -> None:
     wire = Wire(3 * AT_ONCE)
     await asyncio.gather(wire.run("first"), wire.run("second"), wire.run("third"))
+    assert wire.ended == ["FlushCache"] * 3
     assert all(wire.commands(slot.name) == ["first", "second", "third"] for slot in wire.slots)
 
 
