@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-from cli_helpers import Cli, LiveFleet
+import pytest
+from cli_helpers import Cli, LiveFleet, started
 
+from rlctl.testing.in_process_fleet import StageSpec
+from rlctl.transport.tls.authority import Authority
 from rlctl.v1.coordinator_pb2 import RegisterStageRequest
 from rlctl.v1.fleet_pb2 import StageRegistration
 
@@ -28,9 +32,10 @@ def test_without_a_fleet_only_the_host_is_checked(cli: Cli) -> None:
 
 def test_a_sound_fleet(rlctl: LiveFleet) -> None:
     findings = rlctl("doctor", "-o", "json").data
-    checks = ("coordinator", "clocks", "versions", "engines", "links", "addresses")
+    checks = ("coordinator", "certificate", "clocks", "versions", "engines", "links", "addresses")
     assert of(findings, *checks)[1:] == [
         (rlctl.endpoint, "ok"),
+        ("transport", "ok"),
         ("clocks", "ok"),
         ("fleet", "ok"),
         ("engine fake", "ok"),
@@ -76,6 +81,24 @@ def test_a_fleet_that_wants_another_token_is_a_failure(make_fleet: Make) -> None
     (finding,) = [each for each in ran.data if each["check"] == "coordinator"]
     assert "token" in finding["seen"]
     assert finding["mend"]
+
+
+def test_a_fleet_with_certificates_is_looked_at_and_backed_up_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.init(tmp_path / "tls", "lab")
+    for name, path in authority.issue("client/test", days=5).variables.items():
+        monkeypatch.setenv(name, path)
+    (tmp_path / "weights.txt").write_text("one")
+    with started(tmp_path / "journal.db", [StageSpec("a", str(tmp_path))], authority=authority) as rlctl:
+        ran = rlctl("doctor", "-o", "json")
+        backup = rlctl("journal", "backup", str(tmp_path / "backup.db"))
+    assert (ran.code, backup.code) == (0, 0), backup.err
+    assert of(ran.data, "certificate", "links", "addresses") == [
+        ("certificate", "warning"),
+        ("stages", "ok"),
+        ("addresses", "ok"),
+    ]
 
 
 def test_a_coordinator_that_is_gone_is_a_failure(cli: Cli) -> None:

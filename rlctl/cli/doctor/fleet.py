@@ -40,6 +40,9 @@ CLOCK_S = 1.0
 FAR_CLOCK_S = 60.0
 """Request ids tell when they were made: from a clock so far off they are taken for old ones, or outlive others."""
 
+DAY_S = 86400.0
+RENEW_DAYS = 14
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -68,6 +71,7 @@ class FleetReadings:
         answers: of stages, by slot; those that the coordinator did not ask have none.
         reached: by address why this host does not reach it; "": it does.
         admitted: slots of the fleet's topology; None: it has none, or this caller may not see it.
+        valid_s: time until this caller's certificate expires, seconds; None: the connection is plain text.
     """
 
     endpoint: str
@@ -77,10 +81,11 @@ class FleetReadings:
     answers: Mapping[str, Answer] = field(default_factory=dict)
     reached: Mapping[str, str] = field(default_factory=dict)
     admitted: Sequence[str] | None = None
+    valid_s: float | None = None
 
 
-def read_fleet(connection: Connection, endpoint: str) -> FleetReadings:
-    """Look at a fleet. Raises what the coordinator answers with."""
+def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = None) -> FleetReadings:
+    """Look at a fleet; ``valid_s``: of this caller's certificate. Raises what the coordinator answers with."""
     began, before = time.monotonic(), time.time()
     fleet = connection.status()
     took_s, after = time.monotonic() - began, time.time()
@@ -104,7 +109,7 @@ def read_fleet(connection: Connection, endpoint: str) -> FleetReadings:
     except RlctlError:
         pass
     clock_s = ahead_s(fleet.header.observed_at, before, after)
-    return FleetReadings(endpoint, fleet, took_s, clock_s, answers, reached, admitted)
+    return FleetReadings(endpoint, fleet, took_s, clock_s, answers, reached, admitted, valid_s)
 
 
 def ahead_s(observed: Timestamp, before: float, after: float) -> float:
@@ -124,6 +129,19 @@ def check_coordinator(fleet: FleetReadings) -> Iterator[Finding]:
     """It answers."""
     seen = f"answers in {values.elapsed(fleet.took_s)}, epoch {fleet.fleet.header.fleet_epoch}"
     yield ok("coordinator", fleet.endpoint, seen)
+
+
+def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
+    """This caller's certificate. An expired one ends in no connection, and is reported as that."""
+    if fleet.valid_s is None:
+        yield ok("certificate", "transport", "plain text")
+        return
+    seen = f"expires in {fleet.valid_s / DAY_S:.0f} days"
+    if fleet.valid_s < RENEW_DAYS * DAY_S:
+        mend = "Renew it: `rlctl certs issue`. Those of the servers are of the same age if they were issued together."
+        yield warning("certificate", "certificate", seen, mend)
+    else:
+        yield ok("certificate", "certificate", seen)
 
 
 def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
@@ -235,6 +253,7 @@ def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
 
 FLEET_CHECKS: Sequence[Callable[[FleetReadings], Iterator[Finding]]] = (
     check_coordinator,
+    check_certificate,
     check_clocks,
     check_versions,
     check_engines,

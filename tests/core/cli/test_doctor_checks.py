@@ -163,6 +163,7 @@ SILENT = {"a": Answer(error="TIMED_OUT")}
             "5m00s ahead",
             "NTP",
         ),
+        (of_fleet.check_certificate, fleet_of(valid_s=3 * 86400.0), WARNING, "in 3 days", "certs issue"),
         (of_fleet.check_versions, fleet_of(coordinator=(1, "0.0.1")), WARNING, "rlctl 0.0.1", "one release"),
         (of_fleet.check_versions, fleet_of(stage("a", contract=CONTRACT_VERSION + 2)), FAILURE, "contract", "N-1"),
         (of_fleet.check_versions, fleet_of(stage("a", contract=CONTRACT_VERSION + 1)), WARNING, "contract", "N-1"),
@@ -224,6 +225,11 @@ def test_the_addresses_of_a_failed_stage_are_not_looked_for() -> None:
     lost = fleet_of(CRASHED, stage("b"), reached=dict.fromkeys(("127.0.0.1:1097", "10.0.0.9:2097"), "refused"))
     (finding,) = of_fleet.check_addresses(lost)
     assert (finding.verdict, finding.seen) == (OK, "2 of 2 advertised ones are reached from here")
+
+
+def test_a_certificate_that_is_valid_for_long_is_ok() -> None:
+    (finding,) = of_fleet.check_certificate(fleet_of(valid_s=80 * 86400.0))
+    assert (finding.verdict, finding.seen) == (OK, "expires in 80 days")
 
 
 def test_the_time_of_a_look_is_no_difference_of_clocks() -> None:
