@@ -5,11 +5,13 @@ A fleet with a CA of its own (cert-manager, Vault) needs none of this: ``files.p
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +74,16 @@ class Authority:
 
         ``begins``: of its validity, by default now.
         """
+        with self._locked():
+            return self._issue(path, hosts, days, begins or datetime.datetime.now(datetime.UTC))
+
+    def _issue(self, path: str, hosts: Iterable[str], days: int, begins: datetime.datetime) -> TlsFiles:
         from cryptography import x509
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
         authority, signing = self._ca(), self._signing_key()
         identity = Identity.parse(_fleet(self.certificate, authority), path)
         files, key = self.files(path), _new_key()
-        begins = begins or datetime.datetime.now(datetime.UTC)
         expires = authority.not_valid_after_utc
         if expires < begins + datetime.timedelta(days=days):
             raise _invalid(self.certificate, f"it expires at {expires}, before a certificate of {days} days does")
@@ -112,11 +117,12 @@ class Authority:
         self._ensured[path] = tuple(hosts)
         files = self.files(path)
         if self.key.exists():
-            try:
-                fresh = files.cert.exists() and not _ends_soon(files)
-            except RlctlError:  # it has expired
-                fresh = False
-            return files if fresh else self.issue(path, hosts=self._ensured[path])
+            with self._locked():
+                try:
+                    fresh = files.cert.exists() and not _ends_soon(files)
+                except RlctlError:  # it has expired
+                    fresh = False
+                return files if fresh else self._issue(path, hosts, DAYS, datetime.datetime.now(datetime.UTC))
         if not files.cert.exists():
             raise _invalid(files.cert, "it is missing", f"`rlctl certs issue {self.directory} {path}` where the CA is.")
         read(files)
@@ -126,6 +132,20 @@ class Authority:
         """Ensure every certificate again that this process has ensured. Raises TLS_INVALID."""
         for path, hosts in list(self._ensured.items()):
             self.ensured(path, hosts=hosts)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other processes that issue here: their keys and certificates would mix."""
+        try:
+            descriptor = os.open(self.directory, os.O_RDONLY)
+        except OSError as error:
+            step = f"`rlctl certs init {self.directory}` makes a CA."
+            raise _invalid(self.directory, f"it cannot be opened: {error.strerror}", step) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     @property
     def certificate(self) -> Path:

@@ -82,7 +82,7 @@ class Tls:
         return self._context(serves=False)
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """For a server of HTTP; ``mutual``: callers need a certificate of the CA."""
+        """For a server of HTTP; ``mutual``: callers need a certificate of the CA, otherwise they may have one."""
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._context(serves=True, mutual=mutual)

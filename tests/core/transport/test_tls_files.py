@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,10 @@ def test_an_identity_cannot_leave_the_directory(authority: Authority, path: str)
     with pytest.raises(RlctlError) as caught:
         authority.issue(path)
     assert caught.value.reason is Reason.TLS_INVALID
+
+
+def test_processes_that_issue_one_certificate_at_once_leave_a_pair_that_matches(authority: Authority) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        issuing = [threads.submit(Authority(authority.directory).issue, "client/a") for _ in range(16)]
+        (files,) = {each.result() for each in issuing}
+    assert str(read(files).identity) == "rlctl://lab/client/a"

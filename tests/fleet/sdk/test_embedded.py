@@ -21,6 +21,8 @@ from rlctl.launch.local.child_processes import Process
 from rlctl.sdk import aio
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.testing.fake_engine import FakeEngine
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
@@ -92,6 +94,29 @@ async def test_without_the_journal_of_before_the_first_version_is_the_one_that_t
 
     await asyncio.to_thread(run, "two", checkpoint("two"), ("initial", 1))
     await asyncio.to_thread(run, "three", checkpoint("three"), ("two", 2))
+
+
+async def test_a_coordinator_with_certificates_takes_charge_of_a_stage_with_one(
+    checkpoint: Callable[[str], str], tmp_path: Path
+) -> None:
+    authority = Authority.init(tmp_path / "tls", "lab")
+    config = StageConfig("a", "actor", "fake", EngineConfig(checkpoint("one")), tls=Tls(authority.ensured("stage/a")))
+    stage = StageServer(config)
+    await stage.start()
+
+    def use() -> None:
+        with rlctl.embedded([stage.address], tls=authority.directory) as fleet:
+            assert [each.routable for each in fleet.status().stages] == [True]
+            with pytest.raises(RlctlError) as caught:
+                rlctl.connect(fleet.address, tls=False, timeout_s=5)
+            assert caught.value.reason is Reason.TLS_FAILED
+
+    try:
+        plain = await refusal([stage.address])
+        assert (plain.reason, stage.address in plain.message) == (Reason.TLS_FAILED, True)
+        await asyncio.to_thread(use)
+    finally:
+        await stage.stop()
 
 
 async def test_a_stage_that_does_not_answer_leaves_nothing_behind(stages: list[str]) -> None:
