@@ -20,6 +20,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import VERBS, of_request
 from rlctl.engine import Call
 from rlctl.ports import Clock, Link
+from rlctl.runtime.logs import bound
 from rlctl.runtime.shielding import shielded
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
 from rlctl.v1.control_pb2 import (
@@ -231,8 +232,11 @@ class Executor:
             result = self._commanded.refuse(error)
         else:
             mutates = verb.mutates(request)
+            fence = request.header.fence  # type: ignore[attr-defined]
+            operation = call.command_id.partition("/")[0]
             try:
-                result = await self._commanded.carry_out(request, call)
+                with bound(operation=operation, verb=verb.name, update=fence.update_id, epoch=fence.fleet_epoch):
+                    result = await self._commanded.carry_out(request, call)
             except Exception as defect:  # without an answer the commander would wait until the time is up
                 log.exception("%s could not be answered", verb.name)
                 cause = f"{type(defect).__name__}: {defect}"

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -20,13 +19,6 @@ ANNOUNCEMENT = "rlctl"
 """Key of the one JSON line that a server prints on stdout when others can reach it."""
 ENDS_S = 60.0
 """For a server to end in order once its parent is gone."""
-
-
-def configure_logging(level: str = "INFO") -> None:
-    """Log to stderr, one line a record, with the process id: several servers may share a terminal."""
-    logging.basicConfig(
-        level=level, stream=sys.stderr, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
-    )
 
 
 def collect_seldom() -> None:

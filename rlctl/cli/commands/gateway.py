@@ -10,7 +10,7 @@ import click
 
 from rlctl.cli.app.tls_options import tls_flags, tls_options
 from rlctl.cli.app.types import DURATION, LEVEL
-from rlctl.cli.commands.serve import ACCESS_OPTION, METRICS_OPTION, bound_metrics, serve
+from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_OPTION, bound_metrics, serve
 
 
 @click.command()
@@ -75,6 +75,7 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, METRICS_OPTION, bound_metric
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
 @tls_options
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
+@LOG_FORMAT_OPTION
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
 @METRICS_OPTION
 def gateway(

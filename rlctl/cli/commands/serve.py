@@ -41,6 +41,21 @@ ACCESS_OPTION = click.option(
 )
 
 
+LOG_FORMAT = "rlctl.log_format"
+
+LOG_FORMAT_OPTION = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    envvar="RLCTL_LOG_FORMAT",
+    show_envvar=True,
+    expose_value=False,
+    callback=lambda context, _, value: context.meta.__setitem__(LOG_FORMAT, value),
+    help="Lines of the log as text, or as JSON with operation, update, slot and epoch.",
+)
+
+
 def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any."),
@@ -50,6 +65,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
         *TLS_OPTIONS,
         click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
+        LOG_FORMAT_OPTION,
         click.option("--end-with-parent", is_flag=True, help="End when standard input ends."),
     )
     return _with(command, options)
@@ -351,9 +367,11 @@ def serve(
     """
     from rlctl.cli.app.exit_codes import of_reason
     from rlctl.contract.errors import RlctlError
-    from rlctl.runtime import event_loops, server_process
+    from rlctl.runtime import event_loops, logs, server_process
 
-    server_process.configure_logging(log_level)
+    context = click.get_current_context()
+    fields = {name: context.params[name] for name in ("slot", "model", "rank") if context.params.get(name)}
+    logs.configure(log_level, context.meta[LOG_FORMAT], {"process": str(context.info_name), **fields})
     server_process.collect_seldom()
 
     async def main() -> None:

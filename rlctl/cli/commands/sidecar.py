@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from rlctl.cli.app.types import DURATION, LEVEL, pairs
-from rlctl.cli.commands.serve import DEVICE_OPTION, serve
+from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
 
 
 @click.command("vllm")
@@ -39,6 +39,7 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, serve
 @click.option("--token-file", default="", help="Token that admin verbs ask for. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
+@LOG_FORMAT_OPTION
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
 def sidecar_vllm(
     upstream: str,

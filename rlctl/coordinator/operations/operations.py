@@ -18,6 +18,7 @@ from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet.roster import Roster, Slot, names
 from rlctl.coordinator.journal.records import parsed
 from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.runtime.logs import bound
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED, OUTCOME_UNKNOWN
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, OperationRecord, UpdateRecord
 from rlctl.v1.results_pb2 import (
@@ -306,7 +307,8 @@ class Operations:
     async def _work(self, run: Run, work: Callable[[Run], Awaitable[None]]) -> None:
         operation = run.operation
         try:
-            await work(run)
+            with bound(**self._named(run)):
+                await work(run)
         except RlctlError as error:
             unknown = any(result.outcome == OUTCOME_UNKNOWN for result in operation.stage_results)
             cancelled = run.given_up and error.reason is Reason.CANCELLED
@@ -344,9 +346,21 @@ class Operations:
             self._ended[run.operation.operation_id] = size
             self._ended_bytes += size
             run.ended_at = self._clock.now()
-            log.log(*_line(run))
+            with bound(**self._named(run)):
+                log.log(*_line(run))
             self._roster.observer.operation_ended(run.record, run.ended_at - run.begun_at)
             await run.end()
+
+    def _named(self, run: Run) -> dict[str, str | int]:
+        """The fields of the log lines of an operation."""
+        operation = run.operation
+        return {
+            "operation": operation.operation_id,
+            "verb": operation.verb,
+            "update": operation.update_id,
+            "epoch": self._roster.epoch,
+            "principal": operation.caller.principal,
+        }
 
     async def drop_expired(self) -> int:
         """Drop what is over the limits of retention; returns how many operations. Raises JOURNAL_FAILED."""

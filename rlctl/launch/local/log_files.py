@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import shutil
 from pathlib import Path
+from typing import IO
 
 from rlctl.runtime import private_files
+from rlctl.runtime.logs import message_of
 
 LAST_BYTES = 8192
 """How far back a log is looked into for its last line."""
@@ -15,6 +17,12 @@ MOST_LINE = 500
 """Characters of a line that is passed on."""
 AT_MOST_BYTES = 64 << 20
 """Of a log; one that has grown longer is kept as ``NAME.log.1``, in the place of the one before, and begins anew."""
+
+_BLOCK = 64 << 10
+"""A multiple of the block sizes of file systems; only whole blocks can be cut off."""
+_PART = 1 << 20
+_COLLAPSE_RANGE = 0x08
+"""FALLOC_FL_COLLAPSE_RANGE of Linux."""
 
 
 def log_end(log: Path) -> int:
@@ -36,27 +44,52 @@ def last_lines(log: Path, start: int = 0, most: int = 20) -> list[str]:
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start if start <= size else 0, size - LAST_BYTES))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        lines = [message_of(line.strip()) for line in file.read().decode(errors="replace").splitlines()]
         return [line[:MOST_LINE] for line in lines if line][-most:]
     return []
 
 
 def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
-    """Let a log that is too long begin anew, while whoever appends to it goes on: what it holds is copied and cut off.
-    A line that comes just between the two is lost. Nothing happens where the disk does not take the copy. Returns
-    whether it has begun anew.
+    """Move what a log that is too long holds to ``NAME.log.1``, while others append to it. Returns whether it did.
+
+    No line is lost where the file system can cut off the beginning of a file (ext4, XFS): the log keeps what has come
+    since, and its last block. Elsewhere the log is emptied, and a line that comes just between the copy and that is
+    lost. Nothing happens where the disk does not take the copy.
     """
     with contextlib.suppress(OSError):
-        if log.stat().st_size <= at_most:
+        size = log.stat().st_size
+        if size <= at_most:
             return False
         kept = log.with_name(f"{log.name}.1")
         kept.unlink(missing_ok=True)  # on a full disk, that is the room for the copy
-        try:
-            with log.open("rb") as source, open(kept, "wb", opener=private_files.opener) as copy:
-                shutil.copyfileobj(source, copy, 1 << 20)
-        except OSError:
-            kept.unlink(missing_ok=True)
-            raise
+        with log.open("r+b") as file:
+            try:
+                beginning = _copied(file, kept, (size - 1) // _BLOCK * _BLOCK)
+                if beginning and _cut_off(file, beginning):
+                    return True
+                _copied(file, kept, None)
+            except OSError:
+                kept.unlink(missing_ok=True)
+                raise
         os.truncate(log, 0)
         return True
     return False
+
+
+def _copied(log: IO[bytes], kept: Path, size: int | None) -> int:
+    """Copy the beginning of a log, all of it for None; returns the bytes."""
+    log.seek(0)
+    with open(kept, "wb", opener=private_files.opener) as copy:
+        while data := log.read(_PART if size is None else min(_PART, size - copy.tell())):
+            copy.write(data)
+        return copy.tell()
+
+
+def _cut_off(log: IO[bytes], size: int) -> bool:
+    """Remove the first bytes of a file, whole blocks, in one step; whether the file system can."""
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (OSError, AttributeError):  # not Linux
+        return False
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return bool(fallocate(log.fileno(), _COLLAPSE_RANGE, 0, size) == 0)

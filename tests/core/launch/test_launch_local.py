@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
 from rlctl.launch import gateways as gateways_module
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.spec import GatewaySpec
-from rlctl.launch.local import child_processes
+from rlctl.launch.local import child_processes, log_files
 from rlctl.launch.local.child_processes import Process
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.local.log_files import keep_short
@@ -152,13 +151,45 @@ def test_a_log_that_cannot_be_copied_stays(tmp_path: Path, monkeypatch: pytest.M
     log = tmp_path / "a.log"
     log.write_text("x" * 2000)
 
-    def full(*_: object) -> None:
+    def full(_log: object, kept: Path, _size: object) -> int:
+        kept.write_text("x" * 1000)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfileobj", full)
+    monkeypatch.setattr(log_files, "_copied", full)
     keep_short(log, 1000)
     assert log.stat().st_size == 2000
     assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
+
+
+WRITER = """
+import os, sys
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+for number in range(int(sys.argv[2])):
+    os.write(log, b"%07d %s\\n" % (number, b"." * 90))
+"""
+
+
+def test_a_log_is_cut_while_it_is_written_without_the_loss_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = tmp_path / "probe"
+    probe.write_bytes(b"x" * (2 * log_files._BLOCK))
+    with probe.open("r+b") as file:
+        if not log_files._cut_off(file, log_files._BLOCK):
+            pytest.skip("this file system cannot cut off the beginning of a file")
+    emptied = []
+    monkeypatch.setattr(os, "truncate", lambda *_: emptied.append(True))
+    log, lines = tmp_path / "a.log", 200_000
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(log), str(lines)])
+    pieces = []
+    while writer.poll() is None:
+        if keep_short(log, 1 << 20):
+            pieces.append((tmp_path / "a.log.1").read_bytes())
+    assert writer.returncode == 0
+    assert len(pieces) > 3
+    assert not emptied
+    numbers = [int(line[:7]) for line in (b"".join(pieces) + log.read_bytes()).splitlines()]
+    assert numbers == list(range(lines))
 
 
 def test_a_process_that_the_system_does_not_start_has_failed(
