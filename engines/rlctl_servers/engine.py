@@ -194,17 +194,24 @@ class ServerEngine(Engine):
         if why:
             raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
 
-    async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call) -> None:
-        """Calibrate the decode check with the weights of the start, and say what it costs."""
+    async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call, why_not: str = "") -> None:
+        """Calibrate the decode check with the weights of the start, and say what it costs.
+
+        ``why_not``: why these weights, or this server, are not fit for it. A server that cannot be calibrated makes no
+        checks, and starts all the same.
+        """
         if self._prober is None:
             return
         try:
+            if why_not:
+                raise Reason.UNSUPPORTED.error(why_not)
             self._calibration = await self._prober.calibrate(self._config.dtype, call)
-        except RlctlError as error:
-            if error.reason is not Reason.UNSUPPORTED:
+        except Exception as error:
+            if self._failure is not None:
                 raise
-            log.warning("no decode checks: %s", error.message)
-            capabilities.unsupported["decode_check"] = error.message
+            message = error.message if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
+            log.warning("no decode checks: %s", message)
+            capabilities.unsupported["decode_check"] = message
             return
         capabilities.check_actions.append(verbs_pb2.CHECK_ACTION_DECODE)
         capabilities.decode_check_time.CopyFrom(duration(self._calibration.seconds))

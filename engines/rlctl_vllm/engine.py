@@ -22,6 +22,7 @@ from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import WRITING, Stamps
 
+from rlctl.contract import decode_check
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig, EngineInfo
@@ -121,7 +122,7 @@ class VLLMEngine(ServerEngine):
             probes=self._prober is not None,
             unproven=refuted.why if refuted else "",
         )
-        await self._calibrate(capabilities, self._start_call())
+        await self._calibrate(capabilities, self._start_call(), "" if facts.reads else decode_check.INVENTED)
         return EngineInfo(
             layout=facts.layout(self._config),
             capabilities=capabilities,

@@ -282,6 +282,12 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                         await self._part.settle(STOP_S)
             finally:
                 progress.ended.set()
+        if decode_check and not operation.verification.decode:
+            raise Reason.VERIFICATION_UNREACHABLE.error(
+                f"{version} is published, but no decode check was made: the coordinator is of an older release",
+                field="decode_check",
+                next_step="Upgrade the coordinator.",
+            )
         result = UpdateResult(
             version=operation.weight_version,
             operation=operation,

@@ -123,9 +123,9 @@ def _always_computed(results: Any, probe: Any) -> dict[str, Any]:
     return {}
 
 
-def _decode_always_right(results: Any) -> dict[str, Any]:
-    del results
-    return {}
+def _decode_always_right(results: Any, *, wanted: bool) -> tuple[dict[str, Any], frozenset[str]]:
+    del wanted
+    return {}, frozenset(result.slot for result in results)
 
 
 async def _published_first(self: Finish, run: Any, expected: Any) -> None:

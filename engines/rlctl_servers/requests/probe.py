@@ -113,11 +113,14 @@ class Prober(abc.ABC):
     async def _measure(self, attempt: int, call: Call) -> DecodeReport:
         longest = min(self._limits.longest_prompt, self._limits.context_length - 1)
         prompts = decode_check.prompts(self._limits.vocab_size, longest, attempt)
+        top = min(TOP, self._limits.vocab_size)
         generated = await asyncio.gather(
-            *(self.compute(prompt, count, call, TOP) for prompt, count in zip(prompts, OUTPUTS, strict=True))
+            *(self.compute(prompt, count, call, top) for prompt, count in zip(prompts, OUTPUTS, strict=True))
         )
+        if any(len(made.tokens) != count for made, count in zip(generated, OUTPUTS, strict=True)):
+            raise Reason.CANCELLED.error("the requests of the decode check were ended early")
         sequences = [[*prompt, *made.tokens] for prompt, made in zip(prompts, generated, strict=True)]
-        scored = await asyncio.gather(*(self.compute(sequence, 1, call, TOP) for sequence in sequences))
+        scored = await asyncio.gather(*(self.compute(sequence, 1, call, top) for sequence in sequences))
         # The first position is that of the second token, and prefill computes the first output.
         decoded = [made.likely[len(prompt) :] for prompt, made in zip(prompts, generated, strict=True)]
         prefilled = [made.likely[len(prompt) : -1] for prompt, made in zip(prompts, scored, strict=True)]

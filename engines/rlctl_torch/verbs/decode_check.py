@@ -28,7 +28,7 @@ def calibrate(rank: Rank) -> Calibration | None:
         measured.append(_measure(rank, 1))
         return decode_check.calibration(measured, dtype_name(rank.model.dtype), time.perf_counter() - started)
     except RlctlError as error:
-        if error.reason is not Reason.UNSUPPORTED:
+        if error.reason not in (Reason.UNSUPPORTED, Reason.MEMORY_FULL):
             raise
         log.warning("no decode checks: %s", error.message)
         return None
@@ -55,7 +55,14 @@ def _measure(rank: Rank, attempt: int) -> DecodeReport:
     by_decode = [len(tokens) - 1 for tokens in outputs]
     logprobs = _Sequences(rank, len(sequences), max(map(len, sequences))).logprobs(sequences, by_decode)
     prefilled = [_likely(rows) for rows in torch.split(logprobs, by_decode)]
-    return decode_check.compare(decoded, prefilled)
+    return _agreed(rank, decode_check.compare(decoded, prefilled))
+
+
+def _agreed(rank: Rank, report: DecodeReport) -> DecodeReport:
+    """The largest difference among the ranks: each may compute the output head by itself."""
+    with rank.ranks.exchanging() as exchange:
+        reports = [DecodeReport.FromString(each) for each in exchange.all_gather_bytes(report.SerializeToString())]
+    return max(reports, key=lambda each: each.difference)
 
 
 def _likely(logprobs: torch.Tensor) -> list[Likely]:
@@ -82,9 +89,12 @@ class _Sequences:
 
     def __init__(self, rank: Rank, count: int, longest: int) -> None:
         self._rank = rank
-        self._cache = rank.cache.alike(longest, count)
+        rank.ranks.agree(lambda: self._allocate(longest, count))
         self._slots = [range(1 + row * longest, 1 + (row + 1) * longest) for row in range(count)]
         self._lengths = [0] * count
+
+    def _allocate(self, longest: int, count: int) -> None:
+        self._cache = self._rank.cache.alike(longest, count)
 
     def logprobs(
         self, tokens: Sequence[Sequence[int]], last: Sequence[int], rows: Sequence[int] | None = None

@@ -55,7 +55,7 @@ async def compute(control: Control, call: Call, tokens: Sequence[int], count: in
     """So many greedy tokens after a prompt. vLLM reads no cached prefix of a prompt whose log probabilities are asked
     for.
     """
-    sampling = {"max_tokens": count, "min_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    sampling = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     body = {
         "token_ids": list(tokens),
         "sampling_params": {**sampling, "prompt_logprobs": top, "logprobs": top},

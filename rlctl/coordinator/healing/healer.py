@@ -32,7 +32,7 @@ from rlctl.coordinator.transaction.adapters import FinishAdapter
 from rlctl.coordinator.transaction.commit import Finish
 from rlctl.coordinator.transaction.planner import in_progress
 from rlctl.coordinator.transaction.transaction import Session
-from rlctl.coordinator.transaction.verification_levels import Expected
+from rlctl.coordinator.transaction.verification_levels import Expected, checks_decode
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -387,6 +387,9 @@ class Healer:
         model = self._roster.models[slot.model]
         update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
         options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
+        released = slot.report is not None and slot.report.released
+        if model.record.verification.decode and checks_decode(slot) and not released:
+            options.decode_check = True  # as at the other stages of the version
         config: AdapterConfig | None = None
         if adapter is not None:
             update_id += f"/{adapter.name}"

@@ -152,8 +152,9 @@ class Session:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since it was opened."""
-        return self._clock.now() - self._opened_at
+        """Time that it has taken; of a staged update, that of its pause: the transfer kept no request waiting."""
+        since = self.paused_at if self.staged and self.paused_at is not None else self._opened_at
+        return self._clock.now() - since
 
     @property
     def full(self) -> bool:
@@ -392,9 +393,12 @@ class Session:
             selector=self.record.request.options.selector,
         )
 
-    async def step(self, request: Message, slots: Sequence[Slot], *, cleanup: bool = False) -> list[StageResult]:
+    async def step(
+        self, request: Message, slots: Sequence[Slot], *, cleanup: bool = False, limit_s: float | None = None
+    ) -> list[StageResult]:
         """One verb of the update to some of its targets. ``cleanup``: it must be tried although the update has ended or
-        its time is up. Raises CANCELLED once the update has ended.
+        its time is up. ``limit_s``: longest time, where it is less than the verb's. Raises CANCELLED once the update
+        has ended.
         """
         if not cleanup:
             self._refuse_ended()
@@ -403,6 +407,7 @@ class Session:
         step = f"{self._steps}-{verb.name}"
         request.header.fence.update_id = self.update_id  # type: ignore[attr-defined]
         now = self._clock.now()
+        limit_s = verb.deadline_s if limit_s is None else min(limit_s, verb.deadline_s)
         try:
             with self.timeline.step(verb.name, slots, lambda: self.transports) as on_result:
                 return await self._fanout.run(
@@ -410,7 +415,7 @@ class Session:
                     slots,
                     operation_id=self.update_id,
                     step=step,
-                    deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
+                    deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + limit_s),
                     on_result=on_result,
                     aside=self.aside and verb.in_update and not isinstance(request, _ENDING),
                     lenient=self._ended,

@@ -117,13 +117,18 @@ def _with(key: bytes) -> str:
 
 def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
     """Raise VERIFICATION_UNREACHABLE for a probe or a decode check that a target cannot compute."""
-    capabilities = slot.capabilities
-    probes, checks = VERIFICATION_LEVEL_PROBE in capabilities.verification, checks_decode(slot)
-    for wanted, able, field, what in (
-        (options.HasField("probe"), probes, "probe", "the probe"),
-        (options.decode_check, checks, "decode_check", "the decode check"),
+    capabilities, released = slot.capabilities, slot.report.released if slot.report is not None else ()
+    for wanted, able, resident, field, what in (
+        (
+            options.HasField("probe"),
+            VERIFICATION_LEVEL_PROBE in capabilities.verification,
+            MEMORY_TAG_KV_CACHE not in released,
+            "probe",
+            "the probe",
+        ),
+        (options.decode_check, checks_decode(slot), not released, "decode_check", "the decode check"),
     ):
-        if not wanted or (able and not _without_cache(slot)):
+        if not wanted or (able and resident):
             continue
         why = "its KV cache is released, so it can compute nothing" if able else "its engine has no code for it"
         raise Reason.VERIFICATION_UNREACHABLE.error(
@@ -139,19 +144,15 @@ def checks_decode(slot: Slot) -> bool:
 
 
 def decode_check_due(options: UpdateOptions, slot: Slot, elapsed_s: float) -> bool:
-    """Whether a target makes the decode check of an update that has taken so long: where the update does not say, if
-    the check costs less than a tenth of the update.
+    """Whether a target makes the decode check: where the update does not say, if the check costs less than a tenth of
+    the time, ``elapsed_s`` so far: of the update, or of its pause where that is what counts.
     """
     if options.HasField("decode_check"):
         return options.decode_check
-    if not checks_decode(slot) or _without_cache(slot):
+    if not checks_decode(slot) or (slot.report is not None and slot.report.released):
         return False
     cost_s = seconds(slot.capabilities.decode_check_time)
     return cost_s < _DECODE_CHECK_SHARE * (elapsed_s + cost_s)
-
-
-def _without_cache(slot: Slot) -> bool:
-    return slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released
 
 
 def refuse_unreachable(
@@ -356,19 +357,26 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
     return None
 
 
-def judge_decode(results: Sequence[StageResult]) -> dict[str, RlctlError]:
-    """What is wrong with targets, given their answers to the decode check, by slot."""
-    wrong = {}
+def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[str, RlctlError], frozenset[str]]:
+    """What is wrong with targets, given their answers to the decode check, by slot; and the slots that passed it.
+
+    ``wanted``: the update asks for the check. Then a target that could not make it is wrong. A check that nobody asked
+    for proves nothing where it could not be made: the server was busy, say.
+    """
+    wrong, passed = {}, set()
     for result in results:
         if result.outcome == OUTCOME_APPLIED and any(rank.check.HasField("decode") for rank in result.rank_results):
+            passed.add(result.slot)
             continue
         found = from_detail(result.error)
         if found.reason is not Reason.DECODE_MISMATCH:
+            if not wanted and result.outcome != OUTCOME_DIRTY:
+                continue
             why = result.error.message or "it says nothing of it"
             found = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {why}")
         found.outcome = max(result.outcome, OUTCOME_DIRTY)
         wrong[result.slot] = found
-    return wrong
+    return wrong, frozenset(passed)
 
 
 def certificate(level: Level, *, probed: bool, decode: bool) -> Verification:

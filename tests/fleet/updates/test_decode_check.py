@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
-from fleet_steps import engines
+from fleet_steps import dirty, engines
 from updating import abort, begin, commit, digest, join, refusal, version_of, write
 
 from rlctl.contract.errors import Reason
@@ -13,7 +14,7 @@ from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.coordinator_pb2 import GetFleetRequest
+from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
 
 STAGED = {"apply": v.APPLY_MODE_STAGED}
@@ -102,3 +103,53 @@ async def test_decode_is_no_level_of_the_bytes(fleet: InProcessFleet) -> None:
     error = await refusal(begin(fleet, options=v.UpdateOptions(verify=common.VERIFICATION_LEVEL_DECODE)))
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.verify")
     assert "decode_check" in error.message
+
+
+@pytest.mark.parametrize(("wanted", "state"), [(None, OPERATION_STATE_OK), (True, OPERATION_STATE_FAILED)])
+async def test_a_check_that_could_not_be_made_counts_only_where_it_was_asked_for(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch, wanted: bool | None, state: int
+) -> None:
+    def busy(engine: FakeEngine) -> v.CheckReport:
+        raise Reason.DEADLINE_EXCEEDED.error("other requests kept the server")
+
+    monkeypatch.setattr(FakeEngine, "decode_check_s", 0.0)
+    monkeypatch.setattr(FakeEngine, "_decode_report", busy)
+    async with make_fleet(a=1) as fleet:
+        operation = await update(fleet, wanted)
+        assert operation.state == state
+        assert not operation.verification.decode
+        if wanted:
+            assert "decode could not be compared with prefill" in operation.stage_results[0].error.message
+
+
+async def test_a_staged_update_makes_the_check_unasked_only_if_its_pause_hardly_grows(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "decode_check_s", 0.05)
+    async with make_fleet(a=1) as fleet:
+        plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT), **STAGED)
+        await join(fleet, plan)
+        await write(fleet, plan, "w1")
+        await asyncio.sleep(0.6)  # the transfer, beside generation
+        assert not (await commit(fleet, plan, digest("w1"))).verification.decode
+
+
+async def test_a_heal_makes_the_check_that_the_version_has_passed(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], str]
+) -> None:
+    made: list[str] = []
+
+    def report(engine: FakeEngine) -> v.CheckReport:
+        made.append(engine.weights)
+        return whole(engine)
+
+    whole = FakeEngine._decode_report
+    monkeypatch.setattr(FakeEngine, "_decode_report", report)
+    async with make_fleet(a=1) as fleet:
+        options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT, decode_check=True)
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="step-1", options=options)
+        assert (await fleet.stub.UpdateWeightsFromDisk(request)).verification.decode
+        made.clear()
+        await dirty(fleet)
+        await fleet.stub.HealStage(HealStageRequest())
+        assert len(made) == 1

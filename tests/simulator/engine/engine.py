@@ -45,6 +45,9 @@ from tests.simulator.ports.virtual_time import Node
 ADAPTER_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
 """Pause modes for one adapter of an engine that cannot hold single requests back."""
 
+BUSY = 0.05
+"""Chance that an engine cannot make a decode check in time."""
+
 STALE_DECODE = 0.03
 """Chance that decode steps of a rank compute with earlier weights after a commit."""
 
@@ -554,7 +557,9 @@ class SimEngine(Engine):
         return report
 
     def _decode_report(self) -> verbs.CheckReport:
-        """All ranks of an engine compute together, so each sees the decode of all."""
+        """All ranks of an engine compute together, so each sees the decode of all. Some are too busy."""
+        if self.node.random.random() < BUSY:
+            raise Reason.DEADLINE_EXCEEDED.error("other requests kept the server")
         stale = any(engine._stale_decode for engine in self.machine.engines)
         report = verbs.DecodeReport(sequences=1, tokens=1, difference=float(stale), tolerance=0.5)
         if decode_check.differs(report):
