@@ -63,7 +63,6 @@ class Authority:
         builder = builder.add_extension(
             x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{fleet}")]), critical=False
         )
-        private_files.make_directory(authority.directory, own=True)
         _write(authority.certificate, authority.key, builder, key, key)
         return authority
 
@@ -100,7 +99,6 @@ class Authority:
         builder = builder.add_extension(_usage(signs=False), critical=True)
         builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        private_files.make_directory(files.cert.parent)
         _write(files.cert, files.key, builder, key, signing)
         return files
 
@@ -291,16 +289,24 @@ def _builder(
 def _write(
     certificate: Path, key_path: Path, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, signing: Any
 ) -> None:
-    """Put both files in place, the key first: a reader between the two sees a pair that does not match, and waits."""
+    """Put both files in place, the key first: a reader between the two sees a pair that does not match, and waits.
+
+    Raises TLS_INVALID.
+    """
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     pem = builder.sign(signing, hashes.SHA256()).public_bytes(Encoding.PEM)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    for path, content in ((key_path, private), (certificate, pem)):
-        draft = path.with_name(f".{path.name}.new")
-        private_files.write_text(draft, content.decode())
-        os.replace(draft, path)
+    try:
+        private_files.make_directory(certificate.parent)
+        for path, content in ((key_path, private), (certificate, pem)):
+            draft = path.with_name(f".{path.name}.new")
+            private_files.write_text(draft, content.decode())
+            os.replace(draft, path)
+    except OSError as error:
+        step = "Check the rights and the room of the directory."
+        raise _invalid(certificate, f"it cannot be written: {error.strerror}", step) from None
 
 
 def _invalid(path: Path, why: str, step: str = "") -> RlctlError:

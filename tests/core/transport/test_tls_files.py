@@ -171,3 +171,11 @@ def test_processes_that_issue_one_certificate_at_once_leave_a_pair_that_matches(
         issuing = [threads.submit(Authority(authority.directory).issue, "client/a") for _ in range(16)]
         (files,) = {each.result() for each in issuing}
     assert str(read(files).identity) == "rlctl://lab/client/a"
+
+
+def test_a_certificate_that_cannot_be_written_is_named_with_the_reason(authority: Authority, tmp_path: Path) -> None:
+    (authority.directory / "stage").write_text("")
+    with pytest.raises(RlctlError, match=r"stage/a\.crt: it cannot be written: File exists"):
+        authority.ensured("stage/a")
+    with pytest.raises(RlctlError, match=r"ca\.crt: it cannot be written: Not a directory"):
+        Authority.init(authority.directory / "ca.crt" / "tls", "lab")
