@@ -86,12 +86,12 @@ class Principal:
         return any(grant.scope is scope or scope in _INCLUDED.get(grant.scope, ()) for grant in self.grants)
 
     def covers(self, scope: Scope, names: Collection[str]) -> bool:
-        """Whether it has the scope for each of these names."""
+        """Whether it has the scope for each of these names. No names: for all names, those of the future too."""
         if not self.has(scope):
             return False
         own = {grant.name for grant in self.grants if grant.scope is scope}
         wider = any(scope in _INCLUDED.get(grant.scope, ()) for grant in self.grants)
-        return wider or "" in own or own.issuperset(names)
+        return wider or "" in own or (bool(names) and own.issuperset(names))
 
     @property
     def limited(self) -> bool:

@@ -29,7 +29,7 @@ from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
 from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
-from rlctl.coordinator.subjects import subject_of
+from rlctl.coordinator.subjects import refuse_fence, subject_of
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook
 from rlctl.coordinator.transaction.transfer import Attempts
@@ -224,6 +224,7 @@ class Coordinator:
     async def verb(self, request: Message, remaining_s: float | None = None) -> Operation:
         """Carry out one of the table's verbs. ``remaining_s``: time that the caller itself will wait."""
         check(request)
+        refuse_fence(request)
         verb = of_request(request)
         if not verb.implemented:
             raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
@@ -415,6 +416,7 @@ class Coordinator:
     async def begin_weight_update(self, request: BeginWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Open an update."""
         check(request)
+        refuse_fence(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
         begins = self.implicit if request.implicit else self.updates
         return await begins.begin(request, timeout_s)

@@ -8,33 +8,73 @@ from google.protobuf.message import Message
 
 from rlctl.contract.access import Subject
 from rlctl.contract.adapter_identity import adapter_of
-from rlctl.contract.errors import RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.operations.operations import Operations
+from rlctl.coordinator.updates.implicit import Implicit
 from rlctl.v1.common_pb2 import RequestHeader, Target
 from rlctl.v1.results_pb2 import Operation
-from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    ContinueGenerationRequest,
+    LoadAdapterRequest,
+    PauseGenerationRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsFromDiskRequest,
+)
 
 _SELECTING = frozenset({"header", "model", "update_id", "operation_id"})
 """Fields that select a part of the fleet."""
+
+_UNFENCED = (BeginWeightUpdateRequest, UpdateWeightsFromDiskRequest, LoadAdapterRequest)
+"""Requests that open an update of their own: no update that is open can be theirs."""
+
+
+def refuse_fence(request: Message) -> None:
+    """Raise FIELD_CONFLICT for a request with a fence that would be ignored."""
+    if isinstance(request, _UNFENCED) and request.header.fence.update_id:
+        raise Reason.FIELD_CONFLICT.error(
+            f"{request.DESCRIPTOR.name.removesuffix('Request')} opens an update of its own",
+            field="header.fence.update_id",
+            next_step="Leave the fence out.",
+        )
 
 
 def subject_of(request: Message, roster: Roster, operations: Operations) -> Subject | None:
     """The subject of a request as the fleet is now. A request without a target is about every model, one that cannot
     have a target about nothing.
+
+    The subject includes every model that the coordinator may change for the request. Each field therefore counts here
+    for the requests for which the coordinator reads it.
     """
-    if _SELECTING.isdisjoint(request.DESCRIPTOR.fields_by_name):
+    fields = request.DESCRIPTOR.fields_by_name
+    if _SELECTING.isdisjoint(fields):
         return None
-    adapter = adapter_of(request)
     header: RequestHeader = getattr(request, "header", RequestHeader())
-    named = header.fence.update_id or getattr(request, "update_id", "") or getattr(request, "operation_id", "")
-    operation = _operation(operations, named) if named else None
-    if operation is not None:
-        # A pause is about all requests of its targets unless it names an adapter, inside an update too.
-        if not isinstance(request, PauseGenerationRequest | ContinueGenerationRequest):
-            adapter = operation.adapter
-        return Subject(_models_of(operation, roster), adapter)
-    return Subject(_targeted(request, header, roster), adapter)
+    own = adapter_of(request)
+    named = getattr(request, "update_id", "") or getattr(request, "operation_id", "")
+    if named:
+        operation = _operation(operations, named)
+        return Subject(_every(roster), own) if operation is None else _of(operation, roster)
+    if "update_id" not in fields and not isinstance(request, _UNFENCED):
+        update = _update(operations, header.fence.update_id)
+        if update is not None:
+            return _fenced(request, header, _of(update, roster), roster)
+    return Subject(_targeted(request, header, roster), own)
+
+
+def _fenced(request: Message, header: RequestHeader, update: Subject, roster: Roster) -> Subject:
+    """The subject of a request with a fence: the update, and the models that the request itself names. An update that
+    has ended counts too: the method then refuses the request, and names the reason, or returns a recorded result.
+    """
+    if isinstance(request, PauseGenerationRequest | ContinueGenerationRequest):
+        # A pause is about all requests of its targets unless it names an adapter. A continue ends the pauses of the
+        # adapter at the target in the header.
+        return Subject(update.models | _targeted(request, header, roster), adapter_of(request))
+    models = update.models | _named(header.target, roster)
+    if isinstance(request, UnloadAdapterRequest):
+        return Subject(models, adapter_of(request))
+    return Subject(models, update.adapter if models == update.models else "")
 
 
 def _operation(operations: Operations, operation_id: str) -> Operation | None:
@@ -44,19 +84,39 @@ def _operation(operations: Operations, operation_id: str) -> Operation | None:
         return None
 
 
-def _models_of(operation: Operation, roster: Roster) -> frozenset[str]:
-    if operation.model:
-        return frozenset({operation.model})
-    return _of_slots(operation.targets, roster)
+def _update(operations: Operations, update_id: str) -> Operation | None:
+    operation = _operation(operations, update_id) if update_id else None
+    return operation if operation is not None and operation.update_id == operation.operation_id else None
+
+
+def _of(operation: Operation, roster: Roster) -> Subject:
+    models = {operation.model} if operation.model else set()
+    return Subject(_of_slots(operation.targets, roster) | models, operation.adapter)
 
 
 def _targeted(request: Message, header: RequestHeader, roster: Roster) -> frozenset[str]:
-    models = {name for name in (getattr(request, "model", ""), header.target.model) if name}
-    slots = [*header.target.slots, *([header.for_slot] if header.for_slot else ())]
-    models |= _of_slots(slots, roster)
-    if not models:
-        models = {slot.model for slot in roster.covered(Target(stages=header.target.stages))}
-    return frozenset(models)
+    """The models of a request without an update."""
+    target, named = header.target, _named(header.target, roster)
+    if isinstance(request, BeginWeightUpdateRequest):
+        models = _of_engine(request.model, header.for_slot if request.implicit else "", roster)
+    elif isinstance(request, CommitWeightUpdateRequest) or (hasattr(request, "header") and Implicit.takes(request)):
+        models = _of_engine(target.model, header.for_slot, roster)
+    else:
+        models = named or frozenset(slot.model for slot in roster.covered(Target(stages=target.stages)))
+    return (models or _every(roster)) | named
+
+
+def _of_engine(model: str, slot: str, roster: Roster) -> frozenset[str]:
+    """The model of a request that is about a model as a whole, though it may name one of its engines."""
+    return _of_slots([slot], roster) | ({model} if model else set())
+
+
+def _named(target: Target, roster: Roster) -> frozenset[str]:
+    return _of_slots(target.slots, roster) | ({target.model} if target.model else set())
+
+
+def _every(roster: Roster) -> frozenset[str]:
+    return frozenset(slot.model for slot in roster.slots.values())
 
 
 def _of_slots(names: Iterable[str], roster: Roster) -> frozenset[str]:

@@ -118,6 +118,12 @@ def test_weights_of_one_model_are_not_those_of_another() -> None:
     assert allowed(principal("weights:actor", "weights:critic"), BOTH) == ALLOWED["weights"]
 
 
+def test_a_scope_for_named_models_does_not_cover_a_fleet_without_models() -> None:
+    assert not Principal("x", frozenset({Grant.parse("weights:actor")})).covers(Scope.WEIGHTS, set())
+    assert Principal("x", frozenset({Grant.parse("weights")})).covers(Scope.WEIGHTS, set())
+    assert Principal("x", frozenset({Grant.parse("admin")})).covers(Scope.WEIGHTS, set())
+
+
 def test_an_adapter_is_written_with_its_own_scope_or_that_of_its_model() -> None:
     for scope in ("adapters", "adapters:math"):
         assert allowed(principal(scope), MATH) == VIEW | UPDATE | {"ReserveRequestId"}
