@@ -222,7 +222,7 @@ class AccessGuard(grpc.aio.ServerInterceptor):
         self, metadata: Mapping[str, Any], method: Method, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Identity:
         """See :func:`admit`."""
-        certificate = self._certificate_of(context)
+        certificate = None if HEADER in metadata else self._certificate_of(context)  # a token goes before it
         return admit(self.access, method, metadata, _host(context.peer() or ""), self._denials, certificate)
 
 

@@ -49,6 +49,15 @@ def test_bad_arguments_are_usage_errors(cli: Cli, up: list[str], arguments: list
     assert complaint in ran.err
 
 
+def test_an_access_file_needs_a_token_of_the_fleet(cli: Cli, up: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCTL_ACCESS_FILE", "/x/access.json")
+    ran = cli(*up)
+    assert ran.code == 2
+    assert "the fleet has no token of its own" in ran.err
+    monkeypatch.setenv("RLCTL_TOKEN", "t")
+    assert cli(*up, "--dry-run").code == 0
+
+
 def test_a_dry_run_says_what_would_be_started(cli: Cli, up: list[str], tmp_path: Path) -> None:
     plan = cli(*up, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2", "--dry-run", "-o", "json").data
     assert [engine["slot"] for engine in plan["engines"]] == ["actor-0", "actor-1"]

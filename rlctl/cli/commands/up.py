@@ -86,6 +86,12 @@ def up(
     warn(settings, prepared.problems)
     wanted = prepared.deployment
     refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure or bool(wanted.tls))
+    if os.environ.get("RLCTL_ACCESS_FILE") and not token(settings, prepared.plan) and not wanted.tls:
+        raise Reason.FIELD_REQUIRED.error(
+            "RLCTL_ACCESS_FILE is set, and the fleet has no token of its own: its processes could not call each other",
+            field="RLCTL_TOKEN",
+            next_step="Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or use --tls.",
+        )
     if prepared.running is not None and file is None:
         raise taken(wanted.name)
     if prepared.running is not None and new:
