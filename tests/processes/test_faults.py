@@ -173,7 +173,7 @@ def test_a_killed_coordinator_comes_back_to_the_same_fleet(tmp_path: Path, check
         assert status.header.fleet_epoch == 2
         assert status.stages[0].incarnation == 1
         assert status.models[0].latest.label == "two"
-        assert fleet.operation(operation.operation_id) == operation
+        assert fleet.operations()[0] == operation
         assert fleet.generate("x", max_new_tokens=1).samples[0].text
 
 
