@@ -150,6 +150,14 @@ def test_launchers_issue_what_is_missing_and_renew_in_the_last_third(authority: 
         assert (authority.ensured("stage/a").cert.read_bytes() != made) is renewed, age
 
 
+def test_a_supervisor_renews_what_it_has_issued_with_the_same_hosts(authority: Authority) -> None:
+    files = authority.ensured("gateway/g", hosts=["10.0.0.5"])
+    old = authority.issue("gateway/g", days=90, begins=days_ago(61)).cert.read_bytes()
+    authority.renew()
+    assert files.cert.read_bytes() != old
+    assert "10.0.0.5" in names(files.cert)[2]
+
+
 def test_without_the_key_of_the_ca_nothing_is_issued(authority: Authority) -> None:
     made = authority.ensured("stage/a")
     (authority.directory / "ca.key").unlink()
