@@ -109,7 +109,14 @@ class VLLMEngine(ServerEngine):
         self._readable = bool(digest)
         # Others' requests would be answered while a probe makes the server go on.
         self._prober = (
-            Prober(self._control, self._state, self._requests, self._limits, self.turn)
+            Prober(
+                self._control,
+                self._state,
+                self._requests,
+                self._limits,
+                self.turn,
+                lora_on_cpu=facts.cpu and facts.lora is not None,
+            )
             if self._server.launched
             else None
         )
