@@ -31,11 +31,12 @@ from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
+from rlctl.transport.access_file import make_token
 from rlctl.transport.auth import Access, admit
 from rlctl.transport.channel import OnBehalf
 from rlctl.transport.denials import Denials
 from rlctl.transport.tls.credentials import Tls, http_identity
-from rlctl.transport.tls.identity import Role
+from rlctl.transport.tls.identity import GATEWAY, Identity, Role
 
 if TYPE_CHECKING:
     from rlctl.gateway.metrics import GatewayMetrics
@@ -57,7 +58,8 @@ class GatewayConfig:
         dialect: its name.
         listen: ``host:port``; port 0 takes any.
         token: to watch the fleet with; callers bring the same. None: whoever comes is the fleet's to refuse.
-        access_file: further principals that may call.
+        access_file: further principals that may call. The fleet decides by their scopes, and needs tokens of its own.
+        insecure: other hosts may call without a token, and with TLS without a certificate.
         middleware_paths: the first is the outermost.
         share_port: other processes listen there too (SO_REUSEPORT).
         drain_s: how long requests may go on once the gateway is to end.
@@ -130,7 +132,8 @@ class GatewayServer:
                 raise Reason.FIELD_CONFLICT.error(
                     "sglang-router does not speak TLS to this gateway", field="router_backend"
                 )
-        refuse_insecure(config.listen, token=config.token or config.access_file or None, insecure=config.insecure)
+        insecure = config.insecure or config.tls is not None
+        refuse_insecure(config.listen, token=config.token or config.access_file or None, insecure=insecure)
         self._access = Access(config.token, config.access_file)
         host, port = split(config.listen, "listen")
         classes = [middleware.load(path) for path in config.middleware_paths]
@@ -144,6 +147,8 @@ class GatewayServer:
             config.coordinator, token=config.token or "", tls=config.tls or False, client="gateway"
         )
         await self.fleet.status()  # whoever may not watch the fleet could serve nobody
+        if config.access_file:
+            await _refuse_unguarded(self.fleet)
         made_by = Generation if self._metrics is None else self._metrics.generation
         self.generation = self._generation = made_by(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
@@ -250,13 +255,33 @@ class GatewayServer:
 
     def _admit(self, route: Route, call: Call, request: web.Request) -> None:
         """Raise TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
-        own, certificate = self.config.tls, http_identity(request.transport)
-        if certificate is not None and (own is None or certificate.fleet != own.identity.fleet):
-            certificate = None
+        certificate = self._certificate(request)
         method = Method(f"{route.methods} {route.path}", route.scope.needs)
         caller = admit(self._access, method, call.headers, request.remote or "", self._denials, certificate)
         if certificate is not None and self.config.access_file and call.token is None:
             call.act_for(OnBehalf(self.config.token or "", caller.principal.name))
+
+    def _certificate(self, request: web.Request) -> Identity | None:
+        """The identity of a caller that may use gateways.
+
+        Raises PEER_NOT_ALLOWED where nothing else guards the gateway, which calls the fleet with its own certificate.
+        """
+        if self.config.tls is None:
+            return None
+        peer = None if request.transport is None else request.transport.get_extra_info("peercert")
+        refused = self.config.tls.http_refusal(peer, GATEWAY)
+        if refused is None:
+            return http_identity(request.transport)
+        if self._access.guards or self.config.insecure:
+            return None
+        raise (
+            refused
+            if peer
+            else Reason.PEER_NOT_ALLOWED.error(
+                "the caller has no certificate",
+                next_step="Call with a certificate of the fleet: `rlctl certs issue client/NAME`.",
+            )
+        )
 
     async def _answer(self, route: Route, call: Call, request: web.Request) -> Answer:
         handler: Handler = route.handler
@@ -302,6 +327,21 @@ class GatewayServer:
             close = getattr(chunks, "aclose", None)
             if close is not None:
                 await close()
+
+
+async def _refuse_unguarded(fleet: AsyncFleet) -> None:
+    """Raise FIELD_CONFLICT for a coordinator that accepts calls with any token: it would know no scopes."""
+    try:
+        await fleet.on_behalf_of(make_token()).status()
+    except RlctlError as error:
+        if error.reason is Reason.TOKEN_INVALID:
+            return
+        raise
+    raise Reason.FIELD_CONFLICT.error(
+        "the gateway has an access file, and the coordinator accepts calls without a token: no scope would count",
+        field="access_file",
+        next_step="Start coordinator and stages with the access file too: --access-file or RLCTL_ACCESS_FILE.",
+    )
 
 
 def _closing(handler: Handler) -> Handler:

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import Grant
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.sdk import aio
@@ -91,6 +92,8 @@ async def test_a_gateway_hands_on_the_certificate_of_its_caller(
         server = GatewayServer(GatewayConfig(fleet.server.address, access_file=str(access), tls=own))
         await server.start()
 
+        reasons = []
+
         async def status(path: str, method: str, url: str, body: object = None) -> int:
             tls = Tls(authority.ensured(path))
             name = tls.peer_name(Role.GATEWAY)
@@ -98,12 +101,17 @@ async def test_a_gateway_hands_on_the_certificate_of_its_caller(
                 aiohttp.ClientSession(f"https://{server.address}") as http,
                 http.request(method, url, json=body, ssl=tls.client_context(), server_hostname=name) as response,
             ):
+                if response.status != 200:
+                    reasons.append((await response.json())["error"]["reason"])
                 return int(response.status)
 
         assert await status("client/sampler", *ROUTES["rollout"]) == 200
         assert await status("client/watcher", *ROUTES["rollout"]) == 403
         assert await status("client/trainer", *ROUTES["weights"]) == 200
         assert await status("client/nobody", *ROUTES["weights"]) == 401
+        for path in ("stage/a", "worker/a"):
+            assert await status(path, *ROUTES["viewer"]) == 401
+            assert reasons[-1] == "TOKEN_MISSING", "the gateway itself refuses a process that is no user of the fleet"
         async with await aio.connect(fleet.server.address, tls=Tls(authority.ensured("client/watcher"))) as client:
             [operation] = await client.operations(verb="FlushCache")
             assert (operation.caller.principal, operation.caller.via) == ("trainer", "gateway/front")
@@ -116,3 +124,15 @@ async def test_a_caller_of_a_gateway_speaks_for_nobody(fleet: InProcessFleet, ma
             headers = {"authorization": f"Bearer {name}", ON_BEHALF_OF: "trainer"}
             status, error = await answer(http, "POST", "/flush_cache", **headers)
             assert (status, error["error"]["reason"]) == (403, "SCOPE_MISSING")
+
+
+async def test_a_gateway_with_an_access_file_refuses_a_coordinator_without_tokens(
+    make_fleet: Callable[..., Any], access: Path
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        server = GatewayServer(GatewayConfig(fleet.server.address, access_file=str(access)))
+        with pytest.raises(RlctlError) as caught:
+            await server.start()
+        await server.stop()
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_CONFLICT, "access_file")
+    assert "--access-file" in caught.value.next_step

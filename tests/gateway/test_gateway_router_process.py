@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from rlctl.cli.commands.gateway import gateway
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.gateway.router import process
 from rlctl.gateway.router.process import SglangRouter
@@ -58,3 +60,13 @@ def test_an_answer_that_breaks_off_is_a_connection_that_did(answer: bytes) -> No
         with pytest.raises(OSError, match="broke off"):
             router.workers()
         server.join()
+
+
+def test_an_access_file_does_not_guard_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RLCTL_TOKEN", "RLCTL_TOKEN_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    router = ["--router-backend", "sglang-router", "--router-listen", "0.0.0.0:0"]
+    options = ["--coordinator", "127.0.0.1:1", "--access-file", str(tmp_path / "access.json"), *router]
+    result = CliRunner().invoke(gateway, options)
+    assert isinstance(result.exception, RlctlError)
+    assert result.exception.reason is Reason.INSECURE_BIND

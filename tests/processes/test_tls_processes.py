@@ -58,6 +58,8 @@ def test_up_gives_every_process_a_certificate_and_refuses_plain_text(
         context = ssl.create_default_context(cafile=str(authority.certificate))
         with urllib.request.urlopen(f"{url}/health", context=context, timeout=20) as answer:
             assert answer.status == 200
+        own = authority.ensured("client/alice")
+        context.load_cert_chain(own.cert, own.key)
         with DefaultHttpxClient(verify=context) as http:
             client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0)
             assert [model.id for model in client.models.list()] == ["actor"]

@@ -72,7 +72,11 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @ACCESS_OPTION
-@click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Bind where other hosts can reach it though there is no token; with TLS, need no certificate of callers.",
+)
 @tls_options
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @LOG_FORMAT_OPTION
@@ -141,7 +145,8 @@ def gateway(
         key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
         token, router = load_token(file=token_file), None
         if router_backend:
-            refuse_insecure(router_listen, token=token or access_file or None, insecure=insecure)
+            # The router checks the fleet's own token only.
+            refuse_insecure(router_listen, token=token, insecure=insecure)
             host, port = split(router_listen, "router_listen")
             router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs, token=token)
 

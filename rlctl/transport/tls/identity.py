@@ -16,6 +16,9 @@ DOMAIN = "rlctl.internal"
 DATA_PORT = "data port"
 """Stands for the data port of a stage, which is no gRPC service."""
 
+GATEWAY = "gateway"
+"""Stands for the HTTP of a gateway."""
+
 _FLEET = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 
@@ -107,6 +110,7 @@ _CALLERS = {
     "rlctl.v1.RolloutService": _USERS,
     "rlctl.v1.TrainerService": frozenset({Role.TRAINER, Role.COORDINATOR}),
     DATA_PORT: _USERS,
+    GATEWAY: _USERS,
 }
 """Service → roles that may call it. Health and reflection are for every identity of the fleet."""
 
