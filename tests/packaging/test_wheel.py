@@ -25,6 +25,7 @@ WHEEL = f"rlctl-{__version__}-py3-none-any.whl"
 PACKAGES = {"rlctl", "rlctl_servers", "rlctl_sglang", "rlctl_torch", "rlctl_vllm"}
 PARTS = {
     *("cli", "client", "command_stream", "contract", "coordinator", "demo", "gateway", "integrations", "launch"),
+    "metrics",
     *("rollout", "runtime", "sdk", "sglang_api", "stage", "testing", "topology", "trainer", "transport", "v1"),
     *("weights", "worker"),
 }

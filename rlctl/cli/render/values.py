@@ -88,7 +88,7 @@ def principal(caller: Caller) -> str:
 
 
 def client(caller: Caller) -> str:
-    """cli/0.1.0 alice@host."""
+    """cli/VERSION alice@host."""
     return " ".join(filter(None, ["/".join(filter(None, [caller.client, caller.client_version])), caller.user]))
 
 
