@@ -20,6 +20,9 @@ KIND = "audit"
 MOST = 100_000
 """Records that are kept, some 25 MB."""
 
+MOST_DENIALS = 10_000
+"""Records of denied calls that are kept: callers without any right must not push changes out."""
+
 KEPT_S = 90 * 86_400.0
 """How long a record is kept."""
 
@@ -30,17 +33,29 @@ MOST_SLOTS = 16
 class Audit:
     """The records, oldest first. An operation's end is recorded by the journal write that records the operation."""
 
-    def __init__(self, journal: Journal, clock: Clock, kept_s: float = KEPT_S, most: int = MOST) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Clock,
+        kept_s: float = KEPT_S,
+        most: int = MOST,
+        most_denials: int = MOST_DENIALS,
+    ) -> None:
         self._journal = journal
         self._clock = clock
         self._kept_ns = round(kept_s * 1e9)
         self._most = most
+        self._most_denials = most_denials
         self._records: dict[str, bytes] = {}
         """By key, which begins with the time; as bytes, which take a fifth of the memory of messages."""
+        self._denials: dict[str, None] = {}
+        """Keys of the records of denied calls, oldest first."""
 
     def load(self) -> None:
         """Take in what the journal holds."""
         self._records = dict(self._journal.read(KIND))
+        records = ((key, parsed(KIND, key, body, AuditRecord)) for key, body in self._records.items())
+        self._denials = dict.fromkeys(key for key, record in records if record.denied)
 
     def ended(self, operation: Operation) -> list[Put | Delete]:
         """Add an operation that has ended; the changes of the journal. Steps of an update belong to the update."""
@@ -85,11 +100,20 @@ class Audit:
         key = f"{record.time.ToNanoseconds():020d}-{unique}"
         body = record.SerializeToString()
         self._records[key] = body
+        if record.denied:
+            self._denials[key] = None
         return [Put(KIND, key, body), *self._expired(record.time)]
 
     def _expired(self, now: Timestamp) -> Iterator[Delete]:
         oldest = f"{max(0, now.ToNanoseconds() - self._kept_ns):020d}"
-        while len(self._records) > self._most or next(iter(self._records)) < oldest:
-            key = next(iter(self._records))
-            del self._records[key]
-            yield Delete(KIND, key)
+        while next(iter(self._records)) < oldest:
+            yield self._drop(next(iter(self._records)))
+        while len(self._denials) > self._most_denials:
+            yield self._drop(next(iter(self._denials)))
+        while len(self._records) > self._most:  # denials first
+            yield self._drop(next(iter(self._denials or self._records)))
+
+    def _drop(self, key: str) -> Delete:
+        del self._records[key]
+        self._denials.pop(key, None)
+        return Delete(KIND, key)

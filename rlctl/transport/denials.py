@@ -25,10 +25,12 @@ Later = Callable[[float, Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class Denial:
-    """Equal refusals: one caller, one method, one reason.
+    """Equal refusals: one caller, one method, one reason. Callers of one host that were not authenticated are one
+    caller, whatever they call: they choose the methods, so these must not make kinds of their own.
 
     Attributes:
         identity: None: the caller was not authenticated.
+        method: of the last call. As ``error``.
         host: where it called from, without the port.
         count: number of calls.
     """
@@ -53,8 +55,9 @@ class Denials:
     def note(self, identity: Identity | None, method: Method, error: RlctlError, host: str) -> None:
         """Take in a refusal."""
         denial = Denial(identity, host, method.name, error)
-        name = identity.principal.name if identity is not None else ""
-        kind: tuple[str, ...] = (name, host, method.name, error.reason.name)
+        kind: tuple[str, ...] = ("", host)
+        if identity is not None:
+            kind = (identity.principal.name, host, method.name, error.reason.name)
         if kind not in self._open and len(self._open) >= MOST_KINDS:
             kind = ()
         if kind in self._open:
@@ -73,6 +76,8 @@ class Denials:
 
     def _tell(self, denial: Denial) -> None:
         calls = f"{denial.count} further calls of " if denial.count > 1 else ""
+        if calls and denial.identity is None:
+            calls = f"{denial.count} further calls without authentication, the last of "
         log.warning("%s%s from %s denied: %s", calls, denial.method, denial.host or "an unknown host", denial.error)
         if self._report is not None:
             self._report(denial)

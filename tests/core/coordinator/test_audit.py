@@ -114,3 +114,21 @@ async def test_a_full_disk_costs_the_record_and_not_the_call() -> None:
     audit = audit_of(journal, Clock())
     await audit.record(AuditRecord(method="AdmitSlots"))
     assert len(ids(audit)) == 1, "it is shown until the coordinator ends"
+
+
+async def test_denials_push_no_changes_out() -> None:
+    journal, clock = Journal(), Clock()
+    audit = audit_of(journal, clock, most=6, most_denials=3)
+    for number in range(3):
+        journal.take(audit.ended(operation(number)))
+    for number in range(10):
+        clock.second = 1100 + number
+        await audit.record(AuditRecord(method="GetFleet", operation_id=f"denied-{number}", denied=True))
+    assert ids(audit) == ["denied-9", "denied-8", "denied-7", "op-2", "op-1", "op-0"]
+    again = audit_of(journal, clock, most=6, most_denials=3)
+    again.load()
+    for number in range(5):
+        journal.take(again.ended(operation(200 + number)))
+    changes = [f"op-{number}" for number in (204, 203, 202, 201, 200, 2)]
+    assert ids(again) == changes, "denials are dropped first"
+    assert len(journal.records) == len(changes)
