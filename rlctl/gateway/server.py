@@ -369,7 +369,7 @@ def _of_the_request(route: Route, error: RlctlError) -> RlctlError:
 
 def _defect(request: web.Request, error: Exception) -> RlctlError:
     """The error for an unexpected exception."""
-    log.error("%s %s", request.method, request.path, exc_info=error)
+    log.error("%s %r", request.method, request.path, exc_info=error)
     without_frames(error)
     return Reason.INTERNAL.error("the gateway failed; its log says more")
 

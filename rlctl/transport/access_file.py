@@ -83,7 +83,7 @@ def read(path: Path) -> dict[str, Entry]:
     """The principals of a file by name. Raises FIELD_INVALID, naming the place that is wrong."""
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _invalid(path, f"it cannot be read: {error}") from None
     top = _fields(path, "the file", document, {"version": int, "principals": list})
     if top["version"] != VERSION:
@@ -167,15 +167,14 @@ class AccessFile:
         stamp = self._stamp()
         if stamp == self._seen:
             return
-        self._seen = stamp
         try:
             self._take(read(self.path))
         except RlctlError as error:
             if error.message != self._trouble:
                 log.error("the earlier principals stay in force: %s", error)
             self._trouble = error.message
-            return
-        self._trouble = ""
+            return  # and try again: a file that could not be read may be readable without another change
+        self._seen, self._trouble = stamp, ""
         log.info("%s was read again: %d principals", self.path, len(self._by_name))
 
     def _take(self, entries: Mapping[str, Entry]) -> None:
@@ -228,7 +227,7 @@ def _token(path: Path, where: str, value: object) -> TokenHash:
     try:
         created = datetime.fromisoformat(fields["created"]).timestamp()
         expires = datetime.fromisoformat(fields["expires"]).timestamp() if "expires" in fields else None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise _invalid(path, f"{where}: {error}") from None
     return TokenHash(sha256, created, expires)
 

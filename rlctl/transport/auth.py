@@ -59,9 +59,13 @@ def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -
 
 def sendable(token: str) -> str:
     """The token. Raises FIELD_INVALID for one that no call can carry."""
-    if not (token.isascii() and token.isprintable()):
+    if not _sendable(token):
         raise Reason.FIELD_INVALID.error("the token has other than printable ASCII characters", field="token")
     return token
+
+
+def _sendable(token: str) -> bool:
+    return token.isascii() and token.isprintable()
 
 
 def token_variables(token: str | None) -> dict[str, str]:
@@ -127,6 +131,8 @@ class Access:
         scheme, _, token = str(metadata.get(HEADER, "")).partition(" ")
         token = token.strip()
         if scheme.lower() == "bearer" and token:
+            if not _sendable(token):
+                raise Reason.TOKEN_INVALID.error("the token has other than printable ASCII characters")
             found = self._file.of_token(token) if self._file is not None else None
             if found is not None:
                 return found

@@ -141,7 +141,7 @@ class DataPort:
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception as error:
-            log.error("%s %s", request.method, request.path, exc_info=error)
+            log.error("%s %r", request.method, request.path, exc_info=error)
             return _refusal(Reason.INTERNAL.error("the stage failed; its log says more"))
 
     @staticmethod
@@ -155,7 +155,7 @@ class DataPort:
         """Raise TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
         admit(
             self._access,
-            Method(f"{request.method} {request.path}", (Scope.ROLLOUT,)),
+            Method(_route(request), (Scope.ROLLOUT,)),
             request.headers,
             request.remote or "",
             self._denials,
@@ -220,6 +220,12 @@ class DataPort:
         passed = end_to_end(request.headers, _NOT_PASSED)
         headers = {name: value for name, value in passed if not name.lower().startswith(_OWN)}
         return HttpRequest(request.method, _target(request), headers, data, document, gated)
+
+
+def _route(request: web.Request) -> str:
+    """The name of the route for logs. A path is the choice of a caller that may have no right to write there."""
+    resource = request.match_info.route.resource
+    return "unknown route" if resource is None else f"{request.method} {resource.canonical}"
 
 
 def _target(request: web.Request) -> str:

@@ -6,6 +6,7 @@ import datetime
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Time until the same files are read again that could not be used."""
 
 VARIABLES = {"ca": "RLCTL_TLS_CA", "cert": "RLCTL_TLS_CERT", "key": "RLCTL_TLS_KEY"}
 """Setting → environment variable."""
@@ -98,16 +102,27 @@ class TlsMaterial:
         self._lock = threading.Lock()  # servers read in threads of gRPC
         self._stamp = self._stamps()
         self._now = read(files)
+        self._failed: list[tuple[int, int, int]] | None = None
+        """Stamps of files that could not be used at the last attempt."""
+        self._retry = 0.0
+        self._trouble = ""
 
     def now(self) -> Material:
         """The present content."""
         with self._lock:
-            if (stamp := self._stamps()) != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._now = self._again()
-                except RlctlError as error:
+            stamp = self._stamps()
+            if stamp == self._stamp or (stamp == self._failed and time.monotonic() < self._retry):
+                return self._now
+            try:
+                self._now = self._again()
+            except RlctlError as error:
+                # Files that could not be read may be readable without another change.
+                self._failed, self._retry = stamp, time.monotonic() + RETRY_S
+                if error.message != self._trouble:
                     log.error("%s; the earlier certificate stays in use until %s", error, self._now.expires)
+                self._trouble = error.message
+            else:
+                self._stamp, self._failed, self._trouble = stamp, None, ""
             return self._now
 
     def _again(self) -> Material:

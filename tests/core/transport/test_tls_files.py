@@ -20,9 +20,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.transport.tls import files as tls_files_module
 from rlctl.transport.tls.authority import Authority
 from rlctl.transport.tls.credentials import Tls, load_tls
-from rlctl.transport.tls.files import TlsFiles, TlsMaterial, read, tls_files
+from rlctl.transport.tls.files import Material, TlsFiles, TlsMaterial, read, tls_files
 from rlctl.transport.tls.identity import Role
 
 
@@ -187,3 +188,30 @@ def test_a_certificate_that_cannot_be_written_is_named_with_the_reason(authority
         authority.ensured("stage/a")
     with pytest.raises(RlctlError, match=r"ca\.crt: it cannot be written: Not a directory"):
         Authority.init(authority.directory / "ca.crt" / "tls", "lab")
+
+
+def test_files_that_could_not_be_read_once_are_read_again(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = authority.issue("stage/a")
+    material = TlsMaterial(files)
+    before = material.now()
+    authority.issue("stage/a")
+    now = 1000.0
+    attempts = 0
+
+    def fails(_: TlsFiles) -> Material:
+        nonlocal attempts
+        attempts += 1
+        raise Reason.TLS_INVALID.error("Input/output error")
+
+    monkeypatch.setattr(tls_files_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tls_files_module, "read", fails)
+    for _ in range(3):
+        for _ in range(5):
+            assert material.now() is before
+        now += tls_files_module.RETRY_S
+    assert attempts == 3
+    assert caplog.text.count("Input/output error") == 1
+    monkeypatch.setattr(tls_files_module, "read", read)
+    assert material.now().cert == files.cert.read_bytes() != before.cert

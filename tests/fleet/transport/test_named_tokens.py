@@ -352,6 +352,40 @@ def test_the_kinds_of_denials_are_bounded(caplog: pytest.LogCaptureFixture) -> N
     caplog.clear()
 
 
+def test_calls_without_authentication_from_one_host_are_one_kind() -> None:
+    ends: list[Callable[[], None]] = []
+    reports: list[denials.Denial] = []
+    noted = denials.Denials(reports.append, lambda _, end: ends.append(end))
+    for number in range(100):
+        reason = Reason.TOKEN_INVALID if number % 2 else Reason.TOKEN_MISSING
+        noted.note(None, method_of(f"/rlctl.v1.CoordinatorService/Method{number}"), reason.error(), "10.0.0.1")
+    for end in ends:
+        end()
+    assert [report.count for report in reports] == [1, 99]
+
+
+def test_a_file_that_could_not_be_read_once_is_read_again(
+    access: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = access_file.AccessFile(access)
+    write(access, entry("watcher", "fresh"))
+    read = access_file.read
+
+    def fails(path: Path) -> Any:
+        raise Reason.FIELD_INVALID.error(f"{path}: Input/output error")
+
+    monkeypatch.setattr(access_file, "read", fails)
+    for _ in range(3):
+        assert file.of_token("watcher") is not None
+    monkeypatch.setattr(access_file, "read", read)
+    assert file.of_token("watcher") is None, "the token was revoked"
+    assert file.of_token("fresh") is not None
+    assert caplog.text.count("Input/output error") == 1
+    access.write_text("[" * 100_000)
+    assert file.of_token("fresh") is not None
+    assert "the earlier principals stay in force" in caplog.text
+
+
 async def test_the_audit_has_changes_and_denials_and_survives_a_restart(
     make_fleet: Callable[..., Any], access: Path
 ) -> None:
