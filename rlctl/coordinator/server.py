@@ -86,7 +86,11 @@ class CoordinatorConfig:
 
 
 class CoordinatorServer:
-    """A coordinator with its server."""
+    """A coordinator with its server.
+
+    Attributes:
+        denials: refused calls, which are recorded in the audit.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         if config.tls is not None:
@@ -108,8 +112,8 @@ class CoordinatorServer:
             observer=self._metrics,
         )
         self._recording: set[asyncio.Task[None]] = set()
-        denials = Denials(self._record_denial)
-        implementations = {**methods(self.coordinator, denials), "BackupJournal": _watch(self.backup_journal)}
+        self.denials = Denials(self._record_denial)
+        implementations = {**methods(self.coordinator, self.denials), "BackupJournal": _watch(self.backup_journal)}
         if self._metrics is not None:
             implementations = self._metrics.measured(implementations)
         handler = generic_handler(SERVICE, implementations, most_streams=MOST_STREAMS)
@@ -119,7 +123,7 @@ class CoordinatorServer:
             access_file=config.access_file,
             insecure=config.insecure,
             tls=config.tls,
-            denials=denials,
+            denials=self.denials,
         )
 
     async def start(self) -> None:

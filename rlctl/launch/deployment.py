@@ -28,6 +28,7 @@ _FIXED = {
     "owner_grace_s": "fleet.owner_grace_s",
     "heal_grace_s": "fleet.heal_grace_s",
     "metrics": "fleet.metrics",
+    "web": "fleet.web",
 }
 """What cannot change in a fleet that is up, by the key that says it: who heeds it is told once, at its start."""
 
@@ -57,6 +58,7 @@ class Deployment:
         owner_grace_s: how long the owner of an update may be silent after a write has failed.
         heal_grace_s: how long a DIRTY engine is left to the next update before it is healed.
         metrics: its processes serve metrics.
+        web: where the coordinator serves its page; "": nowhere.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Deployment:
     owner_grace_s: float = 5.0
     heal_grace_s: float = 60.0
     metrics: bool = False
+    web: str = ""
     tls: str = ""
 
     @property

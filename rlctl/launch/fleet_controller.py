@@ -75,6 +75,7 @@ class LaunchedFleet:
         graces: Mapping[str, float] = MappingProxyType({}),
         new: bool = False,
         metrics: bool = False,
+        web: str = "",
         authority: Authority | None = None,
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
@@ -85,12 +86,14 @@ class LaunchedFleet:
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
         ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal. ``graces``: of the
         coordinator, seconds by option. ``metrics``: the coordinator serves metrics; the specs say it of the others.
+        ``web``: where the coordinator serves its page; "": nowhere.
         ``authority``: what issues a certificate for each process, and renews it; None for plain text.
         """
         self._authority = authority
         self._renew_at = 0.0
         self._new = new
         self._metrics = metrics
+        self._web = web
         self._graces = dict(graces)
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
@@ -382,9 +385,13 @@ class LaunchedFleet:
         slots = {spec.slot for spec in self.engines}
         arguments += ["--admit-only", ",".join(sorted(slots))]
         arguments += ["--metrics", any_port(listen)] if self._metrics else []
-        hosts = [] if listen.startswith("unix:") else [split(listen, "listen")[0]]
+        arguments += ["--web", self._web] if self._web else []
+        hosts = [split(each, "listen")[0] for each in (listen, self._web) if each and not each.startswith("unix:")]
         self.coordinator = self._local.start("coordinator", arguments, identity="coordinator", hosts=hosts)
-        self.address = self.coordinator.announced(START_S)["address"]
+        facts = self.coordinator.announced(START_S)
+        self.address = facts["address"]
+        if "web_address" in facts:
+            self._say(f"the page of the fleet is at {facts['web_address']}")
         self._told_by_hand, self._told_slots = self._by_hand, slots
 
     def _renew_certificates(self) -> None:

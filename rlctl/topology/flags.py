@@ -45,6 +45,7 @@ class Flags:
         bundle_share: ``--bundle-share``.
         insecure: ``--insecure``.
         tls: ``--tls``, a directory of certificates.
+        web: ``--web``.
     """
 
     hf_checkpoint: str | None = None
@@ -70,6 +71,7 @@ class Flags:
     bundle_share: float | None = None
     insecure: bool = False
     tls: str | None = None
+    web: str | None = None
 
 
 def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:

@@ -79,6 +79,7 @@ class _Resolver:
             interface=self._interface(network),
             advertise=network.get("advertise", ""),
             metrics=fleet.get("metrics", False),
+            web=flags.web or fleet.get("web", ""),
             restart=restart.get("policy", "on-failure") == "on-failure",
             backoff_s=restart.get("backoff_s", 1.0),
             restarts=restart.get("limit", EngineSpec.restarts),
@@ -100,6 +101,9 @@ class _Resolver:
         self._listens(fleet, "listen", listen, flag=said)
         cluster, said = flags.address or ray.get("address", ""), "--address" if flags.address else ""
         self._context.an_address(ray, "address", cluster, flag=said)
+        web, said = flags.web or fleet.get("web", ""), "--web" if flags.web else ""
+        self._context.an_address(fleet, "web", web, flag=said)
+        self._listens(fleet, "web", web, flag=said)
         host, said = flags.gateways or fleet.get("gateways", ""), "--gateways" if flags.gateways else ""
         if host and not is_host(host):
             self._complain(fleet, "gateways", f"{host!r} is no host", flag=said)

@@ -106,6 +106,7 @@ class Topology:
         interface: interface or network that the engines' servers bind to, or "".
         advertise: host under which others reach this one, or "".
         metrics: its processes serve metrics.
+        web: where the coordinator serves its page, or "".
         restart: engines that end by themselves are started again.
         backoff_s: before the first attempt, seconds.
         restarts: after failures of an engine, until it is left; 0: no limit.
@@ -134,6 +135,7 @@ class Topology:
     interface: str
     advertise: str
     metrics: bool
+    web: str
     restart: bool
     backoff_s: float
     restarts: int

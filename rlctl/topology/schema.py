@@ -146,6 +146,7 @@ FLEET = (
     )),
     Key("metrics", "boolean",
         "Coordinator, stages and gateways serve metrics, each on a free port of the host that it binds.", "false"),
+    Key("web", "string", "HOST:PORT of the coordinator's page; port 0 takes any.", "none"),
     Key("restart", "section", "What becomes of an engine that ends by itself.", of=(
         Key("policy", "string", "Start it again, or leave it.", "on-failure", choices=("on-failure", "never")),
         Key("backoff_s", "number", "Seconds before the first attempt; doubles up to a minute.", "1", least=0.1),

@@ -12,13 +12,11 @@ from rlctl.cli.app.global_options import Command, pass_settings
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.app.types import ParamType
 from rlctl.cli.render import operations as results
-from rlctl.cli.render import stages, values
+from rlctl.cli.render import stages
 from rlctl.cli.render.printer import View, show
-from rlctl.cli.render.tables import Table
 from rlctl.contract.errors import Reason
-from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.verbs import VERBS
-from rlctl.v1.results_pb2 import Operation, OperationState
+from rlctl.v1.results_pb2 import Operation
 
 if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
@@ -121,33 +119,8 @@ def whole_id(fleet: Fleet, written: str) -> str:
 
 
 def _operations_view(listed: Sequence[Operation]) -> View:
-    headers = ("OPERATION", "VERB", "STATE", "CONFIRMED", "MODEL", "CREATED", "TOOK", "PRINCIPAL", "ERROR")
     return View(
         list(listed),
-        lambda wide: [
-            Table(
-                (*headers[:-1], "CLIENT", "ERROR") if wide else headers,
-                [_row(operation, wide) for operation in listed],
-                frozenset({"ERROR"}),
-            )
-        ],
+        lambda wide: [results.listing(listed, wide)],
         lambda: [operation.operation_id for operation in listed],
     )
-
-
-def _row(operation: Operation, wide: bool) -> list[str]:
-    update = results.is_update(operation)
-    confirmed = sum(acknowledged(result, update=update) for result in operation.stage_results)
-    took = operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()
-    return [
-        operation.operation_id,
-        operation.verb,
-        values.name_of(OperationState.DESCRIPTOR, operation.state),
-        f"{confirmed}/{len(operation.targets)}",
-        operation.model,
-        values.moment(operation.create_time),
-        values.elapsed(took / 1e9) if operation.HasField("done_time") else "",
-        values.principal(operation.caller),
-        *([values.client(operation.caller)] if wide else ()),
-        values.error(operation.error) if wide else operation.error.reason,
-    ]

@@ -88,6 +88,7 @@ class Prepared:
             owner_grace_s=topology.owner_grace_s,
             heal_grace_s=topology.heal_grace_s,
             metrics=topology.metrics,
+            web=topology.web,
         )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:

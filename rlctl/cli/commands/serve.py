@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ import click
 
 from rlctl.cli.app.tls_options import TLS_OPTIONS, tls_flags
 from rlctl.cli.app.types import DEVICE, DURATION, LEVEL, pairs
+from rlctl.contract.errors import Reason
 from rlctl.launch.supervisor.fleet_state import state_directory
 from rlctl.runtime.restart_limit import RESTARTS, WITHIN_S, RestartLimit
 
@@ -130,6 +132,12 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 @ACCESS_OPTION
 @_server_options
 @METRICS_OPTION
+@click.option(
+    "--web",
+    default="",
+    metavar="HOST:PORT",
+    help="Serve a read-only page of the fleet here; port 0 takes any. Needs the extra [web].  [default: none]",
+)
 def coordinator(
     journal: str,
     new: bool,
@@ -145,6 +153,7 @@ def coordinator(
     log_level: str,
     end_with_parent: bool,
     metrics: str,
+    web: str,
 ) -> None:
     """Run a coordinator."""
     from rlctl.coordinator.audit import KEPT_S
@@ -155,6 +164,8 @@ def coordinator(
     from rlctl.transport.auth import load_token
     from rlctl.transport.tls.credentials import load_tls
 
+    if web:
+        refuse_without_aiohttp()
     usual = Graces()
     graces = Graces(owner_grace or usual.owner_s, heal_grace or usual.heal_s)
     path = Path(journal) if journal else state_directory() / "journal.db"
@@ -178,9 +189,25 @@ def coordinator(
             await asyncio.to_thread(start_over, path)
         server = CoordinatorServer(config)
         await server.start()
-        announce("coordinator", address=server.address, pid=os.getpid(), **bound_metrics(server.metrics_address))
+        page, facts = None, bound_metrics(server.metrics_address)
+        if web:
+            from rlctl.cli.web.server import WebServer  # loads aiohttp
+
+            page = WebServer(server)
+            try:
+                facts["web_address"] = await page.start(web)
+            except BaseException:
+                await server.stop()
+                raise
+        announce("coordinator", address=server.address, pid=os.getpid(), **facts)
         ends.append(server.coordinator.end_of_reign())
-        return server.stop
+
+        async def stop() -> None:
+            if page is not None:
+                await page.stop()
+            await server.stop()
+
+        return stop
 
     ends: list[Awaitable[object]] = []
     serve(start, log_level, end_with_parent, ends)
@@ -349,6 +376,14 @@ def worker(
 
     ends: list[Awaitable[object]] = []
     serve(start, log_level, end_with_parent, ends)
+
+
+def refuse_without_aiohttp() -> None:
+    """Raise UNSUPPORTED where aiohttp is not installed."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise Reason.UNSUPPORTED.error(
+            "the page needs aiohttp, which is not installed here", field="web", next_step="pip install 'rlctl[web]'"
+        )
 
 
 def bound_metrics(address: str) -> dict[str, str]:

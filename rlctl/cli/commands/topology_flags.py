@@ -130,6 +130,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--tls", metavar="DIR", help="Directory of `rlctl certs init`; every process gets its own certificate.",
         ),
+        click.option("--web", metavar="HOST:PORT", help="Where the coordinator serves its page.  [default: nowhere]"),
     )  # fmt: skip
     for option in reversed(declared):
         command = option(command)

@@ -43,6 +43,39 @@ def view(operation: Operation) -> View:
     return View(operation, lambda wide: _tables(operation, wide), lambda: [operation.operation_id])
 
 
+def listing(operations: Sequence[Operation], wide: bool = False) -> Table:
+    """A line for each operation."""
+    headers = ("OPERATION", "VERB", "STATE", "CONFIRMED", "MODEL", "CREATED", "TOOK", "PRINCIPAL", "ERROR")
+    return Table(
+        (*headers[:-1], "CLIENT", "ERROR") if wide else headers,
+        [_line(operation, wide) for operation in operations],
+        frozenset({"ERROR"}),
+    )
+
+
+def confirmed(operation: Operation) -> str:
+    """Targets that have confirmed, of all: 2/3."""
+    update = is_update(operation)
+    count = sum(acknowledged(result, update=update) for result in operation.stage_results)
+    return f"{count}/{len(operation.targets)}"
+
+
+def _line(operation: Operation, wide: bool) -> list[str]:
+    took = operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()
+    return [
+        operation.operation_id,
+        operation.verb,
+        values.name_of(OperationState.DESCRIPTOR, operation.state),
+        confirmed(operation),
+        operation.model,
+        values.moment(operation.create_time),
+        values.elapsed(took / 1e9) if operation.HasField("done_time") else "",
+        values.principal(operation.caller),
+        *([values.client(operation.caller)] if wide else ()),
+        values.error(operation.error) if wide else operation.error.reason,
+    ]
+
+
 def summary(operation: Operation) -> str:
     """One line for stderr."""
     state = values.name_of(OperationState.DESCRIPTOR, operation.state)
@@ -50,18 +83,20 @@ def summary(operation: Operation) -> str:
         targets = values.count(len(operation.targets), "stage")
         return f"{operation.verb}: nothing was done; it would be sent to {targets}."
     update = is_update(operation)
-    confirmed = [result for result in operation.stage_results if acknowledged(result, update=update)]
-    parts = [f"{operation.verb} {state}: {len(confirmed)} of {values.count(len(operation.targets), 'stage')} confirmed"]
+    acknowledging = [result for result in operation.stage_results if acknowledged(result, update=update)]
+    parts = [
+        f"{operation.verb} {state}: {len(acknowledging)} of {values.count(len(operation.targets), 'stage')} confirmed"
+    ]
     if update and operation.weight_version.label:
         parts.append(f"version {values.version(operation.weight_version)}")
     # What a stage that cannot be verified has taken in is served all the same: it must not pass unseen.
-    bare = [result.slot for result in confirmed if result.verified == VERIFICATION_LEVEL_NONE]
+    bare = [result.slot for result in acknowledging if result.verified == VERIFICATION_LEVEL_NONE]
     if update and bare:
         parts.append(f"not verified: {', '.join(bare)}")
     if update and operation.excluded:
         parts.append(f"left out: {', '.join(f'{out.slot} ({out.reason})' for out in operation.excluded)}")
     if update and operation.HasField("pause_time"):
-        still = any(result.state == STAGE_STATE_PAUSED for result in confirmed)
+        still = any(result.state == STAGE_STATE_PAUSED for result in acknowledging)
         parts.append(f"paused {values.duration(operation.pause_time)}{', and still is' if still else ''}")
     if operation.adapters:
         parts.append(f"adapters {values.adapters(operation.adapters)}")

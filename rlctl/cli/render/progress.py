@@ -7,13 +7,15 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.render import timeline, values
 from rlctl.contract.errors import RlctlError
 from rlctl.v1.common_pb2 import StageState
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.results_pb2 import Operation
 
 if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
@@ -63,10 +65,15 @@ def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
     raises.
     """
     operation = fleet.operation(operation_id)
+    answered, targets = len(operation.stage_results), len(operation.targets)
+    parts = [f"{operation.verb}: {waited_s:.0f} s, {answered} of {targets} stages answered"]
+    return "; ".join([*parts, *timeline.running(operation), states(operation, fleet.status().stages)])
+
+
+def states(operation: Operation, stages: Iterable[Stage]) -> str:
+    """States of the targets: ``READY 1, UPDATING 2``."""
     targets = set(operation.targets)
-    stages = [stage for stage in fleet.status().stages if stage.registration.slot in targets]
-    states = collections.Counter(values.name_of(StageState.DESCRIPTOR, stage.state) for stage in stages)
-    shown = ", ".join(f"{state} {count}" for state, count in sorted(states.items()))
-    answered = len(operation.stage_results)
-    parts = [f"{operation.verb}: {waited_s:.0f} s, {answered} of {len(targets)} stages answered"]
-    return "; ".join([*parts, *timeline.running(operation), shown])
+    counts = collections.Counter(
+        values.name_of(StageState.DESCRIPTOR, stage.state) for stage in stages if stage.registration.slot in targets
+    )
+    return ", ".join(f"{state} {count}" for state, count in sorted(counts.items()))

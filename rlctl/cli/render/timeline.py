@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,8 +93,10 @@ def table(operation: Operation) -> Table:
     return Table(headers, rows, frozenset({"LAST", "MOVED", "RATE", "NOTE"}), title="Timeline:")
 
 
-def page(operation: Operation) -> str:
-    """One page of HTML: each phase, and each stage and rank in it."""
+def page(operation: Operation, most: int = sys.maxsize) -> str:
+    """One page of HTML: each phase, and each stage and rank in it. ``most``: stages of a phase, and ranks of a stage,
+    that are listed; the slowest stages go first.
+    """
     shown = bars(operation)
     total_s = _total_s(operation, shown)
     state = values.name_of(OperationState.DESCRIPTOR, operation.state)
@@ -109,7 +112,7 @@ def page(operation: Operation) -> str:
         "Error": values.error(operation.error),
     }
     listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
-    rows = "".join(_row(bar, total_s) for bar in shown)
+    rows = "".join(_row(bar, total_s, most) for bar in shown)
     title = f"{operation.verb} {state}"
     return _PAGE.format(title=_text(title), facts=listed, rows=rows, end=_text(values.elapsed(total_s)))
 
@@ -198,7 +201,7 @@ def _size(number: int) -> str:
     return f"{number} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
-def _row(bar: Bar, total_s: float, level: int = 0) -> str:
+def _row(bar: Bar, total_s: float, most: int, level: int = 0) -> str:
     left, width = 100 * bar.start_s / total_s, max(0.2, 100 * bar.length_s / total_s)
     kind = WAIT if bar.name == WAIT else f"level{level}"
     cells = [
@@ -217,7 +220,9 @@ def _row(bar: Bar, total_s: float, level: int = 0) -> str:
     )
     if not bar.stages:
         return f'<div class="row level{level}">{line}</div>'
-    below = "".join(_row(each, total_s, level + 1) for each in bar.stages)
+    below = "".join(_row(each, total_s, most, level + 1) for each in bar.stages[:most])
+    if len(bar.stages) > most:
+        below += f"<p>{len(bar.stages) - most} more: rlctl describe operation ID --html FILE</p>"
     return f'<details class="level{level}"><summary class="row">{line}</summary>{below}</details>'
 
 

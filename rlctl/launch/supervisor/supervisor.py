@@ -131,6 +131,7 @@ class _Supervisor:
             graces={"--owner-grace": wanted.owner_grace_s, "--heal-grace": wanted.heal_grace_s},
             new=new,
             metrics=wanted.metrics,
+            web=wanted.web,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:

@@ -554,3 +554,18 @@ models:
     assert all("--metrics 127.0.0.1:0" in engine.commands[engine.spec.slot] for engine in made.engines)
     usual = planned(text.format(metrics=""))
     assert not any(each.metrics for each in (*(engine.spec for engine in usual.engines), *usual.gateways))
+
+
+def test_the_page_of_the_coordinator_has_an_address_of_its_own() -> None:
+    text = """
+fleet: {{{web}listen: "127.0.0.1:5080"}}
+models:
+  - {{name: actor, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}
+"""
+    assert planned(text.format(web="")).topology.web == ""
+    assert planned(text.format(web="web: 127.0.0.1:5090, ")).topology.web == "127.0.0.1:5090"
+    flag = Flags(hf_checkpoint="/m", web="127.0.0.1:5091")
+    assert planned(text.format(web="web: 127.0.0.1:5090, "), flag).topology.web == "127.0.0.1:5091"
+    for wrong in ("5090", "127.0.0.1:5080"):
+        _, problems = load(text.format(web=f"web: '{wrong}', "), Flags(hf_checkpoint="/m"))
+        assert "fleet.web" in str(problems) or "web" in {each.key.rpartition(".")[2] for each in problems}, wrong
