@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
+from rlctl.traces.context import TRACEPARENT, current
 from rlctl.transport import grpc
 from rlctl.transport.channel import Credentials, LastingChannel, bearer, stated
 from rlctl.transport.status import from_grpc
@@ -45,7 +46,9 @@ class Connection:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (*bearer(self.credentials), *self._stated)
+        traceparent = current()
+        traced = ((TRACEPARENT, traceparent),) if traceparent else ()
+        return (*bearer(self.credentials), *self._stated, *traced)
 
     def check_loop(self) -> None:
         """Raise ILLEGAL_STATE on another event loop than its own: what comes would wake nobody there."""

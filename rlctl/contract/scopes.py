@@ -108,6 +108,7 @@ class Identity:
         via: the gateway that speaks for it; "": the principal itself called.
         client, client_version, user: the calling program and its user, as the caller states them. Not verified.
         host: the host that it called from; "": not known.
+        traceparent: W3C trace context that the caller sent; "": none.
     """
 
     principal: Principal
@@ -116,6 +117,7 @@ class Identity:
     client_version: str = ""
     user: str = ""
     host: str = ""
+    traceparent: str = ""
 
     def caller(self) -> Caller:
         """The identity as records have it."""
@@ -147,3 +149,9 @@ def current_caller() -> Caller:
     """The caller of the running task."""
     identity = calling.get()
     return Caller(principal=COORDINATOR) if identity is None else identity.caller()
+
+
+def current_traceparent() -> str:
+    """The W3C trace context that the caller of the running task sent; "": none."""
+    identity = calling.get()
+    return "" if identity is None else identity.traceparent

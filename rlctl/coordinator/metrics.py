@@ -42,8 +42,9 @@ class CoordinatorMetrics(Observer):
         """End the server."""
         await self._exposition.stop()
 
-    def operation_ended(self, record: OperationRecord, took_s: float) -> None:
+    def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
         """Count an operation and the phases of its timeline."""
+        del traceparent
         operation = record.operation
         verb, state = operation.verb, OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower()
         self._exposition.count(m.OPERATIONS, verb, state)

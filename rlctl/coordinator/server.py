@@ -17,11 +17,13 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import calling, current_caller
 from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.audit import KEPT_S, MOST_SLOTS
+from rlctl.coordinator.fleet.observer import Observers
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.metrics.definitions import refuse_without_library
 from rlctl.ports import Clock, SystemClock
+from rlctl.traces.tracing import tracer
 from rlctl.transport.denials import Denial, Denials
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
@@ -35,6 +37,7 @@ from rlctl.v1.stage_pb2_grpc import StageServiceStub
 
 if TYPE_CHECKING:
     from rlctl.coordinator.metrics import CoordinatorMetrics
+    from rlctl.coordinator.traces import OperationTraces
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +102,7 @@ class CoordinatorServer:
         self.address = self.metrics_address = ""
         clock = SystemClock()
         self._metrics = _metrics(clock) if config.metrics else None
+        self._traces = _traces()
         self._journal = SqliteJournal(config.journal)
         self.coordinator = Coordinator(
             self._journal if self._metrics is None else self._metrics.journal(self._journal),
@@ -109,7 +113,7 @@ class CoordinatorServer:
             topology=config.topology,
             graces=config.graces,
             audit_kept_s=config.audit_kept_s,
-            observer=self._metrics,
+            observer=Observers([each for each in (self._metrics, self._traces) if each is not None]),
         )
         self._recording: set[asyncio.Task[None]] = set()
         self.denials = Denials(self._record_denial)
@@ -176,6 +180,8 @@ class CoordinatorServer:
         await self._server.stop()
         await self._stop_metrics()
         await self.coordinator.stop()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.stop)
         self._journal.close()
 
     async def _stop_metrics(self) -> None:
@@ -189,6 +195,15 @@ def _metrics(clock: Clock) -> CoordinatorMetrics:
     from rlctl.coordinator.metrics import CoordinatorMetrics  # loads prometheus_client
 
     return CoordinatorMetrics(clock)
+
+
+def _traces() -> OperationTraces | None:
+    made_by = tracer("rlctl-coordinator")
+    if made_by is None:
+        return None
+    from rlctl.coordinator.traces import OperationTraces  # loads opentelemetry
+
+    return OperationTraces(made_by)
 
 
 class _Refusals:

@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.gateway import dialects
+from rlctl.gateway.backend import generation_spans
 from rlctl.gateway.backend.service import Generation, Settings
 from rlctl.gateway.generation import passthrough
 from rlctl.gateway.http import middleware
@@ -31,6 +32,7 @@ from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
+from rlctl.traces.tracing import tracer
 from rlctl.transport.access_file import make_token
 from rlctl.transport.auth import Access, admit
 from rlctl.transport.channel import OnBehalf
@@ -151,6 +153,7 @@ class GatewayServer:
             await _refuse_unguarded(self.fleet)
         made_by = Generation if self._metrics is None else self._metrics.generation
         self.generation = self._generation = made_by(self.fleet, config.generation)
+        self.generation.tracer = tracer("rlctl-gateway")
         self.dialect = dialects.load(config.dialect, self.generation)
         self.generation.any_model = self.dialect.any_model
         self.bodies = Bodies(self.dialect.body_bytes)
@@ -231,6 +234,7 @@ class GatewayServer:
             return _response(self.dialect.fail(failure), allowed)
 
     async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
+        generation_spans.enter(request.path, request.headers)
         try:
             call = Call(
                 request,

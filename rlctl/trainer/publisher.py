@@ -34,6 +34,7 @@ from rlctl.trainer.member_streams import Lead, Members, share
 from rlctl.trainer.pending_update import AsyncPending, Pending, Progress
 from rlctl.trainer.probe import Probe
 from rlctl.trainer.source_rank import STOP_S, Part, stopped
+from rlctl.trainer.traces import traced
 from rlctl.trainer.update_result import UpdateResult
 from rlctl.trainer.weights_pass import in_thread
 from rlctl.transport.tls.credentials import load_tls
@@ -150,6 +151,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if fleet is not None:
             fleet.publishes(self)
 
+    @traced
     async def update(
         self,
         weights: Weights,

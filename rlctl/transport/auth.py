@@ -18,6 +18,7 @@ import grpc.aio
 from rlctl.contract.access import Method, method_of, refusal
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import ANONYMOUS, FLEET, Grant, Identity, Principal, Scope, calling
+from rlctl.traces.context import TRACEPARENT, valid
 from rlctl.transport.access_file import AccessFile, hash_of
 from rlctl.transport.denials import Denials
 from rlctl.transport.status import FIRST_S, abort
@@ -123,7 +124,8 @@ class Access:
         if other and self.guards:
             via, principal = principal.name, self._spoken_for(principal, other)
         client, _, version = str(metadata.get(CLIENT, ""))[:MOST_STATED].partition("/")
-        return Identity(principal, via, client, version, str(metadata.get(USER, ""))[:MOST_STATED])
+        user, traceparent = str(metadata.get(USER, ""))[:MOST_STATED], valid(metadata.get(TRACEPARENT))
+        return Identity(principal, via, client, version, user, traceparent=traceparent)
 
     def _principal(self, metadata: Mapping[str, Any], certificate: tls.Identity | None) -> Principal:
         if not self.guards:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 GENERATED = "rlctl/v1"
 BASE = {"rlctl.v1", "rlctl.version", "rlctl.contract"}
 PORTS = BASE | {"rlctl.ports", "rlctl.engine"}
-SERVER = PORTS | {"rlctl.command_stream", "rlctl.metrics", "rlctl.runtime", "rlctl.transport"}
-CLIENT = BASE | {"rlctl.ports", "rlctl.client", "rlctl.runtime", "rlctl.transport"}
+SERVER = PORTS | {"rlctl.command_stream", "rlctl.metrics", "rlctl.runtime", "rlctl.traces", "rlctl.transport"}
+CLIENT = BASE | {"rlctl.ports", "rlctl.client", "rlctl.runtime", "rlctl.traces", "rlctl.transport"}
 ENGINE = BASE | {"rlctl.engine", "rlctl.runtime", "rlctl.weights"}
 ANY = {"rlctl"}
 
@@ -27,13 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/contract": BASE,
     "rlctl/metrics": BASE | {"rlctl.runtime"},
     "rlctl/runtime": BASE | {"rlctl.ports"},
+    "rlctl/traces": BASE,
     "rlctl/weights": BASE,
     "rlctl/command_stream": PORTS | {"rlctl.runtime"},
-    "rlctl/transport": PORTS | {"rlctl.command_stream", "rlctl.runtime"},
+    "rlctl/transport": PORTS | {"rlctl.command_stream", "rlctl.runtime", "rlctl.traces"},
     "rlctl/worker": SERVER,
     "rlctl/stage": SERVER | {"rlctl.worker"},
     "rlctl/coordinator": SERVER - {"rlctl.engine"},
-    "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport"},
+    "rlctl/client": BASE | {"rlctl.ports", "rlctl.traces", "rlctl.transport"},
     "rlctl/rollout": CLIENT,
     "rlctl/trainer": CLIENT | {"rlctl.weights"},
     "rlctl/sdk": CLIENT | {"rlctl.rollout", "rlctl.sglang_api", "rlctl.trainer"},
@@ -85,7 +86,7 @@ CORES = [
 ]
 """Free of transport, storage and clocks, so that the simulation runs them on its own."""
 
-OUTSIDE = ("grpc", "prometheus_client", "sqlite3", "time", "torch")
+OUTSIDE = ("grpc", "opentelemetry", "prometheus_client", "sqlite3", "time", "torch")
 """Modules that no core imports."""
 
 TOPS = ("rlctl", "engines", "tests/simulator", "tools/benchmark", "tools/reference")
@@ -191,9 +192,7 @@ def test_no_top_level_packages_import_each_other_in_a_circle() -> None:
 def test_the_cores_know_neither_transport_nor_storage(core: str) -> None:
     for path in modules(core):
         for name in imported(path):
-            assert name.split(".")[0] not in ("grpc", "prometheus_client", "sqlite3", "time", "torch"), (
-                f"{path} imports {name}"
-            )
+            assert name.split(".")[0] not in OUTSIDE, f"{path} imports {name}"
             assert not name.startswith("rlctl.transport"), f"{path} imports {name}"
 
 
@@ -205,11 +204,11 @@ def test_grpc_comes_in_by_one_door() -> None:
         assert not taken or place.startswith(inside), f"{place} imports {taken}: from rlctl.transport import grpc"
 
 
-def test_a_server_without_metrics_does_not_load_their_library() -> None:
+def test_a_server_without_metrics_and_traces_does_not_load_their_libraries() -> None:
     servers = "rlctl.coordinator.server, rlctl.stage.server, rlctl.gateway.server"
-    code = f"import {servers}, sys; print('prometheus_client' in sys.modules)"
+    code = f"import {servers}, sys; print({{'prometheus_client', 'opentelemetry'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "set()"
 
 
 def test_importing_rlctl_loads_neither_grpc_nor_torch() -> None:

@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from trace_collector import PARENT, attributes, collecting
 from waiting import eventually
 from yarl import URL
 
@@ -621,3 +622,23 @@ async def test_a_large_body_gives_its_room_back_while_it_waits_for_its_answer(
         end.set()
         assert (await going)[0] == 200
         assert [sent for port in ports.values() for *_, sent in port.requests] == [body]
+
+
+async def test_the_engine_gets_the_trace_context_of_the_gateways_span_or_else_of_the_client(
+    make_ports: Callable[..., Any], make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_ports("a") as (fleet, ports):
+        path, headers = "/v1/chat/completions", {"traceparent": PARENT}
+        async with make_gateway(fleet) as (_, http), http.post(path, data=BODY, headers=headers) as answer:
+            assert answer.status == 200
+        async with collecting(monkeypatch) as collector:
+            async with make_gateway(fleet) as (_, http), http.post(path, data=BODY, headers=headers) as answer:
+                assert answer.status == 200
+            await collector.flush()
+    passed, traced = [headers["traceparent"] for *_, headers, _ in ports["a"].requests]
+    assert passed == PARENT
+    (span,) = collector.spans["rlctl-gateway"]
+    assert span.parent_span_id.hex() == PARENT[36:52]
+    assert traced == f"{PARENT[:36]}{span.span_id.hex()}-01"
+    expected = {"gen_ai.operation.name": "chat", "rlctl.slot": "a", "http.response.status_code": 200}
+    assert expected.items() <= attributes(span).items()

@@ -16,6 +16,7 @@ from rlctl.cli.app.settings import Settings
 from rlctl.contract.errors import Reason, RlctlError, Unavailable
 from rlctl.runtime.addresses import split
 from rlctl.runtime.terminal import time_limit
+from rlctl.traces.context import VARIABLE, received, valid
 
 if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
@@ -41,6 +42,7 @@ def connected(settings: Settings) -> Iterator[Fleet]:
     probe(endpoint, limit_s)
     from rlctl.sdk.blocking import connect
 
+    received.set(valid(os.environ.get(VARIABLE)))
     try:
         opened = connect(
             endpoint, token=settings.token, tls=settings.tls, timeout_s=min(CONNECT_S, limit_s), client="cli"

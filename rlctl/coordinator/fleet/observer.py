@@ -1,6 +1,8 @@
-"""The port through which the coordinator reports events, for metrics."""
+"""The port through which the coordinator reports events, for metrics and traces."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rlctl.v1.journal_pb2 import OperationRecord
 
@@ -8,11 +10,33 @@ from rlctl.v1.journal_pb2 import OperationRecord
 class Observer:
     """Receives events of the coordinator. This one ignores them."""
 
-    def operation_ended(self, record: OperationRecord, took_s: float) -> None:
-        """An operation has ended, with its outcomes and its timeline."""
+    def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
+        """An operation has ended, with its outcomes and its timeline. ``traceparent``: of the call that started it."""
 
     def fan_out_ended(self, verb: str, took_s: float) -> None:
         """All stages of a fan-out have a result."""
 
     def quarantined(self, model: str, reason: str) -> None:
         """A stage of a model was quarantined."""
+
+
+class Observers(Observer):
+    """Passes events on to several observers."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
+        """Pass it on."""
+        for each in self._observers:
+            each.operation_ended(record, took_s, traceparent)
+
+    def fan_out_ended(self, verb: str, took_s: float) -> None:
+        """Pass it on."""
+        for each in self._observers:
+            each.fan_out_ended(verb, took_s)
+
+    def quarantined(self, model: str, reason: str) -> None:
+        """Pass it on."""
+        for each in self._observers:
+            each.quarantined(model, reason)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
 from rlctl.contract.outcomes import explain_operation, of_targets
-from rlctl.contract.scopes import current_caller
+from rlctl.contract.scopes import current_caller, current_traceparent
 from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet.roster import Roster, Slot, names
 from rlctl.coordinator.journal.records import parsed
@@ -59,6 +59,8 @@ class Run:
         """When it was accepted, on the clock's ``now``."""
         self.ended_at = float("inf")
         """When it ended, on the clock's ``now``."""
+        self.traceparent = ""
+        """W3C trace context of the call that started it."""
         self.task: asyncio.Task[None] | None = None
         self.cancel: Callable[[], None] = _nothing
         """Gives up what is under way; see :meth:`give_up`."""
@@ -268,6 +270,7 @@ class Operations:
         )
         run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
         run.begun_at = self._clock.now()
+        run.traceparent = current_traceparent()
         self._runs[operation_id] = run
         try:
             await self._save(run)
@@ -348,7 +351,7 @@ class Operations:
             run.ended_at = self._clock.now()
             with bound(**self._named(run)):
                 log.log(*_line(run))
-            self._roster.observer.operation_ended(run.record, run.ended_at - run.begun_at)
+            self._roster.observer.operation_ended(run.record, run.ended_at - run.begun_at, run.traceparent)
             await run.end()
 
     def _named(self, run: Run) -> dict[str, str | int]:

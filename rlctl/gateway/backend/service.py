@@ -7,10 +7,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import MOST_SAMPLES
 from rlctl.gateway.backend.data_ports import DataPorts
+from rlctl.gateway.backend.generation_spans import generating, note_sample
 from rlctl.gateway.backend.tokenizers import Tokenizers
 from rlctl.rollout.picking.admission import Admission
 from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
@@ -18,6 +20,9 @@ from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport.channel import Credentials, refuse_large
 from rlctl.v1.rollout_pb2 import GenerateRequest
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 MOST_BYTES = 256 << 20
 """Of one call's samples together, as they are sent: of as many as may be under way, each with 10,000 tokens of prompt.
@@ -70,6 +75,7 @@ class Generation:
         ports: the client of the data ports of stages.
         inflight: samples and forwarded requests under way.
         inflight_bytes: of their requests.
+        tracer: makes spans of samples and forwarded requests; None: there are none.
         any_model: OpenAI's ``model`` may be any text where it can mean one model only.
     """
 
@@ -80,12 +86,14 @@ class Generation:
         self.ports = DataPorts(fleet.connection.tls)
         self.inflight = self.inflight_bytes = 0
         self.any_model = False
+        self.tracer: Tracer | None = None
         self._rollouts: dict[str, AsyncRollout] = {}
 
     def with_settings(self, settings: Settings) -> Generation:
         """Generates otherwise, with the same models, tokenizers and connections to stages."""
         other = self._like(settings)
         other.tokenizers, other.ports, other.any_model = self.tokenizers, self.ports, self.any_model
+        other.tracer = self.tracer
         return other
 
     def _like(self, settings: Settings) -> Generation:
@@ -204,10 +212,13 @@ class Generation:
 
         Raises what it failed with, unless it has tokens: those are not lost; and TOO_MANY_REQUESTS.
         """
-        with self.under_way(sample.request.ByteSize()):
-            ended = await self.rollout(sample.request.model).complete(
+        model = sample.request.model
+        with self.under_way(sample.request.ByteSize()), generating(self.tracer, model) as span:
+            ended = await self.rollout(model).complete(
                 sample, timeout_s=self.settings.timeout_s, credentials=credentials, place=place, told=told
             )
+            if span is not None:
+                note_sample(span, ended, await self.fleet.stages())
         if ended.error is not None and not ended.output_ids:
             if ended.error.reason is Reason.PROMPT_TOO_LONG:
                 ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))

@@ -17,6 +17,7 @@ import orjson
 from multidict import CIMultiDict
 
 from rlctl.contract.errors import Reason, RlctlError, without_frames
+from rlctl.gateway.backend import generation_spans
 from rlctl.gateway.backend.data_ports import Exchange, lists
 from rlctl.gateway.backend.service import Generation
 from rlctl.gateway.generation import sessions
@@ -188,11 +189,13 @@ async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes
         credentials=call.credentials,
         place=request.place,
     )
-    with generation.under_way(len(body)), forwarded as forwarding:
+    spanned = generation_spans.generating(generation.tracer, request.model)
+    with generation.under_way(len(body)), spanned as span, forwarded as forwarding:
         while (attempt := await forwarding.attempt()) is not None:
             with attempt, contextlib.closing(generation.ports.at(attempt)) as exchange:
                 headers = CIMultiDict(request.headers)
                 headers.update({MIN_VERSION: str(attempt.floor), WAIT: "0", **dict(bearer(call.credentials))})
+                headers.update(generation_spans.headers(span))
                 try:
                     await exchange.begin(call.method, request.target, headers, body, forwarding.deadline)
                     first, whole = await _beginning(exchange, forwarding.deadline)
@@ -201,6 +204,8 @@ async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes
                         raise
                     continue
                 attempt.answered()
+                if span is not None:
+                    generation_spans.note_forwarded(span, attempt.stage, exchange.status, exchange.headers)
                 body = b""
                 yield _Head(exchange.status, exchange.headers, whole)
                 yield first

@@ -1,0 +1,38 @@
+"""The span of an update in the process of the trainer, which is the parent of the coordinator's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from rlctl.traces.tracing import tracer
+from rlctl.trainer.update_result import UpdateResult
+
+P = ParamSpec("P")
+S = TypeVar("S")
+Update = Callable[Concatenate[S, P], Coroutine[Any, Any, UpdateResult]]
+
+
+def traced(update: Update[S, P]) -> Update[S, P]:
+    """The method, inside a span if the process makes traces."""
+
+    @functools.wraps(update)
+    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> UpdateResult:
+        made_by = tracer("rlctl-trainer")
+        if made_by is None:
+            return await update(self, *args, **kwargs)
+        with made_by.start_as_current_span("publisher.update") as span:
+            result = await update(self, *args, **kwargs)
+            span.set_attributes(
+                {
+                    "rlctl.operation_id": result.operation.operation_id,
+                    "rlctl.model": result.operation.model,
+                    "rlctl.weight_version": result.version.label,
+                    "rlctl.weight_version_seq": result.version.sequence,
+                    "rlctl.bytes": result.bytes_sent,
+                }
+            )
+            return result
+
+    return call
