@@ -34,7 +34,7 @@ from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.traces.tracing import tracer
 from rlctl.transport.access_file import make_token
-from rlctl.transport.auth import Access, admit
+from rlctl.transport.auth import Access, Standing, admit
 from rlctl.transport.channel import OnBehalf
 from rlctl.transport.denials import Denials
 from rlctl.transport.tls.credentials import Tls, http_identity
@@ -244,9 +244,11 @@ class GatewayServer:
                 changes=route.scope is Scope.ADMIN,
                 accepted=self.bodies,
             )
+            admit = functools.partial(self._admit, route, call, request)
+            standing = Standing(self._access, (lambda: None) if route.scope is Scope.OPEN else admit)
             answer = await self._answer(route, call, request)
             if isinstance(answer, Stream):
-                return await self._stream(request, call, answer)
+                return await self._stream(request, call, answer, standing)
             return _response(answer, call.notes)
         except RlctlError as error:
             answer = (route.fail or self.dialect.fail)(_of_the_request(route, without_frames(error)))
@@ -306,7 +308,7 @@ class GatewayServer:
         task.add_done_callback(self._lasting.discard)
         return await asyncio.shield(task)
 
-    async def _stream(self, request: web.Request, call: Call, answer: Stream) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, call: Call, answer: Stream, standing: Standing) -> web.StreamResponse:
         chunks = answer.chunks
         try:
             # What is wrong with the request is an answer of its own, not an event.
@@ -317,6 +319,7 @@ class GatewayServer:
             await response.write(first)
             try:
                 async for chunk in chunks:
+                    standing.check()
                     await response.write(chunk)
             except ConnectionError:
                 raise

@@ -234,30 +234,59 @@ class AccessGuard(grpc.aio.ServerInterceptor):
         return admit(self.access, method, metadata, _host(context.peer() or ""), self._denials, certificate)
 
 
+class Standing:
+    """The right of a call, checked again when the access file has changed while the call lasts."""
+
+    def __init__(self, access: Access, admit: Callable[[], object]) -> None:
+        """``admit``: raises the refusal of a call that may not be made any more. Make it before the first check."""
+        self._access = access
+        self._admit = admit
+        self._revision = access.revision
+
+    def check(self) -> None:
+        """Raise the refusal. Cheap: once a second it looks at the file."""
+        revision = self._access.revision
+        if revision != self._revision:
+            self._revision = revision
+            self._admit()
+
+
 class _Admission:
-    """The right of one call, asked again when the access file has changed while a stream lasts."""
+    """The right of one call of gRPC."""
 
     def __init__(self, guard: AccessGuard, metadata: Mapping[str, Any], method: Method) -> None:
         self._guard = guard
         self._metadata = metadata
         self._method = method
-        self._revision = 0
 
     @property
     def lasts(self) -> bool:
         """Whether the right lasts as long as the call."""
         return self._guard.access.fixed
 
-    def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> Standing:
         """Let the call in; what it leads to runs in its name. Raises the refusal."""
-        self._revision = self._guard.access.revision
-        calling.set(self._guard.admit(self._metadata, self._method, context))
+        standing = Standing(self._guard.access, lambda: self._admit(context))
+        calling.set(self._admit(context))
+        return standing
 
-    def again(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raise the refusal of a call that may not be made any more."""
-        if self._guard.access.revision != self._revision:
-            self._revision = self._guard.access.revision
-            self._guard.admit(self._metadata, self._method, context)
+    def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+        return self._guard.admit(self._metadata, self._method, context)
+
+
+class _CheckedContext:
+    """The context of a stream, which checks the right of the call before it writes."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], standing: Standing) -> None:
+        self._context = context
+        self._standing = standing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, answer: Any) -> None:
+        self._standing.check()
+        await self._context.write(answer)
 
 
 def _guarded(handler: Any, admission: _Admission) -> grpc.RpcMethodHandler[Any, Any]:
@@ -266,13 +295,16 @@ def _guarded(handler: Any, admission: _Admission) -> grpc.RpcMethodHandler[Any, 
         return await handler.unary_unary(request, context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _enter(admission, context)
-        await _relay(handler.unary_stream(request, context), admission, context)
+        standing = await _enter(admission, context)
+        checked: Any = context if admission.lasts else _CheckedContext(context, standing)
+        await _relay(handler.unary_stream(request, checked), checked)
 
     async def streams(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _enter(admission, context, requests)
-        checked = requests if admission.lasts else _checked(requests, admission, context)
-        await _relay(handler.stream_stream(checked, context), admission, context)
+        standing = await _enter(admission, context, requests)
+        checked: Any = context
+        if not admission.lasts:
+            requests, checked = _checked(requests, standing), _CheckedContext(context, standing)
+        await _relay(handler.stream_stream(requests, checked), checked)
 
     read, write = handler.request_deserializer, handler.response_serializer
     if handler.request_streaming:
@@ -286,9 +318,9 @@ async def _enter(
     admission: _Admission,
     context: grpc.aio.ServicerContext[Any, Any],
     requests: AsyncIterator[Any] | None = None,
-) -> None:
+) -> Standing:
     try:
-        admission.enter(context)
+        return admission.enter(context)
     except RlctlError as error:
         if requests is not None:
             # Not before the first message is there: of a call that ends while a client of Python's writes, that hears
@@ -299,23 +331,20 @@ async def _enter(
         await abort(context, error)
 
 
-async def _relay(answers: Any, admission: _Admission, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Write what a handler yields; one that is a coroutine writes itself."""
-    if not inspect.isasyncgen(answers):
-        await answers
-        return
-    async with contextlib.aclosing(answers):
-        async for answer in answers:
-            try:
-                admission.again(context)
-            except RlctlError as error:
-                await abort(context, error)
-            await context.write(answer)
+    try:
+        if not inspect.isasyncgen(answers):
+            await answers
+            return
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                await context.write(answer)
+    except RlctlError as error:
+        await abort(context, error)
 
 
-async def _checked(
-    requests: AsyncIterator[Any], admission: _Admission, context: grpc.aio.ServicerContext[Any, Any]
-) -> AsyncIterator[Any]:
+async def _checked(requests: AsyncIterator[Any], standing: Standing) -> AsyncIterator[Any]:
     async for request in requests:
-        admission.again(context)  # the handler ends the stream with what is raised
+        standing.check()  # the handler ends the stream with what is raised
         yield request

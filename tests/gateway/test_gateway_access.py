@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,22 @@ async def test_a_gateway_with_an_access_file_refuses_a_coordinator_without_token
         await server.stop()
     assert (caught.value.reason, caught.value.field) == (Reason.FIELD_CONFLICT, "access_file")
     assert "--access-file" in caught.value.next_step
+
+
+async def test_a_stream_of_a_gateway_ends_with_the_token_of_its_caller(
+    make_fleet: Callable[..., Any], make_gateway: Callable[..., Any], access: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_file, "LOOK_S", 0.0)
+    entries = access_file.read(access)
+    options = {"pace": "0.02"}
+    body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 1000}}
+    async with (
+        make_fleet(token=TOKEN, access_file=str(access), options=options, a=1) as fleet,
+        make_gateway(fleet, token="front") as (_, http),
+        http.post("/generate", json=body, headers={"authorization": "Bearer sampler"}) as response,
+    ):
+        assert (await response.content.readline()).startswith(b"data: ")
+        access_file.write(access, {name: entry for name, entry in entries.items() if name != "sampler"})
+        rest = await asyncio.wait_for(response.read(), 10)
+        assert b"TOKEN_INVALID" in rest
+        assert rest.count(b"data: ") < 900

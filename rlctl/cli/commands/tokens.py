@@ -119,7 +119,7 @@ def tokens_list(settings: Settings, file: Path) -> None:
 def tokens_revoke(settings: Settings, name: str, token_id: str | None, keep_newest: bool, file: Path) -> None:
     """Revoke tokens of a principal; without an option, the principal with all of its tokens and certificates.
 
-    Calls with a revoked token are refused within a second, and streams end.
+    Calls with a revoked token are refused within a second, and streams end with their next message.
     """
     from rlctl.transport import access_file
 

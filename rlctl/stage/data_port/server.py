@@ -24,7 +24,7 @@ from rlctl.runtime.http_forwarding import MIN_VERSION, SEQUENCE, SLOT, VERSION, 
 from rlctl.stage.data_port.admission import Admission
 from rlctl.stage.generation.gate_watch import Ongoing, OngoingRequest
 from rlctl.stage.serving_state import Serving
-from rlctl.transport.auth import Access, admit
+from rlctl.transport.auth import Access, Standing, admit
 from rlctl.transport.denials import Denials
 from rlctl.transport.tls.credentials import Tls, http_identity
 from rlctl.transport.tls.identity import DATA_PORT
@@ -187,6 +187,7 @@ class DataPort:
 
     async def _gated(self, request: web.Request) -> web.StreamResponse:
         """Pass a request on that the engine computes with its weights."""
+        standing = Standing(self._access, lambda: self._admit(request))  # it was admitted just now
         with closing(Body(request, self._bodies)) as body:
             exchange, serving = await self._admitted(request, await self._read(request, body, gated=True))
             ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
@@ -195,7 +196,7 @@ class DataPort:
                     head = await ongoing.next(parts)
                     assert isinstance(head, HttpHead)
                     body.close()  # the engine has it
-                    return await _answer(request, head, _version_headers(serving), _watched(ongoing, parts))
+                    return await _answer(request, head, _version_headers(serving), _watched(ongoing, parts, standing))
             finally:
                 self._ongoing.end(ongoing)
 
@@ -253,10 +254,11 @@ def _version_headers(serving: Serving) -> dict[str, str]:
 
 
 async def _watched(
-    ongoing: OngoingRequest, parts: AsyncGenerator[HttpHead | bytes, None]
+    ongoing: OngoingRequest, parts: AsyncGenerator[HttpHead | bytes, None], standing: Standing
 ) -> AsyncGenerator[HttpHead | bytes, None]:
-    """The rest of an answer, each piece checked by the gate."""
+    """The rest of an answer, each piece checked by the gate, and the right of its caller with it."""
     while (part := await ongoing.next(parts)) is not None:
+        standing.check()
         yield part
 
 

@@ -6,7 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -23,10 +26,13 @@ from rlctl_sglang.requests import passing
 from rlctl_sglang.requests.bodies import Limits
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.scopes import Grant, Scope
 from rlctl.engine import HttpExchange, HttpHead, HttpRequest, HttpRoute
 from rlctl.ports import SystemClock
 from rlctl.runtime.http_errors import REASON
 from rlctl.stage.data_port.server import DataPort
+from rlctl.transport import access_file
+from rlctl.transport.access_file import Entry, TokenHash, hash_of
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY
 from rlctl.v1.verbs_pb2 import Adapter
 
@@ -101,6 +107,40 @@ async def test_a_token_is_asked_for_but_not_for_the_health(world: World) -> None
     async with aiohttp.ClientSession() as session:
         assert (await post(session, world.url + "/generate", {})).headers[REASON] == "TOKEN_MISSING"
         assert (await post(session, world.url + "/health", None, method="GET")).status == 200
+
+
+class Endless(HttpExchange):
+    """An answer without an end."""
+
+    async def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
+        yield HttpHead(200, [("Content-Type", "text/event-stream")])
+        while True:
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.01)
+
+
+async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_file, "LOOK_S", 0.0)
+    file = tmp_path / "access.json"
+    sampler = Entry("sampler", (Grant(Scope.ROLLOUT),), (TokenHash(hash_of("mine"), 0.0),))
+    access_file.write(file, {"sampler": sampler})
+    gate, engine = Gate("step", 7), Engine("first")
+    monkeypatch.setattr(Engine, "exchange", AsyncMock(return_value=Endless()))
+    port = DataPort(lambda: engine, lambda: gate.serving, SystemClock(), access_file=str(file))  # type: ignore[arg-type,return-value]
+    url = f"http://{await port.start('127.0.0.1:0', ROUTES)}/generate"
+    async with (
+        aiohttp.ClientSession(headers={"authorization": "Bearer mine"}) as session,
+        session.post(url, json={}) as response,
+    ):
+        assert await response.content.readline() == b"data: 1\n"
+        access_file.write(file, {})
+        last = b""
+        with suppress(aiohttp.ClientPayloadError):  # the connection is closed without the last chunk
+            async with asyncio.timeout(5):
+                while line := await response.content.readline():
+                    last = line if line.startswith(b"data: ") else last
+    assert b"TOKEN_INVALID" in last
+    await port.stop()
 
 
 async def test_an_engine_that_was_started_again_meanwhile_gets_the_request(world: World, call: Any) -> None:

@@ -18,7 +18,7 @@ from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport import access_file, denials
 from rlctl.transport.access_file import Entry, TokenHash, hash_of
-from rlctl.transport.auth import ON_BEHALF_OF, Access
+from rlctl.transport.auth import ON_BEHALF_OF, Access, AccessGuard
 from rlctl.transport.channel import OnBehalf, bearer, open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.authority import Authority
@@ -350,6 +350,31 @@ def test_the_kinds_of_denials_are_bounded(caplog: pytest.LogCaptureFixture) -> N
     assert sum(report.count for report in reports) == 1000
     assert not noted._open
     caplog.clear()
+
+
+async def test_a_stream_that_only_answers_ends_with_its_token(access: Path) -> None:
+    async def answers(_: AsyncIterator[bytes], context: Any) -> None:
+        while True:
+            await context.write(b"")
+            await asyncio.sleep(0.01)
+
+    server = grpc.aio.server(interceptors=[AccessGuard(Access(None, str(access)), denials.Denials(), lambda _: None)])
+    many = {"GenerateMany": grpc.stream_stream_rpc_method_handler(answers)}
+    handler = grpc.method_handlers_generic_handler("rlctl.v1.RolloutService", many)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stream = RolloutServiceStub(channel).GenerateMany(metadata=bearer("sampler"))
+        assert await stream.read() is not grpc.aio.EOF
+        write(access, entry("boss", "boss"))
+
+        async def rest() -> None:
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+
+        assert await asyncio.wait_for(reason_of(rest()), 5) is Reason.TOKEN_INVALID
+    await server.stop(0)
 
 
 def test_calls_without_authentication_from_one_host_are_one_kind() -> None:
