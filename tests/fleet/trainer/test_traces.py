@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -110,3 +111,22 @@ def test_only_the_variables_of_opentelemetry_switch_traces_on(monkeypatch: pytes
         monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
         monkeypatch.setenv("OTEL_SDK_DISABLED", disabled)
         assert tracing.tracer("rlctl-trainer") is None
+
+
+@pytest.mark.parametrize(("exporter", "missing"), [("otlp", "opentelemetry.sdk.trace"), ("unheard_of", "")])
+def test_without_the_library_or_the_exporter_a_warning_is_logged_once_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exporter: str, missing: str
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    for cached in (tracing.own_provider, tracing._warn):
+        cached.cache_clear()
+    try:
+        made = [tracing.tracer("rlctl-trainer") for _ in range(2)]
+    finally:
+        tracing.own_provider.cache_clear()
+    assert not missing or made == [None, None]
+    (record,) = caplog.records
+    assert "OTEL_TRACES_EXPORTER" in record.message
+    assert ("pip install 'rlctl[otel]'" if missing else exporter) in record.message
