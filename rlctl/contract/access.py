@@ -12,6 +12,9 @@ from rlctl.contract.verbs import offered_by
 CHANGES = (Scope.ROLLOUT, Scope.WEIGHTS, Scope.ADAPTERS)
 """Scopes of callers that change something; which of them is enough depends on the verb."""
 
+FOLLOWS = (Scope.ROLLOUT, Scope.GATEWAY)
+"""Scopes of routing followers (``WatchFleetRequest.watch_id``), for whose confirmation the coordinator waits."""
+
 _VIEW = (Scope.VIEWER,)
 _UPDATE = (Scope.WEIGHTS, Scope.ADAPTERS)
 _ADMIN = (Scope.ADMIN,)
@@ -38,7 +41,7 @@ COORDINATOR_RPCS: Mapping[str, tuple[Scope, ...]] = {
     "GetFleet": _VIEW,
     "ListVersions": _VIEW,
     "WatchFleet": _VIEW,
-    "ConfirmFleet": _VIEW,
+    "ConfirmFleet": FOLLOWS,
     "SetStageEnabled": _ADMIN,
     "AdmitSlots": _ADMIN,
     "TakeOverStages": _ADMIN,

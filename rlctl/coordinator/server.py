@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from rlctl.contract.access import AUDITED, COORDINATOR_RPCS, Method, refusal
+from rlctl.contract.access import AUDITED, COORDINATOR_RPCS, FOLLOWS, Method, refusal
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import calling, current_caller
 from rlctl.contract.verbs import offered_by
@@ -271,7 +271,23 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
         implementations[name] = _allowed(coordinator, denials, name, audited)
     for name, watch in watches.items():
         implementations[name] = _watch(watch)
+    implementations["WatchFleet"] = _for_followers(implementations["WatchFleet"], denials)
     return implementations
+
+
+def _for_followers(method: Streaming, denials: Denials) -> Streaming:
+    """WatchFleet; only callers with a scope for it may have the coordinator wait for them."""
+    needs = Method("WatchFleet with watch_id", FOLLOWS)
+
+    def call(request: Any, remaining_s: float | None) -> AsyncIterator[Message]:
+        identity = calling.get()
+        refused = refusal(identity.principal, needs) if identity is not None and request.watch_id else None
+        if identity is not None and refused is not None:
+            denials.note(identity, needs, refused, identity.host)
+            raise refused
+        return method(request, remaining_s)
+
+    return call
 
 
 def _of_own_slot(

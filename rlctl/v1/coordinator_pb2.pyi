@@ -600,7 +600,9 @@ class WatchFleetRequest(_message.Message):
     model: _builtins.str
     """Only this model. Empty: all."""
     watch_id: _builtins.str
-    """Name of the watch, unique, under which the caller confirms what it has taken in (ConfirmFleet). Empty: it does not."""
+    """Name of the watch, unique, under which the caller confirms what it has taken in (ConfirmFleet). Empty: it does not. A named watch
+    needs the scope rollout or gateway; the name of another principal's watch is refused.
+    """
     def __init__(
         self,
         *,

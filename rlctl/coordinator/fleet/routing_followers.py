@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rlctl.contract.errors import Reason
+from rlctl.contract.scopes import current_caller
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Follower:
 
     Attributes:
         watch_id: its name.
+        owner: principal that watches.
         model: whose stages it is told of; "": all.
         looked: revision of the fleet at the last look for news.
         told: revision of the last news.
@@ -38,6 +40,7 @@ class Follower:
 
     watch_id: str
     model: str
+    owner: str
     looked: int = 0
     told: int = 0
     confirmed: int = 0
@@ -57,9 +60,12 @@ class Followers:
 
     @contextlib.contextmanager
     def following(self, watch_id: str, model: str) -> Iterator[Follower]:
-        """A watch, for as long as it lasts. "": one that confirms nothing."""
-        follower = Follower(watch_id, model)
+        """A watch, for as long as it lasts. "": one that confirms nothing. Raises FIELD_INVALID for the name of
+        another principal's watch.
+        """
+        follower = Follower(watch_id, model, current_caller().principal)
         if watch_id:
+            _refuse_other(self._by_id.get(watch_id))
             self._by_id[watch_id] = follower  # in the place of its former watch, which may not have broken here yet
         try:
             yield follower
@@ -82,6 +88,7 @@ class Followers:
             raise Reason.FIELD_INVALID.error(
                 f"nobody watches the fleet as {watch_id!r}", field="watch_id", next_step="WatchFleet with it first."
             )
+        _refuse_other(follower)
         if revision > follower.told:
             raise Reason.FIELD_INVALID.error(
                 f"{watch_id} was told of revision {follower.told} at most", field="revision"
@@ -110,3 +117,12 @@ class Followers:
             for follower in missing():
                 follower.late = True
                 log.warning("%s has not confirmed in %g s what it was told: it is late", follower.watch_id, CONFIRM_S)
+
+
+def _refuse_other(follower: Follower | None) -> None:
+    if follower is not None and follower.owner != current_caller().principal:
+        raise Reason.FIELD_INVALID.error(
+            f"{follower.watch_id!r} is a watch of another principal",
+            field="watch_id",
+            next_step="Choose another name for the watch.",
+        )

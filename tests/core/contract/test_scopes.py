@@ -19,7 +19,7 @@ MATH = Subject(frozenset({"actor"}), "math")
 
 VIEW = {
     *("GetModelInfo", "GetServerInfo", "GetLoads", "ListAdapters"),
-    *("GetOperation", "ListOperations", "WatchOperation", "GetFleet", "ListVersions", "WatchFleet", "ConfirmFleet"),
+    *("GetOperation", "ListOperations", "WatchOperation", "GetFleet", "ListVersions", "WatchFleet"),
 }
 WEIGHTS = {
     *("FlushCache", "ReleaseMemory", "ResumeMemory"),
@@ -42,18 +42,18 @@ ADMIN = {
     "ListAuditRecords",
 }
 OF_PROCESSES = {"RegisterStage", "DeregisterStage", "ReportEngineFailure"}
-ALL = {*VIEW, *WEIGHTS, *UPDATE, *ADMIN, *OF_PROCESSES, "AbortRequests", "ReserveRequestId"}
+ALL = {*VIEW, *WEIGHTS, *UPDATE, *ADMIN, *OF_PROCESSES, "AbortRequests", "ReserveRequestId", "ConfirmFleet"}
 
 ALLOWED = {
     "viewer": VIEW,
-    "rollout": VIEW | {"AbortRequests", "ReserveRequestId"},
+    "rollout": VIEW | {"AbortRequests", "ReserveRequestId", "ConfirmFleet"},
     "weights": VIEW | WEIGHTS | UPDATE | {"AbortRequests", "ReserveRequestId"},
     "weights:actor": VIEW | WEIGHTS | UPDATE | {"AbortRequests", "ReserveRequestId"},
     "weights:critic": VIEW | {"ReserveRequestId"},
     "adapters": VIEW | {"ReserveRequestId"},
     "adapters:math": VIEW | {"ReserveRequestId"},
     "admin": ALL - OF_PROCESSES,
-    "gateway": VIEW,
+    "gateway": VIEW | {"ConfirmFleet"},
     "fleet": ALL,
 }
 """RPCs of the coordinator that a token of one scope may call for model "actor" as a whole."""
@@ -108,7 +108,7 @@ def test_a_scope_allows_its_rows(scope: str) -> None:
 
 
 def test_scopes_add_up() -> None:
-    assert allowed(principal("viewer", "weights:actor", "rollout"), ACTOR) == ALLOWED["weights"]
+    assert allowed(principal("viewer", "weights:actor", "rollout"), ACTOR) == ALLOWED["weights"] | {"ConfirmFleet"}
     assert allowed(principal(), ACTOR) == set()
     assert allowed(FLEET, BOTH) == allowed(ANONYMOUS, BOTH) == ALL
 

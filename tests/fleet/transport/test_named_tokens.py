@@ -352,6 +352,24 @@ def test_the_kinds_of_denials_are_bounded(caplog: pytest.LogCaptureFixture) -> N
     caplog.clear()
 
 
+async def test_a_watch_that_updates_wait_for_needs_a_scope_and_has_one_owner(fleet: InProcessFleet) -> None:
+    async def first_of(name: str) -> Any:
+        watch = fleet.stub.WatchFleet(c.WatchFleetRequest(watch_id="router"), metadata=bearer(name))
+        await watch.read()
+        return watch
+
+    for name in ("watcher", "trainer"):
+        assert await reason_of(first_of(name)) is Reason.SCOPE_MISSING
+    watch = await first_of("front")
+    assert await reason_of(first_of("sampler")) is Reason.FIELD_INVALID
+    confirm = c.ConfirmFleetRequest(watch_id="router")
+    for name, reason in {"watcher": Reason.SCOPE_MISSING, "sampler": Reason.FIELD_INVALID, "front": None}.items():
+        assert await reason_of(fleet.stub.ConfirmFleet(confirm, metadata=bearer(name))) is reason, name
+    again = await first_of("front")
+    watch.cancel()
+    again.cancel()
+
+
 async def test_a_stream_that_only_answers_ends_with_its_token(access: Path) -> None:
     async def answers(_: AsyncIterator[bytes], context: Any) -> None:
         while True:
