@@ -92,7 +92,7 @@ def prompts(vocab_size: int, longest: int, attempt: int = 0) -> list[list[int]]:
     if length < 1:
         raise Reason.UNSUPPORTED.error(f"sequences of {longest} tokens are too short to compare decode with prefill")
     half = max(vocab_size // 2, 1)
-    first = attempt * len(OUTPUTS)
+    first = attempt * (len(OUTPUTS) + 1)  # other prompts also where the vocabulary is tiny
     return [
         [((first + row) * 104729 + column * 7919 + 3) % half for column in range(length)] for row in range(len(OUTPUTS))
     ]

@@ -1,7 +1,7 @@
 """A negative control of the decode check, off unless RLCTL_SERVER_SABOTAGE is set at the start of a server.
 
-``stale-decode``: decode steps compute with a copy of the embedding that was made at the start, prefill with the
-embedding. The bytes that updates write are right.
+``stale-decode``: decode steps compute with copies of the embedding and the norms that were made at the start, prefill
+with the weights. The bytes that updates write are right.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ def for_decode(model: torch.nn.Module, decodes: Callable[..., bool]) -> None:
         return
     if how != "stale-decode":
         raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
-    weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("embed_tokens.weight"))
-    other, forward = weight.data.clone(), model.forward
+    # Servers pack other weights for their kernels, which then do not read the parameter.
+    weights = [
+        weight for name, weight in model.named_parameters() if name.endswith(("embed_tokens.weight", "norm.weight"))
+    ]
+    others, forward = [weight.data.clone() for weight in weights], model.forward
 
     def exchange() -> None:
-        nonlocal other
-        weight.data, other = other, weight.data
+        for number, weight in enumerate(weights):
+            weight.data, others[number] = others[number], weight.data
 
     def stale(*args: Any, **kwargs: Any) -> Any:
         if not decodes(*args, **kwargs):
