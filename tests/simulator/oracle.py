@@ -86,6 +86,7 @@ class Observer:
         compared: partial updates whose targets are compared with each other.
         mistaken: updates with a probe that their weights do not pass.
         nameless: every tensor that a trainer has sent that names no update.
+        may_end_early: open updates that may be partial, by model: the sequence of each.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Observer:
         self.compared: set[str] = set()
         self.mistaken: set[str] = set()
         self.nameless: set[str] = set()
+        self.may_end_early: dict[str, int] = {}
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
         self.tokens = 0
@@ -345,6 +347,13 @@ class Observer:
                 "I1",
                 f"{name} served a token with {made.adapters} as {made.adapter} {span.adapter_version!r}, {known}",
             )
+
+    def goes_on(self, model: str) -> None:
+        """Somebody else lets generation go on, which ends an update that may be partial with what has come so far: the
+        first stage that serves the version says what all must hold.
+        """
+        if model in self.may_end_early:
+            self.published.pop((model, self.may_end_early.pop(model)), None)
 
     def right(self, name: str, model: str, sequence: int, held: Sequence[Tensors], doing: str) -> None:
         """What is, or could be, generated with is a version that may be served, on every rank."""

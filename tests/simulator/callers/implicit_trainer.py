@@ -61,6 +61,7 @@ class Nameless(Caller):
             self.sim.observer.nameless.update(contents(tag).values())
             self.sim.observer.note(f"a nameless trainer writes {tag}, {'' if paused else 'not '}paused")
             await self._send(_Writing(self, tag, ranks, chance, parts=way if partial else None))
+            self.sim.observer.may_end_early.pop(model, None)
             end = chance.random()
             if partial and end < 0.9:
                 # What was not written is the base version's: the first stage that serves it says what all must hold.
@@ -86,6 +87,8 @@ class Nameless(Caller):
             plan = await self.call("BeginWeightUpdate", begin, CALL_S)
         assert plan is not None
         self.sim.observer.published[begin.model, plan.version.sequence] = contents(tag)
+        if begin.may_be_partial:
+            self.sim.observer.may_end_early[begin.model] = plan.version.sequence
         return plan.version.sequence, {target.slot: len(target.workers) for target in plan.targets}
 
     async def _send(self, writing: _Writing) -> None:
