@@ -274,8 +274,8 @@ class Reason(enum.Enum):
     )
     INSECURE_BIND = (
         InvalidRequest,
-        "The address is reachable from other hosts and no token is set.",
-        "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or say --insecure.",
+        "The address is reachable from other hosts, and neither a token nor certificates are set.",
+        "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, use certificates (docs/tls.md), or pass --insecure.",
     )
     TLS_INVALID = (
         InvalidRequest,

@@ -1,4 +1,4 @@
-"""Addresses: parsing, and the rule that an address which other hosts can reach needs a token."""
+"""Addresses: parsing, and the rule that an address which other hosts can reach needs a token or certificates."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
         return
     host, _ = split(bind, "listen")
     if token is None and not insecure and not is_loopback(host):
-        raise Reason.INSECURE_BIND.error(f"{bind} is reachable from other hosts and no token is set", field="listen")
+        raise Reason.INSECURE_BIND.error(
+            f"{bind} is reachable from other hosts, and neither a token nor certificates are set", field="listen"
+        )
 
 
 def refuse_used(listen: str) -> None:

@@ -136,7 +136,8 @@ FLEET = (
         of=ROUTER[:1]),
     Key("auth", "section", "Who may call.", of=(
         Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
-        Key("insecure", "boolean", "Bind where other hosts can reach it though there is no token.", "false"),
+        Key("insecure", "boolean", "Bind an address that other hosts can reach, without a token or certificates.",
+            "false"),
         Key("tls", "string", "Directory of the certificates of all processes, made by `rlctl certs init`.",
             "plain text"),
     )),

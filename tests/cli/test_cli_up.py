@@ -40,7 +40,7 @@ def test_ranks_must_be_divisible_by_those_of_an_engine(cli: Cli, up: list[str]) 
         (["--rollout-num-gpus", "0"], "0 is not in the range"),
         (["--option", "pace"], "'pace' is not NAME=VALUE"),
         (["--listen", "5080"], "--listen: '5080' is not HOST:PORT"),
-        (["--listen", "0.0.0.0:0"], "say --insecure"),
+        (["--listen", "0.0.0.0:0"], "or pass --insecure"),
     ],
 )
 def test_bad_arguments_are_usage_errors(cli: Cli, up: list[str], arguments: list[str], complaint: str) -> None:

@@ -75,7 +75,8 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
 @click.option(
     "--insecure",
     is_flag=True,
-    help="Bind where other hosts can reach it though there is no token; with TLS, need no certificate of callers.",
+    help="Bind an address that other hosts can reach, without a token or certificates; with TLS, need no certificate "
+    "of callers.",
 )
 @tls_options
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")

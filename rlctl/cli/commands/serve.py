@@ -64,7 +64,11 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
         ),
-        click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+        click.option(
+            "--insecure",
+            is_flag=True,
+            help="Bind an address that other hosts can reach, without a token or certificates.",
+        ),
         *TLS_OPTIONS,
         click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
         LOG_FORMAT_OPTION,

@@ -126,7 +126,11 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--option", "options", multiple=True, metavar="NAME=VALUE",
             help="Setting of every engine, below the file's.  [repeatable]",
         ),
-        click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+        click.option(
+            "--insecure",
+            is_flag=True,
+            help="Bind an address that other hosts can reach, without a token or certificates.",
+        ),
         click.option(
             "--tls", metavar="DIR", help="Directory of `rlctl certs init`; every process gets its own certificate.",
         ),
