@@ -139,6 +139,13 @@ def test_enum_values_that_do_not_exist_are_refused_with_those_that_do(written: s
         EnumType(common_pb2.PauseMode.DESCRIPTOR).convert(written, None, None)
 
 
+def test_a_level_that_requests_refuse_is_not_offered() -> None:
+    fields = message_options.fields_of(verbs_pb2.UpdateWeightsFromDiskRequest.DESCRIPTOR)
+    verify = next(message_options.option(field) for field in fields if field.flag == "--verify")
+    metavar = verify.type.get_metavar(verify, click.Context(click.Command("update")))
+    assert metavar == "[none|probe|received|replica|expected]"
+
+
 def path(field: message_options.Field) -> str:
     return ".".join(step.name for step in field.path)
 

@@ -13,7 +13,6 @@ from rlctl.cli.app.exit_codes import Exit
 from rlctl.cli.app.global_options import GlobalOption, global_options
 from rlctl.cli.app.types import EnumType
 from rlctl.cli.commands.verbs import VerbCommand
-from rlctl.contract.enums import short_names
 from tools.reference.markdown import prose, table
 
 _SETTINGS = """\
@@ -98,7 +97,7 @@ def _option(option: click.Option) -> list[str]:
 
 def _value(kind: Any) -> str:
     if isinstance(kind, EnumType):
-        return "|".join(short_names(kind.enum))
+        return "|".join(kind.offered)
     if isinstance(kind, click.Choice):
         return "|".join(str(choice) for choice in kind.choices)
     if isinstance(kind, click.IntRange):

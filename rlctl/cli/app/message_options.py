@@ -35,6 +35,8 @@ _UNSIGNED = (
     FieldDescriptor.TYPE_FIXED32,
     FieldDescriptor.TYPE_FIXED64,
 )
+_HIDDEN = {"rlctl.v1.UpdateOptions.verify": ("decode",)}
+"""Values of a field that requests refuse, because another option stands for them."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _plain(fields: Sequence[FieldDescriptor]) -> Iterator[FieldDescriptor]:
 
 def _type(descriptor: FieldDescriptor) -> Any:
     if descriptor.enum_type is not None:
-        return EnumType(descriptor.enum_type)
+        return EnumType(descriptor.enum_type, _HIDDEN.get(descriptor.full_name, ()))
     if descriptor.message_type is not None:
         return DURATION
     if descriptor.type in _UNSIGNED:

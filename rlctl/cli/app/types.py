@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -107,14 +108,16 @@ LEVEL = LevelType()
 class EnumType(ParamType):
     """A value of a protobuf enum by its short name ("retract") or its full one. Converts to its number."""
 
-    def __init__(self, enum: EnumDescriptor) -> None:
+    def __init__(self, enum: EnumDescriptor, hidden: Collection[str] = ()) -> None:
+        """``hidden``: short names that help and completion do not offer."""
         self.enum = enum
         self.name = enum.name
+        self.offered = [name for name in short_names(enum) if name not in hidden]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """The names, as in [abort|retract]."""
         del param, ctx
-        return f"[{'|'.join(short_names(self.enum))}]"
+        return f"[{'|'.join(self.offered)}]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The number."""
@@ -124,13 +127,13 @@ class EnumType(ParamType):
         with contextlib.suppress(RlctlError):
             found = number(self.enum, value, self.name)
         if not found:
-            self.fail(f"{value!r} is none of {', '.join(short_names(self.enum))}", param, ctx)
+            self.fail(f"{value!r} is none of {', '.join(self.offered)}", param, ctx)
         return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Names that begin so."""
         del ctx, param
-        return [CompletionItem(name) for name in short_names(self.enum) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in self.offered if name.startswith(incomplete)]
 
 
 def pairs(options: tuple[str, ...]) -> dict[str, str]:
