@@ -110,7 +110,7 @@ class LaunchedFleet:
         self._token = token
         self._say = on_progress
         self.limits = limits or Limits(heal_s=READY_S)
-        self._targets = MetricsTargets(self.directory)
+        self._targets = MetricsTargets(self.directory, self._say)
         logs = self.directory / "logs"
         self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module, authority=authority)
         self._launcher: Launcher = launcher or self._local

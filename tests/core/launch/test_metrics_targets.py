@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, any_port, rank_arguments
 from rlctl.launch.metrics_targets import FILE, MetricsTargets
+from rlctl.runtime import private_files
 
 
 @dataclass
@@ -42,7 +44,8 @@ def test_the_file_lists_the_processes_that_serve_metrics(tmp_path: Path) -> None
     def read() -> list[dict[str, Any]]:
         return json.loads((tmp_path / FILE).read_text())
 
-    targets = MetricsTargets(tmp_path)
+    warnings: list[str] = []
+    targets = MetricsTargets(tmp_path, warnings.append)
     coordinator = Process("coordinator", {"metrics_address": "127.0.0.1:1"})
     gateway = Process("gateway-actor", {"metrics_address": "127.0.0.1:3"})
     stage, follower = Process("actor-0"), Process("actor-0.1", {"address": "127.0.0.1:9"})
@@ -60,3 +63,24 @@ def test_the_file_lists_the_processes_that_serve_metrics(tmp_path: Path) -> None
     targets.write(processes)
     assert (tmp_path / FILE).stat().st_mtime_ns == written
     assert {path.name for path in tmp_path.iterdir()} == {FILE}
+    assert warnings == []
+
+
+def test_a_full_disk_is_one_warning_and_the_file_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    warnings: list[str] = []
+    targets = MetricsTargets(tmp_path, warnings.append)
+    processes: list[Any] = [Process("coordinator", {"metrics_address": "127.0.0.1:1"})]
+    with monkeypatch.context() as patch:
+        patch.setattr(private_files, "write_text", full)
+        targets.write(processes)
+        targets.write(processes)
+    (warning,) = warnings
+    assert FILE in warning
+    assert "No space left on device" in warning
+    targets.write(processes)
+    assert len(json.loads((tmp_path / FILE).read_text())) == 1
