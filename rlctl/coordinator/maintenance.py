@@ -22,7 +22,11 @@ from rlctl.ports import Link, Put, SystemClock
 from rlctl.v1.control_pb2 import ControlRequest, ControlResponse
 from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
 
-KINDS = ("fleet", "slot", "admitted", "model", "pause", "update", "operation", "forgotten", "key")
+KINDS = ("fleet", "slot", "admitted", "model", "pause", "update", "operation", "forgotten", "key", "audit")
+
+
+AUDIT_KEPT_S = 1e11
+"""Longer than any audit: how long a coordinator keeps its records is not in its journal."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def compact(path: Path, *, retained: int = RETAINED) -> tuple[int, int, int]:
 
 async def _loaded(journal: SqliteJournal, retained: int = RETAINED) -> Coordinator:
     """A coordinator that has taken a journal in, and does nothing with it."""
-    coordinator = Coordinator(journal, _NoDialer(), SystemClock(), retained=retained)
+    coordinator = Coordinator(journal, _NoDialer(), SystemClock(), retained=retained, audit_kept_s=AUDIT_KEPT_S)
     await coordinator.load()
     return coordinator
 

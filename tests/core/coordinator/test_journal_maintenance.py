@@ -18,8 +18,9 @@ from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.maintenance import compact, restore, verify
 from rlctl.ports import Put, SystemClock
 from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.coordinator_pb2 import AuditRecord
 from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord, OperationRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation
 
 WRITER = """
 import asyncio, os, sys
@@ -227,3 +228,14 @@ def test_compact_drops_by_the_coordinators_rule_and_gives_the_room_back(path: Pa
     assert after < before
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
+
+
+def test_compact_keeps_old_records_of_the_audit(path: Path) -> None:
+    old = AuditRecord(method="FlushCache")
+    old.time.FromSeconds(1_000_000_000)
+    interrupted = Operation(operation_id=SystemClock().new_id(), state=OPERATION_STATE_RUNNING, verb="FlushCache")
+    running = Put("operation", interrupted.operation_id, OperationRecord(operation=interrupted).SerializeToString())
+    write(path, fleet(1), running, Put("audit", f"{old.time.ToNanoseconds():020d}-old", old.SerializeToString()))
+    compact(path)
+    # The end of the interrupted operation is the second record.
+    assert verify(path).records["audit"] == 2
