@@ -58,7 +58,11 @@ def own_provider(service: str) -> TracerProvider | None:
     except ImportError:
         _warn("opentelemetry-sdk is not installed here; pip install 'rlctl[otel]'")
         return None
-    resource = Resource.create()
+    try:
+        resource = Resource.create()
+    except Exception as error:  # noqa: BLE001 - a setting that it refuses
+        _warn(f"a resource detector failed: {error!r}")
+        resource = Resource({SERVICE_NAME: service})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: service}))
     provider = TracerProvider(resource=resource)
@@ -67,7 +71,10 @@ def own_provider(service: str) -> TracerProvider | None:
         if not installed:
             _warn(f"{name.strip()!r} is not installed here")
         for each in installed:
-            provider.add_span_processor(BatchSpanProcessor(each.load()()))
+            try:
+                provider.add_span_processor(BatchSpanProcessor(each.load()()))
+            except Exception as error:  # noqa: BLE001 - traces are never the reason why an update fails
+                _warn(f"{name.strip()!r} refuses its settings, see the OTEL_ variables: {error!r}")
     return provider
 
 

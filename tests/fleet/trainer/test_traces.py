@@ -130,3 +130,20 @@ def test_without_the_library_or_the_exporter_a_warning_is_logged_once_and_nothin
     (record,) = caplog.records
     assert "OTEL_TRACES_EXPORTER" in record.message
     assert ("pip install 'rlctl[otel]'" if missing else exporter) in record.message
+
+
+def test_a_setting_that_an_exporter_refuses_is_a_warning_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10s")
+    for cached in (tracing.own_provider, tracing._warn):
+        cached.cache_clear()
+    try:
+        for _ in range(2):
+            assert tracing.own_provider("rlctl-trainer") is not None
+    finally:
+        tracing.own_provider.cache_clear()
+    (record,) = caplog.records
+    assert "'otlp' refuses its settings" in record.message
+    assert "10s" in record.message
