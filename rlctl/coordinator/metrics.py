@@ -10,17 +10,28 @@ from google.protobuf.message import Message
 
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, typed
+from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.fleet.observer import Observer
 from rlctl.coordinator.fleet.roster import ModelState, Slot
 from rlctl.coordinator.service import Coordinator
+from rlctl.coordinator.updates.manager import TRAINERS_UPDATE
 from rlctl.metrics import definitions as m
 from rlctl.metrics.exposition import Exposition, Sample
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.transport.handlers import Streaming, Unary
 from rlctl.v1 import coordinator_pb2
-from rlctl.v1.common_pb2 import StageState, Transport, VerificationLevel
+from rlctl.v1.common_pb2 import (
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_UNSPECIFIED,
+    StageState,
+    Transport,
+    VerificationLevel,
+)
 from rlctl.v1.journal_pb2 import OperationRecord
 from rlctl.v1.results_pb2 import OperationState, Phase, PhaseKind
+
+OTHER_OPERATIONS = (TRAINERS_UPDATE, "CommitWeightUpdate", "HealStage")
+"""Verbs of operations beside those of the table of verbs."""
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 
@@ -32,6 +43,12 @@ class CoordinatorMetrics(Observer):
         self._clock = clock
         self._coordinator: Coordinator | None = None
         self._exposition = Exposition(m.of(m.COORDINATOR), self._state)
+        for number in VerificationLevel.values():
+            if number not in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_NONE):
+                self._exposition.create(m.VERIFICATION_FAILURES, _level_name(number))
+        for verb in (*(verb.name for verb in offered_by("CoordinatorService") if verb.mutating), *OTHER_OPERATIONS):
+            for state in ("failed", "unknown"):
+                self._exposition.create(m.OPERATIONS, verb, state)
 
     async def start(self, coordinator: Coordinator, listen: str) -> str:
         """Serve; returns the bound address. Raises FIELD_INVALID."""
@@ -63,8 +80,7 @@ class CoordinatorMetrics(Observer):
         for stage in phase.stages:
             arrived[stage.transport] += sum(rank.bytes for rank in stage.ranks)
             if stage.failed_level:
-                level = VerificationLevel.Name(stage.failed_level).removeprefix("VERIFICATION_LEVEL_").lower()
-                self._exposition.count(m.VERIFICATION_FAILURES, level)
+                self._exposition.count(m.VERIFICATION_FAILURES, _level_name(stage.failed_level))
         for transport, total in arrived.items():
             if total:
                 name = Transport.Name(transport).removeprefix("TRANSPORT_").lower()
@@ -117,6 +133,10 @@ class CoordinatorMetrics(Observer):
             yield m.STAGES, (model_name, state), count
         for slot in present:
             yield from _of_stage(slot, roster.models[slot.model], self._clock.now())
+
+
+def _level_name(level: VerificationLevel.ValueType) -> str:
+    return VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower()
 
 
 def _of_model(model: ModelState) -> Iterator[Sample]:

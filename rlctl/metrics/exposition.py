@@ -62,6 +62,10 @@ class Exposition(Collector):
         self._server: WSGIServer | None = None
         self._watched: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
+    def create(self, metric: Metric, *labels: str) -> None:
+        """Create a series of a counter at 0. Otherwise Prometheus sees no increase at the first event."""
+        self._counters[metric].labels(*labels)
+
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         """Add to a counter; from any thread."""
         counter = self._counters[metric]

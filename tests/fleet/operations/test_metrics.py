@@ -64,6 +64,17 @@ async def test_a_coordinator_serves_its_operations_and_the_fleet(
         assert seen.value("rlctl_stage_incarnations_total", slot=slot) == 1
 
 
+async def test_failure_counters_that_alerts_read_exist_before_the_first_failure(measured: InProcessFleet) -> None:
+    seen = await scrape(measured.server.metrics_address)
+    levels = {"probe", "received", "replica", "expected", "decode"}
+    assert seen.labels("rlctl_verification_failures_total", "level") == levels
+    assert seen.labels("rlctl_operations_total", "state") >= {"failed", "unknown"}
+    verbs = {"WeightUpdate", "UpdateWeightsFromDisk", "PauseGeneration", "HealStage", "CommitWeightUpdate"}
+    assert seen.labels("rlctl_operations_total", "verb") >= verbs
+    assert seen.value("rlctl_verification_failures_total") == 0
+    assert seen.value("rlctl_operations_total", state="failed") == 0
+
+
 async def test_phases_are_those_of_the_timeline(measured: InProcessFleet) -> None:
     plan = await begin(measured)
     await join(measured, plan)
