@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from rlctl.v1.journal_pb2 import OperationRecord
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -21,22 +24,26 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes events on to several observers."""
+    """Passes events on to several observers. An exception of one is logged: it changes no operation."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
         """Pass it on."""
-        for each in self._observers:
-            each.operation_ended(record, took_s, traceparent)
+        self._each(lambda observer: observer.operation_ended(record, took_s, traceparent))
 
     def fan_out_ended(self, verb: str, took_s: float) -> None:
         """Pass it on."""
-        for each in self._observers:
-            each.fan_out_ended(verb, took_s)
+        self._each(lambda observer: observer.fan_out_ended(verb, took_s))
 
     def quarantined(self, model: str, reason: str) -> None:
         """Pass it on."""
-        for each in self._observers:
-            each.quarantined(model, reason)
+        self._each(lambda observer: observer.quarantined(model, reason))
+
+    def _each(self, event: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                event(observer)
+            except Exception:
+                log.exception("%s failed at an event", type(observer).__name__)

@@ -127,11 +127,14 @@ class Run:
             operation.error.CopyFrom(error)
 
     def write_timeline(self) -> None:
-        """Bring the record's timeline up to date."""
+        """Bring the record's timeline up to date. A failure is logged: it ends no operation."""
         if self.timelines:
             self.record.ClearField("timeline")
             for write in self.timelines:
-                write(self.record.timeline)
+                try:
+                    write(self.record.timeline)
+                except Exception:
+                    log.exception("%s %s has a partial timeline", self.operation.verb, self.operation.operation_id)
 
     async def end(self) -> None:
         """Nothing more will come of it: tell those who wait or watch, and keep its record only."""

@@ -185,7 +185,7 @@ def _write_stage(written: StagePhase, stage: _Stage, phase: _Phase) -> None:
     answered_s = max(0.0, stage.answered_at - phase.started_at)
     set_duration(written.duration, answered_s)
     # A stage counts from the receipt of a command: the times of commands that wait for each other overlap.
-    set_duration(written.elapsed, min(answered_s, stage.elapsed_s))
+    set_duration(written.elapsed, max(0.0, min(answered_s, stage.elapsed_s)))
     written.transport, written.failed_level = stage.transport, stage.failed_level
     if stage.result is None:
         return
