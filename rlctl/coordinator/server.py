@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -164,7 +165,13 @@ class CoordinatorServer:
         try:
             with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
                 copy = Path(directory) / "journal.db"
-                await asyncio.to_thread(self._journal.copy, copy)
+                copying = asyncio.create_task(asyncio.to_thread(self._journal.copy, copy))
+                try:
+                    await asyncio.shield(copying)
+                except asyncio.CancelledError:
+                    with contextlib.suppress(Exception):
+                        await copying  # its thread writes into the directory
+                    raise
                 with copy.open("rb") as file:
                     while data := await asyncio.to_thread(file.read, _PART_BYTES):
                         yield coordinator_pb2.JournalPart(data=data)
