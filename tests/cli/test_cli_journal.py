@@ -91,6 +91,11 @@ def test_a_backup_does_not_replace_a_file_unasked(rlctl: LiveFleet, tmp_path: Pa
     assert "--force" in refused.err
     assert rlctl("journal", "backup", str(target), "--force").code == 0
     assert target.read_bytes().startswith(b"SQLite format 3")
+    live = tmp_path / "journal.db"
+    inode = live.stat().st_ino
+    refused = rlctl("journal", "backup", str(live), "--force")
+    assert (refused.code, live.stat().st_ino) == (2, inode)
+    assert "in use" in refused.err
 
 
 def test_the_file_of_a_coordinator_that_runs_is_refused(rlctl: LiveFleet, cli: Cli, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def journal_verify(settings: Settings, file: Path | None, name: str | None) -> N
 @click.command("backup", cls=Command)
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
 @_of_a_file
-@click.option("--force", is_flag=True, help="Replace a file of this name.")
+@click.option("--force", is_flag=True, help="Replace a file of this name, but no journal in use.")
 @pass_settings
 def journal_backup(settings: Settings, target: Path, file: Path | None, name: str | None, force: bool) -> None:
     """Copy a journal to FILE, and verify the copy.
@@ -75,6 +75,7 @@ def journal_backup(settings: Settings, target: Path, file: Path | None, name: st
     if target.exists() and not force:
         raise Reason.FIELD_INVALID.error(f"{target} exists", field="FILE", next_step="Name another, or add --force.")
     path = _file(file, name)
+    files.refuse_as_target(target, path)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         if path is None:

@@ -68,6 +68,22 @@ def replace(path: Path, draft: Path) -> Path | None:
     return kept
 
 
+def refuse_as_target(target: Path, source: Path | None) -> None:
+    """Refuse to replace a file that is the journal to copy, or that a coordinator has open. ``source``: None where a
+    coordinator sends its journal. Raises FIELD_INVALID, JOURNAL_FAILED.
+    """
+    if not target.exists():
+        return
+    why = ""
+    if source is not None and source.exists() and target.samefile(source):
+        why = "is the journal itself"
+    elif _beside(target, "-wal").exists():
+        why = f"is a journal in use, or its coordinator was killed: {target.name}-wal is beside it"
+    if why:
+        raise Reason.FIELD_INVALID.error(f"{target} {why}", field="FILE", next_step="Name another file.")
+    refuse_used(target)
+
+
 def refuse_used(path: Path) -> bool:
     """Raise JOURNAL_FAILED while a coordinator has the file open. Returns whether SQLite can read the file: then its
     log is part of it.

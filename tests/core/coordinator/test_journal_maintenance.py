@@ -8,17 +8,20 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.journal.files import refuse_as_target
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.maintenance import compact, restore, verify
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.ports import Put, SystemClock
 from rlctl.v1.common_pb2 import WeightVersion
-from rlctl.v1.coordinator_pb2 import AuditRecord
+from rlctl.v1.coordinator_pb2 import AuditRecord, BackupJournalRequest
 from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord, OperationRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation
 
@@ -171,6 +174,26 @@ def test_a_journal_in_use_is_refused_by_the_name_of_its_holder(path: Path, tmp_p
     journal.close()
 
 
+def test_a_backup_replaces_neither_its_journal_nor_one_in_use(path: Path, tmp_path: Path) -> None:
+    backup, link = tmp_path / "backup.db", tmp_path / "link.db"
+    write(backup, fleet(1))
+    write(path, fleet(1))
+    link.symlink_to(path)
+    for target in (path, link):
+        with pytest.raises(RlctlError, match="is the journal itself") as refused:
+            refuse_as_target(target, path)
+        assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "FILE")
+    before = files(tmp_path)
+    refuse_as_target(backup, path)
+    refuse_as_target(tmp_path / "new.db", path)
+    assert files(tmp_path) == before
+    journal = SqliteJournal(path)
+    asyncio.run(journal.write([fleet(2)]))
+    with pytest.raises(RlctlError, match="in use"):
+        refuse_as_target(path, None)
+    journal.close()
+
+
 def test_a_restored_journal_keeps_its_numbers_and_the_old_file(path: Path, tmp_path: Path) -> None:
     backup = tmp_path / "backup.db"
     old = operation()
@@ -239,3 +262,26 @@ def test_compact_keeps_old_records_of_the_audit(path: Path) -> None:
     compact(path)
     # The end of the interrupted operation is the second record.
     assert verify(path).records["audit"] == 2
+
+
+async def test_a_cancelled_backup_ends_after_its_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = CoordinatorServer(CoordinatorConfig(path, "127.0.0.1:0"))
+    copying, go_on, written = threading.Event(), threading.Event(), []
+
+    def copy(target: Path) -> None:
+        copying.set()
+        go_on.wait(10)
+        target.write_bytes(b"copy")
+        written.append(target)
+
+    monkeypatch.setattr(server._journal, "copy", copy)
+    parts = server.backup_journal(BackupJournalRequest())
+    backup = asyncio.ensure_future(anext(parts))
+    await asyncio.to_thread(copying.wait, 10)
+    backup.cancel()
+    asyncio.get_running_loop().call_later(0.1, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await backup
+    (target,) = written
+    assert not target.parent.exists()
+    await server.stop()
