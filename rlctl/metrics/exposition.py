@@ -1,6 +1,6 @@
 """The values of one process and the HTTP server that Prometheus reads them from.
 
-The server of prometheus_client has a thread of its own. What belongs to an event loop is read on that loop.
+The server has a thread of its own, and one for each connection. What belongs to an event loop is read on that loop.
 """
 
 from __future__ import annotations
@@ -8,10 +8,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from wsgiref.simple_server import WSGIServer
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -29,11 +35,64 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 READ_S = 5.0
 """Longest wait for an event loop at a scrape. Prometheus itself waits for 10 s by default."""
 
+FRESH_S = 1.0
+"""Age up to which a read state is served again: many scrapes are one read for the event loop."""
+
+MOST_CONNECTIONS = 16
+"""Connections at a time. Further ones are closed at once."""
+
 LOOK_S = 0.5
 """Time between two measurements of the lag of an event loop."""
 
 Sample = tuple[Metric, tuple[str, ...], float]
 """A metric, the values of its labels, its value."""
+
+
+class Handler(WSGIRequestHandler):
+    """Handles one connection, without a log."""
+
+    timeout = 10.0
+    """Longest wait for a part of the request, seconds."""
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Log nothing."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, and a limit of their number."""
+
+    daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        self.address_family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
+        super().__init__((str(address[0]), port), Handler)
+        self.set_app(make_wsgi_app(registry))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread, or close the connection where there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle the connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """Log it: a client that is late or has gone is no defect."""
+        log.debug("a connection for metrics has failed", exc_info=True)
 
 
 class Exposition(Collector):
@@ -59,7 +118,10 @@ class Exposition(Collector):
         self._registry.register(self)
         PlatformCollector(self._registry)
         ProcessCollector(registry=self._registry)
-        self._server: WSGIServer | None = None
+        self._server: _Server | None = None
+        self._reading = threading.Lock()
+        self._recent: Sequence[Sample] = ()
+        self._read_at = -math.inf
         self._watched: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
     def create(self, metric: Metric, *labels: str) -> None:
@@ -80,9 +142,10 @@ class Exposition(Collector):
         """Serve at ``host:port`` (port 0: any); returns the bound address. Raises FIELD_INVALID."""
         host, port = split(listen, "metrics")
         try:
-            server, _ = await asyncio.to_thread(start_http_server, port, host, self._registry)
+            server = await asyncio.to_thread(_Server, host, port, self._registry)
         except OSError as error:
             raise unbound(listen, error, "metrics") from None
+        threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         self._server = server
         self.watch_loop("main")
         return join(host, server.server_port)
@@ -112,14 +175,24 @@ class Exposition(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """The metrics that are read, in the server's thread."""
         families = self._families()
-        reading = asyncio.run_coroutine_threadsafe(self._samples(), self._loop)
-        try:
-            for metric, labels, value in reading.result(READ_S):
-                families[metric].add_metric(labels, value)
-        except concurrent.futures.TimeoutError:
-            reading.cancel()
-            log.warning("the event loop did not answer within %g s: a scrape has no state of this process", READ_S)
+        for metric, labels, value in self._state():
+            families[metric].add_metric(labels, value)
         yield from families.values()
+
+    def _state(self) -> Sequence[Sample]:
+        """The state of this process, at most :data:`FRESH_S` old. Empty where the event loop does not answer."""
+        with self._reading:
+            if time.monotonic() - self._read_at < FRESH_S:
+                return self._recent
+            reading = asyncio.run_coroutine_threadsafe(self._samples(), self._loop)
+            try:
+                self._recent = reading.result(READ_S)
+            except concurrent.futures.TimeoutError:
+                reading.cancel()
+                self._recent = ()
+                log.warning("the event loop did not answer within %g s: a scrape has no state of this process", READ_S)
+            self._read_at = time.monotonic()
+            return self._recent
 
     def _families(self) -> dict[Metric, GaugeMetricFamily | CounterMetricFamily]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -143,6 +144,40 @@ async def test_a_busy_event_loop_leaves_out_its_state_and_shows_in_the_lag(
     await asyncio.sleep(0.1)
     lag = (await scrape(measured.server.metrics_address)).value("rlctl_event_loop_lag_seconds_sum", loop="main")
     assert lag > 0.3
+
+
+async def test_idle_connections_are_limited_and_end(measured: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, port = measured.server.metrics_address.rsplit(":", 1)
+    idle = [socket.create_connection((host, int(port))) for _ in range(exposition.MOST_CONNECTIONS)]
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b""  # one too many
+        writer.close()
+    for each in idle:
+        each.close()
+    async with asyncio.timeout(5):
+        while True:
+            with contextlib.suppress(OSError):  # until the threads have ended
+                assert (await scrape(measured.server.metrics_address)).value("rlctl_epoch") == 1
+                break
+    monkeypatch.setattr(exposition.Handler, "timeout", 0.1)
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_scrapes_at_one_time_read_the_state_once(
+    measured: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "FRESH_S", 60.0)
+    own = measured.server._metrics
+    assert own is not None
+    reads, read = [], own._exposition._read
+    monkeypatch.setattr(own._exposition, "_read", lambda: reads.append(1) or read())
+    seen = await asyncio.gather(*(scrape(measured.server.metrics_address) for _ in range(4)))
+    assert [each.value("rlctl_epoch") for each in seen] == [1] * 4
+    assert len(reads) == 1
 
 
 async def test_an_address_that_cannot_be_bound_is_refused_and_the_journal_is_released(tmp_path: Path) -> None:
