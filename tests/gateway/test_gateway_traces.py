@@ -10,6 +10,9 @@ from http_calls import post
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from trace_collector import PARENT, attributes, collecting
 
+from rlctl.contract.errors import Reason
+from rlctl.v1.fleet_pb2 import Stage
+
 
 async def test_a_sample_has_a_span_and_operations_continue_the_trace_of_their_caller(
     make_fleet: Callable[..., Any], make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -43,3 +46,19 @@ async def test_a_sample_has_a_span_and_operations_continue_the_trace_of_their_ca
     (pause,) = [span for span in collector.spans["rlctl-coordinator"] if span.name == "PauseGeneration"]
     for span in (sample, pause):
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (PARENT[3:35], PARENT[36:52])
+
+
+async def test_a_sample_is_returned_where_the_stages_cannot_be_read_for_its_span(
+    make_fleet: Callable[..., Any], make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(timeout_s: float = 0.0) -> list[Stage]:
+        raise Reason.UNREACHABLE.error("the coordinator is away")
+
+    async with collecting(monkeypatch) as collector:
+        async with make_fleet(a=1, heal=False) as fleet, make_gateway(fleet) as (server, http):
+            monkeypatch.setattr(server.generation.fleet, "stages", fail)
+            body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+            assert (await post(http, body))[0] == 200
+        await collector.flush()
+    (sample,) = collector.spans["rlctl-gateway"]
+    assert attributes(sample)["gen_ai.usage.output_tokens"] == 4

@@ -19,6 +19,7 @@ from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport.channel import Credentials, refuse_large
+from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 if TYPE_CHECKING:
@@ -218,7 +219,10 @@ class Generation:
                 sample, timeout_s=self.settings.timeout_s, credentials=credentials, place=place, told=told
             )
             if span is not None:
-                note_sample(span, ended, await self.fleet.stages())
+                stages: list[Stage] = []
+                with contextlib.suppress(RlctlError):  # the sample is complete without them
+                    stages = await self.fleet.stages(timeout_s=0.0)
+                note_sample(span, ended, stages)
         if ended.error is not None and not ended.output_ids:
             if ended.error.reason is Reason.PROMPT_TOO_LONG:
                 ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
