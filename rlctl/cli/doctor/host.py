@@ -353,14 +353,16 @@ def _gpus() -> Gpus:
         return Gpus(0)
     if importlib.util.find_spec("torch") is None:
         return Gpus(files, error="it is not installed")
+    probe = subprocess.Popen(
+        [sys.executable, "-c", _GPU_PROBE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
-        probe = subprocess.run(
-            [sys.executable, "-c", _GPU_PROBE], capture_output=True, text=True, timeout=GPU_PROBE_S, check=False
-        )
+        output, errors = probe.communicate(timeout=GPU_PROBE_S)
     except subprocess.TimeoutExpired:
+        probe.kill()  # not waited for: inside a driver that hangs it does not end
         return Gpus(files, error=f"the driver does not answer within {GPU_PROBE_S:g} s")
     if probe.returncode:
-        return Gpus(files, error=probe.stderr.strip().splitlines()[-1] if probe.stderr.strip() else "it fails")
-    first, *pairs = (line.split() for line in probe.stdout.splitlines())
+        return Gpus(files, error=errors.strip().splitlines()[-1] if errors.strip() else "it fails")
+    first, *pairs = (line.split() for line in output.splitlines())
     error = "this PyTorch is built without CUDA" if first[0] == "None" else ""
     return Gpus(files, int(first[1]), [(int(a), int(b)) for a, b in pairs], error)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -256,3 +259,19 @@ def test_sizes_are_read_at_a_glance() -> None:
         "1.5 GiB",
         "2000 GiB",
     ]
+
+
+def test_a_probe_of_the_gpus_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[subprocess.Popen[str]] = []
+    monkeypatch.setattr(of_host, "gpu_count", lambda: 1)
+    monkeypatch.setattr(of_host.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(of_host, "_GPU_PROBE", "import time; time.sleep(10)")
+    monkeypatch.setattr(of_host, "GPU_PROBE_S", 0.2)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: killed.append(self))
+    started = time.monotonic()
+    gpus = of_host._gpus()
+    assert time.monotonic() - started < 5
+    assert gpus == Gpus(1, error="the driver does not answer within 0.2 s")
+    (probe,) = killed
+    probe.send_signal(signal.SIGKILL)
+    probe.communicate()
