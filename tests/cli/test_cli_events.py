@@ -207,6 +207,27 @@ def test_events_are_followed_over_a_restart_of_the_coordinator(
     assert ("operation", "PauseGeneration", "", "OK") in told[:lost]
 
 
+def test_what_happens_between_the_printed_list_and_the_first_look_is_shown(
+    rlctl: LiveFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def shown(_settings: Settings, event: Event) -> None:
+        seen.append((event.change, event.after))
+        if len(seen) == 1:
+            with connect(rlctl.endpoint) as fleet:
+                fleet.flush_cache()
+        if (event.change, event.after) == ("FlushCache", "OK"):
+            raise EndedError
+
+    assert rlctl("pause").code == rlctl("continue").code == 0
+    monkeypatch.setattr(events, "show_event", shown)
+    monkeypatch.setattr(events, "LOOK_S", 0.1)
+    with pytest.raises(EndedError):
+        rlctl("events", "--follow", "--timeout", "5s", "--limit", "1")
+    assert seen == [("ContinueGeneration", "OK"), ("FlushCache", "RUNNING"), ("FlushCache", "OK")]
+
+
 def _until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30.0
     while not done():

@@ -42,11 +42,13 @@ def events(settings: Settings, following: bool, limit: int, model: str) -> None:
     if settings.output not in ("table", "wide", "json", "jsonl"):
         raise click.BadParameter("events are lines: table, json or jsonl", param_hint="--output")
     with bounded(settings) as fleet:
-        for operation in reversed(_of(model, fleet.operations(page_size=limit)) if limit else []):
+        listed = fleet.operations(page_size=max(limit, PAGE))
+        for operation in reversed(_of(model, listed[:limit])):
             show_event(settings, started(operation) if operation.state == OPERATION_STATE_RUNNING else ended(operation))
     if not following:
         return
     changes = Changes(settings.endpoint)
+    list(changes.of_operations(_of(model, listed)))  # the first look shows what has begun and ended since
 
     def read(fleet: Fleet) -> Generator[Event, None, None]:
         with contextlib.closing(_looks(fleet, model)) as looks:
