@@ -364,7 +364,13 @@ class StageServer:
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
                 self._report_failure(old, error)
         else:
-            log.error("%s: the engine has failed %d times and is left", self.config.slot, len(self._recent))
+            log.error(
+                "%s: the engine has failed %d times and is not started again", self.config.slot, len(self._recent)
+            )
+            try:
+                await self._engine.stop()
+            except Exception:
+                log.exception("%s: the engine did not stop", self.config.slot)
             return
         await old.leave()
         self._register()

@@ -33,6 +33,7 @@ class Restartable(FakeEngine):
     """``starts``: what happens at its first start, its second, ...: an error, or a failure right after it."""
 
     started = 0
+    ended = False
     starts: ClassVar[list[Exception | str]] = []
     stops: ClassVar[list[Exception]] = []
 
@@ -50,6 +51,7 @@ class Restartable(FakeEngine):
         return info
 
     async def stop(self) -> None:
+        self.ended = True
         await super().stop()
         if self.stops:
             raise self.stops.pop(0)
@@ -162,6 +164,7 @@ async def test_an_engine_that_has_failed_too_often_is_not_started_again(
         assert fleet.stage("a").state == STAGE_STATE_FAILED
         assert fleet.stage("a").not_routable.startswith("FAILED: crash loop, not started again after 4 failures")
         assert (engines.started, engines.starts) == (4, ["is never started"])
+        assert stage._engine.ended
 
 
 async def test_an_engine_that_fails_while_it_is_taken_into_service_is_started_again(
