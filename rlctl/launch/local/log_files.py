@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 from pathlib import Path
 from typing import IO
@@ -54,15 +55,16 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
 
     No line is lost where the file system can cut off the beginning of a file (ext4, XFS): the log keeps what has come
     since, and its last block. Elsewhere the log is emptied, and a line that comes just between the copy and that is
-    lost. Nothing happens where the disk does not take the copy.
+    lost. Nothing happens where the disk does not take the copy, or while another process does the same.
     """
     with contextlib.suppress(OSError):
-        size = log.stat().st_size
-        if size <= at_most:
+        if log.stat().st_size <= at_most:
             return False
         kept = log.with_name(f"{log.name}.1")
-        kept.unlink(missing_ok=True)  # on a full disk, that is the room for the copy
         with log.open("r+b") as file:
+            if not _locked(file) or (size := os.fstat(file.fileno()).st_size) <= at_most:
+                return False
+            kept.unlink(missing_ok=True)  # on a full disk, that is the room for the copy
             try:
                 beginning = _copied(file, kept, (size - 1) // _BLOCK * _BLOCK)
                 if beginning and _cut_off(file, beginning):
@@ -71,9 +73,20 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
             except OSError:
                 kept.unlink(missing_ok=True)
                 raise
-        os.truncate(log, 0)
+            file.truncate(0)
         return True
     return False
+
+
+def _locked(log: IO[bytes]) -> bool:
+    """Lock a log until it is closed; whether no other process has. Without a lock where the file system has none."""
+    try:
+        fcntl.flock(log.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _copied(log: IO[bytes], kept: Path, size: int | None) -> int:

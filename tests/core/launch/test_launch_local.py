@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import os
 import signal
@@ -159,6 +160,18 @@ def test_a_log_that_cannot_be_copied_stays(tmp_path: Path, monkeypatch: pytest.M
     keep_short(log, 1000)
     assert log.stat().st_size == 2000
     assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
+
+
+def test_a_log_is_cut_by_one_process_at_a_time(tmp_path: Path) -> None:
+    log, kept = tmp_path / "a.log", tmp_path / "a.log.1"
+    log.write_text("x" * 2000)
+    kept.write_text("before")
+    with log.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not keep_short(log, 1000)
+    assert (log.stat().st_size, kept.read_text()) == (2000, "before")
+    assert keep_short(log, 1000)
+    assert (log.stat().st_size, kept.stat().st_size) == (0, 2000)
 
 
 WRITER = """
