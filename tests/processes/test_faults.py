@@ -116,8 +116,9 @@ def test_a_server_ends_in_order_though_its_engine_is_inside_torch() -> None:
     """Told to end while it loads, or with a thread that it leaves behind because it is stuck."""
     script = """
 import os, signal, threading
+import click
 import torch
-from rlctl.cli.commands.serve import serve
+from rlctl.cli.commands.serve import LOG_FORMAT, serve
 
 torch.set_num_threads(1)
 
@@ -134,7 +135,13 @@ async def start():
 async def stop():
     print("stopped")
 
-serve(start, "INFO", False)
+@click.command()
+@click.pass_context
+def command(context):
+    context.meta[LOG_FORMAT] = "text"
+    serve(start, "INFO", False)
+
+command()
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
