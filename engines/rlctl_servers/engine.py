@@ -84,6 +84,10 @@ class Facts(Protocol):
     def unsupported(self) -> Mapping[str, str]:
         """Why a verb cannot be done, by verb."""
 
+    @property
+    def no_decode_check(self) -> str:
+        """Why decode cannot be compared with prefill; "": it can."""
+
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> verbs_pb2.ServerInfo:
         """How it was started, without its keys."""
 
@@ -194,17 +198,15 @@ class ServerEngine(Engine):
         if why:
             raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
 
-    async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call, why_not: str = "") -> None:
-        """Calibrate the decode check with the weights of the start, and say what it costs.
-
-        ``why_not``: why these weights, or this server, are not fit for it. A server that cannot be calibrated makes no
-        checks, and starts all the same.
+    async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call) -> None:
+        """Calibrate the decode check with the weights of the start, and add its time to the capabilities. A server
+        without a calibration starts all the same, and makes no checks.
         """
         if self._prober is None:
             return
         try:
-            if why_not:
-                raise Reason.UNSUPPORTED.error(why_not)
+            if self._facts.no_decode_check:
+                raise Reason.UNSUPPORTED.error(self._facts.no_decode_check)
             self._calibration = await self._prober.calibrate(self._config.dtype, call)
         except Exception as error:
             if self._failure is not None:

@@ -21,7 +21,6 @@ from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import Stamps
 
-from rlctl.contract import decode_check
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import check_pair_version
@@ -128,9 +127,7 @@ class SGLangEngine(ServerEngine):
             probes=self._prober is not None,
             unproven=self._unproven(refuted),
         )
-        several = int(facts.info.get("dp_size") or 1) > 1
-        why_not = "prompts do not come to all of its data-parallel ranks" if several else ""
-        await self._calibrate(capabilities, self._start_call(), decode_check.INVENTED if facts.invents else why_not)
+        await self._calibrate(capabilities, self._start_call())
         self._ready = True
         return EngineInfo(
             layout=facts.layout(self._config, readable=readable),

@@ -22,7 +22,6 @@ from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Updates
 from rlctl_servers.updates.version_labels import WRITING, Stamps
 
-from rlctl.contract import decode_check
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig, EngineInfo
@@ -109,14 +108,7 @@ class VLLMEngine(ServerEngine):
         self._readable = bool(digest)
         # Others' requests would be answered while a probe makes the server go on.
         self._prober = (
-            Prober(
-                self._control,
-                self._state,
-                self._requests,
-                self._limits,
-                self.turn,
-                lora_on_cpu=facts.cpu and facts.lora is not None,
-            )
+            Prober(self._control, self._state, self._requests, self._limits, self.turn)
             if self._server.launched
             else None
         )
@@ -129,7 +121,7 @@ class VLLMEngine(ServerEngine):
             probes=self._prober is not None,
             unproven=refuted.why if refuted else "",
         )
-        await self._calibrate(capabilities, self._start_call(), "" if facts.reads else decode_check.INVENTED)
+        await self._calibrate(capabilities, self._start_call())
         return EngineInfo(
             layout=facts.layout(self._config),
             capabilities=capabilities,

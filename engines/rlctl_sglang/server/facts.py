@@ -19,6 +19,7 @@ from rlctl_servers.server.server_info import (
 )
 from rlctl_servers.server.update_blockers import keepers_in
 
+from rlctl.contract.decode_check import INVENTED
 from rlctl.contract.errors import Reason
 from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.contract.verbs import VERBS
@@ -96,6 +97,13 @@ class Facts:
     def invents(self) -> bool:
         """Whether it was started with other weights than those of the checkpoint that it names."""
         return str(self.info.get("load_format") or "auto") not in _READING
+
+    @property
+    def no_decode_check(self) -> str:
+        """Why decode cannot be compared with prefill; "": it can."""
+        if self._number("dp_size") > 1:
+            return "the prompts of a check do not come to all data-parallel ranks"
+        return INVENTED if self.invents else ""
 
     @property
     def draft(self) -> bool:

@@ -10,8 +10,6 @@ from rlctl_servers.requests.probe import Computed
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 
-from rlctl.contract.decode_check import Calibration
-from rlctl.contract.errors import Reason
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl_vllm.options import PRODUCT
@@ -23,19 +21,8 @@ from rlctl_vllm.state import MODES, State
 class Prober(probe.Prober):
     """Computes probes on one server."""
 
-    def __init__(
-        self,
-        control: Control,
-        state: State,
-        requests: Requests,
-        limits: Limits,
-        turn: probe.Turn,
-        *,
-        lora_on_cpu: bool = False,
-    ) -> None:
-        """``lora_on_cpu``: the server has adapters, and no GPU."""
+    def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
         super().__init__(PRODUCT, requests, limits, turn)
-        self._lora_on_cpu = lora_on_cpu
         self._control = control
         self._most = limits.most_logprobs
         self._state = state
@@ -58,15 +45,6 @@ class Prober(probe.Prober):
         in_place = not self._state.paused or self._state.paused == PAUSE_MODE_IN_PLACE
         mode = PAUSE_MODE_IN_PLACE if in_place else PAUSE_MODE_RETRACT
         await self._control.must(f"/pause?{MODES[mode]}", {}, call=call)
-
-    async def calibrate(self, dtype: str, call: Call) -> Calibration:
-        """See :meth:`rlctl_servers.requests.probe.Prober.calibrate`."""
-        if self._lora_on_cpu:
-            # punica_cpu.py takes as many rows of hidden states as the batch has requests (0.32.0).
-            raise Reason.UNSUPPORTED.error(
-                "with adapters on a CPU, vLLM ends on the log probabilities of a prompt beside other requests"
-            )
-        return await super().calibrate(dtype, call)
 
     async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
         """See :func:`compute`. Log probabilities of vLLM are those before temperature."""

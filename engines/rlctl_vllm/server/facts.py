@@ -17,6 +17,7 @@ from rlctl_servers.server.server_info import (
     without_levels,
 )
 
+from rlctl.contract.decode_check import INVENTED
 from rlctl.contract.verbs import VERBS
 from rlctl.contract.vllm_groups import BACKEND
 from rlctl.engine import Call, EngineConfig
@@ -101,6 +102,14 @@ class Facts:
         """What it was started for of adapters."""
         found: Mapping[str, Any] | None = self.config.get("lora_config")
         return found
+
+    @property
+    def no_decode_check(self) -> str:
+        """Why decode cannot be compared with prefill; "": it can."""
+        if self.cpu and self.lora is not None:
+            # punica_cpu.py takes as many rows of hidden states as the batch has requests (0.32.0).
+            return "with adapters on a CPU, vLLM ends on the log probabilities of a prompt beside other requests"
+        return "" if self.reads else INVENTED
 
     @property
     def digest(self) -> str:

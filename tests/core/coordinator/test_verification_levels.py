@@ -287,3 +287,11 @@ def test_one_answer_for_all_ranks_proves_nothing_where_nothing_is_verified() -> 
     assert not verification_levels.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=True)
     assert not verification_levels.judge_evidence(answers, {"a": RECEIVED, "b": NONE}, probed=False)
     assert not verification_levels.judge_evidence(answers, {}, probed=False)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_stage_that_is_dirty_after_the_decode_check_is_wrong_also_unasked(wanted: bool) -> None:
+    error = Reason.WEIGHTS_DIRTY.error("its memory was written").detail()
+    dirty = StageResult(slot="a", outcome=OUTCOME_DIRTY, error=error)
+    wrong, passed = verification_levels.judge_decode([dirty], wanted=wanted)
+    assert (wrong["a"].reason, wrong["a"].outcome, passed) == (Reason.DECODE_MISMATCH, OUTCOME_DIRTY, frozenset())

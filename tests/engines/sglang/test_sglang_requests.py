@@ -106,6 +106,20 @@ def test_what_has_never_run_on_a_gpu_is_called_experimental(told: dict[str, str]
 
 
 @pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({}, ""),
+        ({"load_format": "dummy"}, "not started with its checkpoint's weights"),
+        ({"dp_size": 2}, "data-parallel ranks"),
+    ],
+)
+def test_servers_whose_decode_cannot_be_compared(told: dict[str, Any], why: str) -> None:
+    found = Facts(told, {}).no_decode_check
+    assert why in found
+    assert bool(found) is bool(why)
+
+
+@pytest.mark.parametrize(
     ("fields", "field"),
     [
         ({"rid": "mine"}, "engine_fields"),

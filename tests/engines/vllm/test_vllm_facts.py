@@ -119,3 +119,18 @@ def test_a_plain_server_keeps_nothing_out_of_an_updates_reach() -> None:
     }
     assert kept_by(plain) == []
     assert kept_by({}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, ""),
+        ({"load_config": {"load_format": "dummy"}}, "not started with its checkpoint's weights"),
+        ({"lora_config": {"max_loras": 1}}, "with adapters on a CPU, vLLM ends"),
+        ({"lora_config": {"max_loras": 1}, "device_config": {"device_type": "cuda"}}, ""),
+    ],
+)
+def test_servers_whose_decode_cannot_be_compared(config: dict[str, Any], why: str) -> None:
+    found = Facts("0.1", config, "", (), {}).no_decode_check
+    assert why in found
+    assert bool(found) is bool(why)

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
-from rlctl_servers.requests.probe import Turn
 from rlctl_vllm.requests.bodies import Limits, bodies
-from rlctl_vllm.requests.probe import Prober
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Call
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 
 LIMITS = Limits(vocab_size=100, context_length=32, longest_prompt=31)
@@ -113,12 +110,3 @@ def test_sglangs_grammars_become_structured_outputs() -> None:
     assert "regex" not in sampling
     fields.update({"sampling_params": {"regex": "[0-9]+", "ebnf": "x"}})
     assert refused(engine_fields=fields) == (Reason.FIELD_CONFLICT, "sampling_params")
-
-
-async def test_no_decode_check_is_made_with_adapters_on_a_cpu() -> None:
-    """vLLM 0.32 ends on the log probabilities of several prompts at once."""
-    server: Any = None
-    prober = Prober(server, server, server, LIMITS, Turn(), lora_on_cpu=True)
-    with pytest.raises(RlctlError) as refused:
-        await prober.calibrate("float32", Call("start", 0.0))
-    assert refused.value.reason is Reason.UNSUPPORTED

@@ -19,6 +19,7 @@ import rlctl
 from rlctl.client.connection import Connection
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet
@@ -411,3 +412,20 @@ def test_a_trainer_rank_of_another_release_is_noticed(key: bytes, digits: int) -
         digests_of([Sent(digests=[TensorDigest(name="w", sha256="0" * digits)])], key)
     assert caught.value.reason is Reason.SOURCE_FAILED
     assert digests_of([Sent(digests=[TensorDigest(name="w", sha256="0" * (96 - digits))])], key)
+
+
+async def test_a_coordinator_that_knows_no_decode_check_is_no_success(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older coordinator drops the field, and publishes."""
+    monkeypatch.setattr(verification_levels, "decode_check_due", lambda *_: False)
+    async with publishing(fleet) as publisher:
+        with pytest.raises(RlctlError, match="two is published, but no decode check was made") as caught:
+            await publisher.update(
+                {"w": torch.zeros(1)}.items(),
+                version="two",
+                checkpoint=checkpoint("two"),
+                verify="none",
+                decode_check=True,
+            )
+    assert (caught.value.reason, caught.value.field) == (Reason.VERIFICATION_UNREACHABLE, "decode_check")
