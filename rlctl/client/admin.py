@@ -277,7 +277,7 @@ class AsyncAdmin:
     async def audit(
         self, *, principal: str = "", denied: bool = False, since_s: float | None = None, limit: int = 50
     ) -> list[AuditRecord]:
-        """Who changed what, and whose calls were denied, newest first. ``since_s``: seconds back; ``limit`` 0: all."""
+        """Changes and denied calls with their callers, newest first. ``since_s``: seconds back; ``limit`` 0: all."""
         request = coordinator_pb2.ListAuditRecordsRequest(principal=principal, denied=denied)
         if since_s is not None:
             request.since.FromNanoseconds(time.time_ns() - round(since_s * 1e9))

@@ -13,7 +13,7 @@ CHANGES = (Scope.ROLLOUT, Scope.WEIGHTS, Scope.ADAPTERS)
 """Scopes of callers that change something; which of them is enough depends on the verb."""
 
 FOLLOWS = (Scope.ROLLOUT, Scope.GATEWAY)
-"""Scopes of routing followers (``WatchFleetRequest.watch_id``), for whose confirmation the coordinator waits."""
+"""Scopes of routing followers (``WatchFleetRequest.watch_id``). The coordinator waits for their confirmation."""
 
 _VIEW = (Scope.VIEWER,)
 _UPDATE = (Scope.WEIGHTS, Scope.ADAPTERS)

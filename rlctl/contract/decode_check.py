@@ -130,7 +130,7 @@ def differs(report: DecodeReport) -> bool:
 
 
 def mismatch(report: DecodeReport) -> RlctlError:
-    """The error of an engine whose decode and prefill disagree."""
+    """The error for decode and prefill that disagree."""
     return Reason.DECODE_MISMATCH.error(
         f"decode and prefill differ by {report.difference:.3g} nats, {report.tolerance:.3g} pass: decode computes with "
         "other weights",

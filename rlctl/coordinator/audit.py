@@ -1,4 +1,4 @@
-"""The audit: who changed what, and whose calls were denied. Kept longer than operations."""
+"""The audit: changes and denied calls, with their callers. It outlasts the record of operations."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def compact(path: Path, *, retained: int = RETAINED) -> tuple[int, int, int]:
 
 
 async def _loaded(journal: SqliteJournal, retained: int = RETAINED) -> Coordinator:
-    """A coordinator that has taken a journal in, and does nothing with it."""
+    """A coordinator with the content of a journal, without links to stages."""
     coordinator = Coordinator(journal, _NoDialer(), SystemClock(), retained=retained, audit_kept_s=AUDIT_KEPT_S)
     await coordinator.load()
     return coordinator
@@ -146,7 +146,7 @@ def _raise_numbers(path: Path, reached: FleetRecord) -> None:
 
 
 class _NoDialer:
-    """Reaches nobody."""
+    """Opens no connection."""
 
     async def dial(self, address: str) -> Link[ControlRequest, ControlResponse]:
         raise Reason.UNREACHABLE.error(f"nothing is sent to {address} from here")

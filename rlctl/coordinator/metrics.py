@@ -167,7 +167,7 @@ def _state_of(slot: Slot) -> str:
 
 
 class _MeasuredJournal:
-    """A journal whose writes are measured."""
+    """Measures the writes of a journal."""
 
     def __init__(self, journal: Journal, exposition: Exposition, clock: Clock) -> None:
         self._clock = clock

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_STREAMS = {"WatchFleet": 256, "WatchOperation": 256, "BackupJournal": 2}
-"""Streams that callers of one host may have open at a time. One that is not read keeps a copy of the fleet, or of the
-journal.
-"""
+"""Most open streams of the callers of one host. An unread stream keeps a copy of the fleet or of the journal."""
 
 _PART_BYTES = 1 << 20
 

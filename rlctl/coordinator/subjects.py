@@ -41,8 +41,8 @@ def refuse_fence(request: Message) -> None:
 
 
 def subject_of(request: Message, roster: Roster, operations: Operations) -> Subject | None:
-    """The subject of a request as the fleet is now. A request without a target is about every model, one that cannot
-    have a target about nothing.
+    """The subject of a request as the fleet is now. A request without a target is about every model. A
+    request of a type without targets has no subject.
 
     The subject includes every model that the coordinator may change for the request. Each field therefore counts here
     for the requests for which the coordinator reads it.

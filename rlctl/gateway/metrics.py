@@ -1,4 +1,4 @@
-"""The metrics of a gateway: HTTP requests, samples, and what is under way at each scrape."""
+"""The metrics of a gateway: HTTP requests and samples, ended and under way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GatewayMetrics:
         self.exposition = Exposition(m.of(m.GATEWAY), self._state)
 
     def generation(self, fleet: AsyncFleet, settings: Settings) -> Generation:
-        """A generation whose samples are counted."""
+        """Counts the samples of a generation."""
         self._generation = _MeasuredGeneration(fleet, settings, self)
         return self._generation
 

@@ -32,7 +32,7 @@ class Failures(Generic[T]):
         self._recent: deque[tuple[float, T]] = deque()
 
     def add(self, now: float, stamp: T, limit: RestartLimit) -> None:
-        """Count one that came now, and forget those that came too long ago."""
+        """Count a failure at this time, and forget failures before the period."""
         self._recent.append((now, stamp))
         while self._recent[0][0] < now - limit.within_s:
             self._recent.popleft()

@@ -68,8 +68,8 @@ async def connect(
 
     The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
     RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. ``client``: name of the
-    program, which operations record. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for what is no such
-    address.
+    program, which operations record. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for
+    another form of address.
     """
     refuse_unreachable(address)
     tls = load_tls() if tls is None else tls or None

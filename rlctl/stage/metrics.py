@@ -28,7 +28,7 @@ class StageMetrics:
         self.exposition = Exposition(m.of(m.STAGE), self._state)
 
     def generation(self, engine: Callable[[], Engine]) -> Generation:
-        """RolloutService whose requests are counted."""
+        """Counts the requests of a RolloutService."""
         return _MeasuredGeneration(engine, self._serving, self._clock, self)
 
     @contextlib.contextmanager

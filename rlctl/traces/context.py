@@ -24,7 +24,7 @@ def valid(header: object) -> str:
 
 
 def current() -> str:
-    """traceparent for a call of the running task: of its present span, or else the one that it passes on."""
+    """traceparent for a call of the running task: of its present span, else of its own caller."""
     api = sys.modules.get("opentelemetry.trace")
     if api is not None:
         span = api.get_current_span().get_span_context()

@@ -1,7 +1,7 @@
 """The access file: principals with their scopes, hashes of their tokens, and their certificates. JSON.
 
-A token has 32 random bytes, so that SHA-256 is enough to keep it: nobody can try 2^256 values. Slow hashes protect
-passwords, which people choose.
+SHA-256 is enough to keep a token of 32 random bytes: 2^256 values cannot be tried. Slow hashes protect passwords of
+little entropy.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from rlctl.transport.tls import identity as tls
 HEADER = "authorization"
 
 ON_BEHALF_OF = "x-rlctl-on-behalf-of"
-"""Principal that a gateway calls for. Its scopes are those that the called server's own access file has."""
+"""Principal that a gateway calls for. The access file of the called server has its scopes."""
 
 CLIENT, USER = "x-rlctl-client", "x-rlctl-user"
 """``NAME/VERSION`` of the calling program, and its ``user@host``, as it states them."""
@@ -198,7 +198,7 @@ def admit(
 
 
 class AccessGuard(grpc.aio.ServerInterceptor):
-    """Authenticates every call of whatever service, and refuses those that its principal may not make.
+    """Authenticates every call of every service, and refuses calls beyond the scopes of the principal.
 
     What depends on the request is decided by the service, with :func:`rlctl.contract.access.refusal` again.
     """
@@ -332,7 +332,7 @@ async def _enter(
 
 
 async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Write what a handler yields; one that is a coroutine writes itself."""
+    """Write the messages that a handler yields. A handler that is a coroutine writes by itself."""
     try:
         if not inspect.isasyncgen(answers):
             await answers
@@ -346,5 +346,5 @@ async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> N
 
 async def _checked(requests: AsyncIterator[Any], standing: Standing) -> AsyncIterator[Any]:
     async for request in requests:
-        standing.check()  # the handler ends the stream with what is raised
+        standing.check()  # an error ends the stream
         yield request

@@ -25,8 +25,8 @@ Later = Callable[[float, Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class Denial:
-    """Equal refusals: one caller, one method, one reason. Callers of one host that were not authenticated are one
-    caller, whatever they call: they choose the methods, so these must not make kinds of their own.
+    """Equal refusals: one caller, one method, one reason. All unauthenticated callers of one host are one caller, for
+    all methods: a caller without a token could otherwise make any number of kinds.
 
     Attributes:
         identity: None: the caller was not authenticated.

@@ -6,7 +6,8 @@ are read back as the engine computes with them, each update proves itself. Elsew
 time at the start, and log probabilities and greedy tokens of one short prompt are compared. At an SGLang whose ranks
 find the places of a checkpoint's elements by loading, that search is the second load.
 
-The trial loads equal weights. It does not show a load that leaves a derived value as it was: a probe does.
+The trial loads equal weights. It does not show a load that leaves a derived value as it was: a probe or the decode
+check does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """vLLM's settings that keep, copy or move weights or KV entries (0.32.0); see
 :mod:`rlctl_servers.server.update_blockers`.
 
-One store of KV entries is no obstacle at a server whose requests all have a cache salt: vLLM's own in host memory
-(``OffloadingConnector``). It looks entries up by block hashes, of which salt and adapter are part, is emptied by a
-flush, and ends with the server. ``ExampleConnector`` looks entries up by token ids alone; the other connectors were
-never tried.
+vLLM's own store of KV entries in host memory (``OffloadingConnector``) is no obstacle if every request has a cache
+salt. It looks entries up by block hashes, which contain salt and adapter. A flush empties it, and it ends with the
+server. ``ExampleConnector`` looks entries up by token ids alone. The other connectors were never tried.
 
 Read and found harmless in 0.32.0: prefix caching and the encoder cache of the workers (emptied), ``cpu_offload_gb``
 (the parameter itself lies in host memory), sleep mode (level 1 brings the same bytes back), speculative decoding (a
@@ -44,7 +43,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
 
 
 def kept_by(config: Mapping[str, Any], *, salted: bool = False) -> list[Keeper]:
-    """Those that a server runs with.
+    """The keepers in the configuration of a server.
 
     ``config``: its configuration, by section; ``salted``: every request at it has rlctl's cache salt.
     """

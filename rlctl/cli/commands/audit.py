@@ -1,4 +1,4 @@
-"""``rlctl audit``: who changed what, and whose calls were denied."""
+"""``rlctl audit``: changes and denied calls, with their callers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = ("TIME", "PRINCIPAL", "CLIENT", "METHOD", "ABOUT", "RESULT", "REASON"
 @click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="At most; 0: all.")
 @pass_settings
 def audit(settings: Settings, principal: str, denied: bool, since: float | None, limit: int) -> None:
-    """List who changed what, and whose calls were denied, newest first. `--limit 0 -o jsonl` exports all records."""
+    """List changes and denied calls with their callers, newest first. `--limit 0 -o jsonl` exports all records."""
     with bounded(settings) as fleet:
         records = fleet.audit(principal=principal, denied=denied, since_s=since, limit=limit)
     show(

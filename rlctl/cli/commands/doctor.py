@@ -1,4 +1,4 @@
-"""``rlctl doctor``: what is wrong with this host and with a fleet, and how to mend it."""
+"""``rlctl doctor``: faults of this host and of a fleet, and a mend for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlctl.contract.errors import RlctlError
 @click.command(cls=Command)
 @pass_settings
 def doctor(settings: Settings) -> None:
-    """Check this host and, where there is one, a fleet; print how to mend what is wrong.
+    """Check this host and, where there is one, a fleet; print a mend for each fault.
 
     Of this host: versions, plug-ins, /dev/shm, ulimits, proxy variables, the default port, disk, GPUs. Of a fleet, that
     --endpoint names or that is the only one up on this host: coordinator, clocks, versions, engines, links between

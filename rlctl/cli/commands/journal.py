@@ -66,7 +66,7 @@ def journal_verify(settings: Settings, file: Path | None, name: str | None) -> N
 def journal_backup(settings: Settings, target: Path, file: Path | None, name: str | None, force: bool) -> None:
     """Copy a journal to FILE, and verify the copy.
 
-    Without --journal and --name it is the journal of the running coordinator, on whatever host it is; the fleet goes on
+    Without --journal and --name it is the journal of the running coordinator, also on another host; the fleet goes on
     meanwhile. The copy has secrets of open updates in it; its mode is 0600.
     """
     from rlctl.coordinator.journal import files

@@ -23,7 +23,7 @@ class Finding:
         subject: what was looked at.
         verdict: how bad it is.
         seen: what was seen there.
-        mend: what to do; "" for what is ok.
+        mend: the next step; "" where the subject is ok.
     """
 
     check: str

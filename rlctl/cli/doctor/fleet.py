@@ -35,7 +35,7 @@ REACH_S = 2.0
 REACHERS = 32
 
 CLOCK_S = 1.0
-"""Clocks that differ by more mislead whoever compares logs; the time of a look is not counted."""
+"""A larger difference of clocks misleads a reader of several logs. The time of the call is not counted."""
 
 FAR_CLOCK_S = 60.0
 """Request ids tell when they were made: from a clock so far off they are taken for old ones, or outlive others."""
@@ -68,7 +68,7 @@ class FleetReadings:
         fleet: as the coordinator sees it.
         took_s: how long that answer took.
         clock_s: how far the coordinator's clock is ahead of this host's, beyond that; negative: behind.
-        answers: of stages, by slot; those that the coordinator did not ask have none.
+        answers: of stages, by slot; a stage that was not called has none.
         reached: by address why this host does not reach it; "": it does.
         admitted: slots of the fleet's topology; None: it has none, or this caller may not see it.
         valid_s: time until this caller's certificate expires, seconds; None: the connection is plain text.
@@ -113,7 +113,7 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
 
 
 def ahead_s(observed: Timestamp, before: float, after: float) -> float:
-    """How far the clock of an observation is ahead of the one that read ``before`` and ``after`` around it."""
+    """How far the clock of an observation is ahead of this host's, which read ``before`` and ``after``."""
     at = observed.ToNanoseconds() / 1e9
     if not at:
         return 0.0

@@ -196,7 +196,7 @@ def _why_not(stage: Stage) -> str:
 
 
 def _stage_facts(stage: Stage) -> dict[str, str]:
-    """What is told of a stage when it changes."""
+    """The line of a stage that has changed."""
     return {
         "incarnation": str(stage.incarnation),
         "state": _state(stage),
@@ -218,7 +218,7 @@ def _of_model(time: str, before: Model | None, now: Model) -> Iterator[Event]:
 
 
 def _model_facts(model: Model) -> dict[str, str]:
-    """What is told of a model when it changes."""
+    """The line of a model that has changed."""
     return {
         "version": values.version(model.latest),
         "update": model.update_id,

@@ -60,7 +60,7 @@ class Followers:
 
     @contextlib.contextmanager
     def following(self, watch_id: str, model: str) -> Iterator[Follower]:
-        """A watch, for as long as it lasts. "": one that confirms nothing. Raises FIELD_INVALID for the name of
+        """A watch, for as long as it lasts. Without a name it confirms nothing. Raises FIELD_INVALID for the name of
         another principal's watch.
         """
         follower = Follower(watch_id, model, current_caller().principal)

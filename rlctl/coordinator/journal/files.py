@@ -18,7 +18,7 @@ IN_USE = "`rlctl journal backup` and `verify` without --journal and --name copy 
 def copy(path: Path, target: Path) -> None:
     """Copy the journal into a new file, and leave it and its log as they are. Raises JOURNAL_FAILED.
 
-    A journal that was closed has no log. It is read without locks, whose files SQLite would leave behind.
+    A journal that was closed has no log. It is read without locks: SQLite would leave the files of the locks behind.
     """
     log, index = _beside(path, "-wal"), _beside(path, "-shm")
     closed, index_existed, before = not log.exists(), index.exists(), path.stat()
@@ -38,7 +38,7 @@ def copy(path: Path, target: Path) -> None:
 
 
 def check_pages(path: Path) -> None:
-    """Check every page, index and constraint of a file. Raises JOURNAL_FAILED with what is damaged."""
+    """Check every page, index and constraint of a file. Raises JOURNAL_FAILED, which names the damage."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]

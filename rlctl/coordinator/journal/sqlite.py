@@ -158,8 +158,8 @@ class SqliteJournal:
             raise self._failed(str(error)) from error
 
     def copy(self, target: Path) -> None:
-        """Copy the journal as it stands into a new file; writes go on meanwhile, and those that end before the copy are
-        in it. From any thread. Raises JOURNAL_FAILED.
+        """Copy the journal into a new file, from any thread. Writes go on meanwhile. The copy has each write that ends
+        before it. Raises JOURNAL_FAILED.
         """
         with self._copying:
             if self._closed:

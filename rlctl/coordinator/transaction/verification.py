@@ -42,7 +42,7 @@ class Verdict:
         checks: answers of those whose tensors were compared one by one, by slot: what each rank holds of the first
             that differs.
         digest: model digest that all others have, hex; "" when none or several were found.
-        decode: targets whose decode was compared with prefill.
+        decode: targets that have passed the decode check, by slot.
     """
 
     wrong: dict[str, RlctlError]
@@ -57,7 +57,7 @@ class Computed:
 
     Attributes:
         wrong: why, for each target that failed, by slot.
-        decode: targets whose decode was compared with prefill.
+        decode: targets that have passed the decode check, by slot.
     """
 
     wrong: dict[str, RlctlError]
@@ -66,8 +66,8 @@ class Computed:
 
 LEAST_CHECK_S = 5.0
 PATIENCE = 10.0
-"""A decode check that nobody asked for may take so many times what it took at the engine's start, and at least
-LEAST_CHECK_S: a busy server computes other requests too.
+"""Time limit of a decode check that the update does not ask for: PATIENCE times its time at the engine's start, and at
+least LEAST_CHECK_S. A busy server computes other requests beside it.
 """
 
 NOTHING_COMPUTED = Computed({}, frozenset())

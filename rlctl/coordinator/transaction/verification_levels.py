@@ -144,8 +144,8 @@ def checks_decode(slot: Slot) -> bool:
 
 
 def decode_check_due(options: UpdateOptions, slot: Slot, elapsed_s: float) -> bool:
-    """Whether a target makes the decode check: where the update does not say, if the check costs less than a tenth of
-    the time, ``elapsed_s`` so far: of the update, or of its pause where that is what counts.
+    """Whether a target makes the decode check: as ``UpdateOptions.decode_check`` says. Where that is unset, the check
+    must cost less than a tenth of the time of the update, which has taken ``elapsed_s`` so far.
     """
     if options.HasField("decode_check"):
         return options.decode_check
@@ -358,10 +358,10 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
 
 
 def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[str, RlctlError], frozenset[str]]:
-    """What is wrong with targets, given their answers to the decode check, by slot; and the slots that passed it.
+    """The errors of targets by slot, and the slots that passed, given the answers to the decode check.
 
-    ``wanted``: the update asks for the check. Then a target that could not make it is wrong. A check that nobody asked
-    for proves nothing where it could not be made: the server was busy, say.
+    ``wanted``: the update asks for the check, so a target without a result fails. Otherwise such a target, of a busy
+    server for example, has neither failed nor passed.
     """
     wrong, passed = {}, set()
     for result in results:

@@ -27,8 +27,8 @@ class LocalLauncher:
         module: str,
         authority: Authority | None = None,
     ) -> None:
-        """``directory``: of the logs. ``module``: what is run in place of ``rlctl``; it must do what that does.
-        ``authority``: what issues the certificate of each process; None for plain text.
+        """``directory``: of the logs. ``module``: the Python module to run, with the interface of ``rlctl``.
+        ``authority``: issues the certificate of each process; None for plain text.
         """
         self._authority = authority
         self._directory = directory

@@ -179,7 +179,7 @@ class Authority:
 
 
 def certificate_variables(authority: Authority | None, path: str, hosts: Iterable[str] = ()) -> dict[str, str]:
-    """The environment of a process of this identity, whatever the environment of its parent is."""
+    """The environment of a process of this identity. It replaces the TLS variables of the parent."""
     return PLAIN_TEXT if authority is None else authority.ensured(path, hosts=hosts).variables
 
 

@@ -48,7 +48,7 @@ class TlsFiles:
 
 
 PLAIN_TEXT = dict.fromkeys(VARIABLES.values(), "")
-"""The environment of a process without TLS, whatever its parent has."""
+"""The environment of a process without TLS. It replaces the TLS variables of the parent."""
 
 
 def tls_files(

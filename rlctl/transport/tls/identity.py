@@ -92,7 +92,7 @@ def server_name(fleet: str, role: Role) -> str:
 
 
 def only_identity(uris: Iterable[str]) -> Identity | None:
-    """The identity among the URIs of a certificate; None without exactly one that is well-formed."""
+    """The identity among the URIs of a certificate; None unless exactly one URI is an identity."""
     found = [uri for uri in uris if uri.startswith(SCHEME)]
     try:
         return Identity.of(found[0]) if len(found) == 1 else None
