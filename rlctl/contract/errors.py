@@ -290,7 +290,7 @@ class Reason(enum.Enum):
     PEER_NOT_ALLOWED = (
         Forbidden,
         "The identity in the caller's certificate may not call this service.",
-        "docs/tls.md lists who may call whom.",
+        "docs/tls.md lists who may call whom. `rlctl certs issue client/NAME` issues a certificate for a user.",
     )
     SLOT_NOT_ADMITTED = (
         PreconditionFailed,

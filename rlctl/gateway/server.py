@@ -274,20 +274,12 @@ class GatewayServer:
         """
         if self.config.tls is None:
             return None
-        peer = None if request.transport is None else request.transport.get_extra_info("peercert")
-        refused = self.config.tls.http_refusal(peer, GATEWAY)
+        refused = self.config.tls.http_refusal(request.transport, GATEWAY)
         if refused is None:
             return http_identity(request.transport)
         if self._access.guards or self.config.insecure:
             return None
-        raise (
-            refused
-            if peer
-            else Reason.PEER_NOT_ALLOWED.error(
-                "the caller has no certificate",
-                next_step="Call with a certificate of the fleet: `rlctl certs issue client/NAME`.",
-            )
-        )
+        raise refused
 
     async def _answer(self, route: Route, call: Call, request: web.Request) -> Answer:
         handler: Handler = route.handler

@@ -128,8 +128,7 @@ class WebServer:
         """Raise the refusal of a caller that may not read the fleet."""
         certificate = http_identity(request.transport)
         if not self._access.guards and self._tls is not None:
-            peer = request.transport.get_extra_info("peercert") if request.transport is not None else None
-            refused = self._tls.http_refusal(peer, "rlctl.v1.CoordinatorService")
+            refused = self._tls.http_refusal(request.transport, "rlctl.v1.CoordinatorService")
             if refused is not None:
                 raise refused
         elif not self._access.guards:

@@ -147,8 +147,7 @@ class DataPort:
     @staticmethod
     def _refuse_peer(tls: Tls, request: web.Request) -> None:
         """Raise PEER_NOT_ALLOWED."""
-        peer = None if request.transport is None else request.transport.get_extra_info("peercert")
-        if (refusal := tls.http_refusal(peer, DATA_PORT)) is not None:
+        if (refusal := tls.http_refusal(request.transport, DATA_PORT)) is not None:
             raise refusal
 
     def _admit(self, request: web.Request) -> None:

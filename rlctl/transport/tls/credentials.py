@@ -115,17 +115,14 @@ class Tls:
             raise Reason.TLS_INVALID.error(f"{self.files.cert}: {error}", field="tls_cert") from None
         return context
 
-    def http_refusal(self, peer: Mapping[str, Any] | None, service: str) -> RlctlError | None:
-        """Why the caller with this certificate (``getpeercert``) may not use a service of HTTP; None if it may."""
-        return refusal(self.identity, _identity_of(peer), service)
+    def http_refusal(self, transport: asyncio.BaseTransport | None, service: str) -> RlctlError | None:
+        """Why the caller at the other end may not use a service of HTTP; None if it may."""
+        return refusal(self.identity, http_identity(transport), service)
 
 
 def http_identity(transport: asyncio.BaseTransport | None) -> Identity | None:
     """The identity in the certificate of a caller of HTTP; None without TLS or without exactly one identity."""
-    return _identity_of(None if transport is None else transport.get_extra_info("peercert"))
-
-
-def _identity_of(peer: Mapping[str, Any] | None) -> Identity | None:
+    peer = None if transport is None else transport.get_extra_info("peercert")
     names: Iterable[tuple[str, str]] = (peer or {}).get("subjectAltName", ())
     return only_identity(value for kind, value in names if kind == "URI")
 

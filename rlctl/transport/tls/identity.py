@@ -124,7 +124,7 @@ _OF_STAGES = {
 def refusal(server: Identity, caller: Identity | None, service: str, method: str = "") -> RlctlError | None:
     """Why a caller may not call a method of a service at a server; None if it may."""
     if caller is None:
-        why = "the certificate of the caller has no identity (one URI rlctl://FLEET/ROLE)"
+        why = "the caller has no certificate with an identity (one URI rlctl://FLEET/ROLE)"
     elif caller.fleet != server.fleet:
         why = f"{caller} is of another fleet than {server}"
     elif caller.role not in _roles(service, method):
