@@ -18,21 +18,26 @@ def traced(update: Update[S, P]) -> Update[S, P]:
     """The method, inside a span if the process makes traces."""
 
     @functools.wraps(update)
-    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> UpdateResult:
-        made_by = tracer("rlctl-trainer")
-        if made_by is None:
-            return await update(self, *args, **kwargs)
-        with made_by.start_as_current_span("publisher.update") as span:
-            result = await update(self, *args, **kwargs)
-            span.set_attributes(
-                {
-                    "rlctl.operation_id": result.operation.operation_id,
-                    "rlctl.model": result.operation.model,
-                    "rlctl.weight_version": result.version.label,
-                    "rlctl.weight_version_seq": result.version.sequence,
-                    "rlctl.bytes": result.bytes_sent,
-                }
-            )
-            return result
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, UpdateResult]:
+        # Called here, not in the coroutine: a setting that does not exist is refused where it is written.
+        return _in_span(update(self, *args, **kwargs))
 
     return call
+
+
+async def _in_span(update: Coroutine[Any, Any, UpdateResult]) -> UpdateResult:
+    made_by = tracer("rlctl-trainer")
+    if made_by is None:
+        return await update
+    with made_by.start_as_current_span("publisher.update") as span:
+        result = await update
+        span.set_attributes(
+            {
+                "rlctl.operation_id": result.operation.operation_id,
+                "rlctl.model": result.operation.model,
+                "rlctl.weight_version": result.version.label,
+                "rlctl.weight_version_seq": result.version.sequence,
+                "rlctl.bytes": result.bytes_sent,
+            }
+        )
+        return result

@@ -27,7 +27,7 @@ PARTS = {
     *("cli", "client", "command_stream", "contract", "coordinator", "demo", "gateway", "integrations", "launch"),
     "metrics",
     *("rollout", "runtime", "sdk", "sglang_api", "stage", "testing", "topology", "trainer", "transport", "v1"),
-    *("weights", "worker"),
+    *("traces", "weights", "worker"),
 }
 """Packages of rlctl: a further one is a decision. The simulator, the benchmarks and the reference pages' generator are
 not in the wheel.
