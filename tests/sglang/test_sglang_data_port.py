@@ -18,6 +18,7 @@ from rlctl.demo.tiny import encode
 from rlctl.runtime.http_errors import REASON
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY
 from rlctl.v1.rollout_pb2 import AbortRequest
+from rlctl.v1.verbs_pb2 import FlushCacheRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -141,7 +142,10 @@ def bodies() -> list[tuple[str, Any]]:
 async def test_answers_are_those_of_the_server(driver: Driver, url: str) -> None:
     requests = bodies()
     assert len(requests) > 200
-    assert not await compare(driver.engine._server.http.url, url, requests, key(driver))
+    # A request of the port has a cache salt, a direct one has none: what earlier tests left is warm for one of them.
+    await asyncio.to_thread(driver.tell, FlushCacheRequest())
+    differing = await compare(driver.engine._server.http.url, url, requests, key(driver))
+    assert not differing, "\n".join(differing)
 
 
 async def test_the_answer_says_slot_and_version(url: str, gate: Gate, session: aiohttp.ClientSession) -> None:

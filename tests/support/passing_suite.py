@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,17 @@ class Answer:
                     _fold(whole.setdefault(str(event.get("index")), {}), event)
             documents = [whole]
         return self.status, kind, documents
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two answers say the same: the last bits of a number depend on what a server computes beside it."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-5)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(each, other[name]) for name, each in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _stripped(value: Any) -> Any:
@@ -169,7 +181,7 @@ async def compare(
                 there = await post(server, direct + path, body, key, method)
                 here = await post(session, passed + path, body, method=method)
                 assert REASON not in here.headers, f"{path} {body}: {here.body!r}"
-                if here.comparable == there.comparable:
+                if alike(here.comparable, there.comparable):
                     break
             else:
                 differing.append(f"{path} {body}\n  direct {there.comparable}\n  passed {here.comparable}")

@@ -98,7 +98,8 @@ async def test_answers_are_those_of_the_server(driver: Driver, url: str) -> None
     http = driver.engine.http
     requests = bodies()
     assert len(requests) > 90
-    assert not await compare(http.url, url, requests, socket=http._socket)
+    differing = await compare(http.url, url, requests, socket=http._socket)
+    assert not differing, "\n".join(differing)
 
 
 @pytest.mark.parametrize("name", ["actor", "default", "rlctl"])
