@@ -1,6 +1,6 @@
 """Requests that have not ended: how each kind is ended."""
 
-# ruff: noqa: D102 (the base class documents the methods)
+
 from __future__ import annotations
 
 import abc
