@@ -6,7 +6,7 @@
 
 ``connect`` and ``embedded`` are for blocking code, ``rlctl.aio.connect`` for asyncio.
 
-Imports: nothing at import time but ``version.py``. A public name is imported when it is first used (``_HOMES``), so
+Imports: only ``version.py`` is imported at import time. A public name is imported at its first use (``_HOMES``), so
 that ``import rlctl`` loads neither grpc nor torch.
 
 Start with ``sdk/aio.py`` (``AsyncFleet``); for the other packages see "Where things are" in README.md.

@@ -1,34 +1,35 @@
-"""What an engine plug-in implements.
+"""The interface of an engine plug-in.
 
-One :class:`Engine` object stands for one rank. Rank 0's lives in the stage server's process, the others' in worker
-processes. An engine has one coroutine method for each admin verb that it can do, named after the verb
+One :class:`Engine` object stands for one rank. Rank 0's object is in the stage server's process, the other objects in
+worker processes. An engine has a coroutine method for each admin verb that the engine supports, named after the verb
 (``pause_generation`` for PauseGeneration)::
 
     async def pause_generation(self, request: PauseGenerationRequest, call: Call) -> None
 
-The method returns the verb's data message (``Verb.data`` in :mod:`rlctl.contract.verbs`; None where there is none), or
-a list of ``RankResult`` when the engine answers for several ranks. It raises :class:`rlctl.contract.errors.RlctlError`;
-its ``outcome`` says what the failure left behind: REJECTED (nothing happened), DIRTY (part of it did), UNKNOWN. A verb
-without a method is answered SKIPPED. Plug-ins are found through the entry point group ``rlctl.engines``.
+The method returns the verb's data message (``Verb.data`` in :mod:`rlctl.contract.verbs`; None for a verb without data),
+or a list of ``RankResult`` when the engine answers for several ranks. A failed method raises
+:class:`rlctl.contract.errors.RlctlError`. The error's ``outcome`` states the effect: REJECTED (no effect), DIRTY (a
+partial effect), UNKNOWN. A verb without a method is answered SKIPPED. Plug-ins are found through the entry point group
+``rlctl.engines``.
 
 Ordered verbs. An engine of several ranks steps in lock-step, and the ranks must carry out a command at the same step.
-The worker of every rank calls the method as soon as the command arrives; the method checks what it can, registers the
+The worker of every rank calls the method as soon as the command arrives. The method checks the request, registers the
 command under ``call.command_id``, calls ``call.accept()`` and waits. Once every rank has accepted, the stage calls
-:meth:`Engine.order` on rank 0, which puts the command into its step stream; each rank carries it out when the stream
-reaches it. If a rank refused or never got it, the stage calls :meth:`Engine.withdraw` on all ranks and nobody carries
-it out. An engine of one rank may ignore both and act at once.
+:meth:`Engine.order` on rank 0, and rank 0 puts the command into its step stream. Each rank carries the command out when
+the stream reaches the command. If a rank refused or never got the command, the stage calls :meth:`Engine.withdraw` on
+all ranks, and no rank carries the command out. An engine of one rank may ignore both and act at once.
 
-Ranks of its own. An engine that is a server with rank processes of its own is listed in the entry point group
-``rlctl.engines.own_ranks`` too. No followers are started for it: one object speaks for all of its ranks, and what it
-answers once is filed for each of them with evidence ENGINE. It says by itself which ranks answered for themselves. An
-adapter is loaded, for all that it says, when every rank has said so to it: nothing else proves that. Where such a
-server can be larger than a host, the entry point group ``rlctl.engines.nodes`` names what runs on every further one:
-an engine whose rank is the number of its host, which starts the server's part there and is told of no verbs. Servers
-that run already are recognised by what ``rlctl.engines.attached`` names: see :func:`recognise`.
+Server engines. An engine that is a server with rank processes of its own is also listed in the entry point group
+``rlctl.engines.own_ranks``. No followers are started for a server engine: one object answers for all ranks. A single
+answer is filed for each rank with evidence ENGINE. An answer with results per rank keeps the evidence of each rank. An
+adapter counts as loaded when every rank has reported the load to the server; there is no further proof. For a server
+that can span hosts, the entry point group ``rlctl.engines.nodes`` names the engine of every further host. The rank of
+such an engine is the number of its host. The engine starts the server's part there and gets no verbs. Running servers
+are recognised by the functions in ``rlctl.engines.attached``: see :func:`recognise`.
 
-Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
+Weights. An engine with weights that cannot simply be overwritten (packed, quantised or captured) overrides the hooks of
 :class:`rlctl.weights.shards.load_hooks.LoadHooks`: ``prepare_load`` before the first tensor of an update,
-``finalize_load`` after the last; :class:`rlctl.weights.shards.load_hooks.Loading` calls each once.
+``finalize_load`` after the last. :class:`rlctl.weights.shards.load_hooks.Loading` calls each hook once.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is started.
+    """Start parameters of an engine.
 
     Attributes:
         model_path: directory of the checkpoint.
         rank: this rank, 0-based.
         tp_size: tensor-parallel size; also the number of ranks for engines without further parallelism.
-        nodes: hosts that a server with ranks of its own is started over; ``rank`` is then the number of this one.
-        node: name of the host, as others know it.
+        nodes: number of hosts of a server engine; above 1, ``rank`` is the number of this host.
+        node: name of this host, as other hosts resolve it.
         device: "cpu", or "cuda:0" and so on.
-        dtype: dtype to hold the weights in, "float32" say; "auto" takes the checkpoint's.
+        dtype: dtype of the weights, for example "float32"; "auto" takes the checkpoint's.
         options: the engine's own settings by name; an unknown name is refused.
     """
 
@@ -75,13 +76,13 @@ class Call:
     """One command at one rank.
 
     Attributes:
-        command_id: id under which the step stream names it.
-        deadline: when the time is up, on ``asyncio``'s loop clock, seconds.
+        command_id: id of the command in the step stream.
+        deadline: end of the call, on ``asyncio``'s loop clock, seconds.
         update_id: open update that the command belongs to, or "".
-        accept: to be called by the method of an ordered verb once the command is registered: from then on the engine
-            will carry it out when it is ordered. Harmless to call again.
-        together: it came over the command stream, from whoever sends it to all ranks.
-        step: set by the method of an ordered verb: the step at which this rank carried it out.
+        accept: called by the method of an ordered verb once the command is registered. From then on the engine carries
+            the command out when ordered. May be called again.
+        together: the command came over the command stream, from a sender that commands all ranks.
+        step: set by the method of an ordered verb: the step at which this rank carried the command out.
     """
 
     command_id: str
@@ -94,16 +95,17 @@ class Call:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine knows about itself once it has started.
+    """Facts about an engine, known after its start.
 
     Attributes:
         layout: every rank's coordinates, rank 0 first.
-        capabilities: what it can do; ``verbs`` is filled in from its methods, less those in ``unsupported``.
-        checkpoint: what it loaded.
-        model_digest: hex digest of the full tensors that it loaded, or "".
-        fenced: nobody but this object can reach the engine.
+        capabilities: the engine's capabilities; ``verbs`` is filled in from the methods, less the names in
+            ``unsupported``.
+        checkpoint: the loaded checkpoint.
+        model_digest: hex digest of the loaded full tensors, or "".
+        fenced: only this object can reach the engine.
         bootstrap: of a prefill engine: host and port at which decode engines ask for KV entries.
-        http_routes: routes of its own HTTP interface for the data port of the stage; empty: there is no data port.
+        http_routes: routes of the engine's own HTTP interface for the stage's data port; empty: there is no data port.
     """
 
     layout: fleet_pb2.StageLayout
@@ -117,11 +119,11 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class HttpRoute:
-    """A route of an engine's own HTTP interface that the data port of its stage passes on.
+    """A route of an engine's own HTTP interface, forwarded by the data port of the stage.
 
     Attributes:
-        method: "POST", say.
-        path: as aiohttp's router takes it, "/v1/models/{id}" say.
+        method: HTTP method, for example "POST".
+        path: in the syntax of aiohttp's router, for example "/v1/models/{id}".
         gated: the answer is computed with the weights, so the gate of the stage decides.
     """
 
@@ -135,11 +137,11 @@ class HttpRequest:
     """A request at the data port.
 
     Attributes:
-        target: path and query as they came.
-        headers: without those of the connection and without credentials.
-        body: as it came.
-        document: the body as JSON; None where it has none.
-        gated: as its route.
+        target: path and query, unchanged.
+        headers: without headers of the connection and without credentials.
+        body: unchanged bytes.
+        document: the body as JSON; None if the body is not JSON.
+        gated: as in the route.
     """
 
     method: str
@@ -151,13 +153,13 @@ class HttpRequest:
 
     @property
     def path(self) -> str:
-        """The target without its query."""
+        """Return the target without its query."""
         return self.target.partition("?")[0]
 
 
 @dataclass(frozen=True)
 class HttpHead:
-    """The beginning of an engine's answer; its headers are without those of the connection."""
+    """The beginning of an engine's answer; without headers of the connection."""
 
     status: int
     headers: Sequence[tuple[str, str]]
@@ -167,8 +169,8 @@ class HttpExchange(abc.ABC):
     """A request that the engine has read and not begun.
 
     Attributes:
-        adapter: name of the adapter that it is computed with, or "".
-        model: name of the base model where the body gives one that an engine checks, or "".
+        adapter: name of the adapter for the computation, or "".
+        model: name of the base model if the body has a name that the engine checks, or "".
     """
 
     adapter: str = ""
@@ -176,72 +178,74 @@ class HttpExchange(abc.ABC):
 
     @abc.abstractmethod
     def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        """The head, then the body in pieces. Closing it ends the request at the engine.
+        """Yield the head, then the body in pieces. Closing the iterator ends the request at the engine.
 
-        Raises RlctlError: before the head RID_IN_USE, STAGE_NOT_SERVING, UNREACHABLE and so on; after it what broke it
-        off.
+        Raises RlctlError: before the head RID_IN_USE, STAGE_NOT_SERVING, UNREACHABLE and so on; after the head the
+        cause of an interruption.
         """
 
 
 class Engine(abc.ABC):
-    """One rank of an inference engine. Admin methods run on the admin event loop, generation on another one."""
+    """One rank of an inference engine. Admin methods run on the admin event loop, generation on the generation loop."""
 
     name: ClassVar[str]
-    """Name of the plug-in, "torch" say."""
+    """Name of the plug-in, for example "torch"."""
 
     @abc.abstractmethod
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
-        """Prepare; nothing heavy. ``on_failure`` is called from any thread when the engine can no longer work."""
+        """Prepare without heavy work. ``on_failure`` is called from any thread when the engine can no longer work."""
 
     @abc.abstractmethod
     def setup(self) -> dict[str, str]:
-        """Rank 0, before the start: what the followers' engines need to join (rendezvous address, say)."""
+        """Return rank 0's setup for the followers' engines, for example a rendezvous address. Called before start."""
 
     @abc.abstractmethod
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Load and be ready to generate. All ranks start at the same time; ``setup`` is what rank 0's returned."""
+        """Load the model and become ready to generate. All ranks start together; ``setup`` is rank 0's setup."""
 
     @abc.abstractmethod
     async def stop(self) -> None:
-        """End everything that was started; active requests end with an error."""
+        """End all tasks and processes of the engine; active requests end with an error."""
 
     async def order(self, command_id: str) -> int:  # noqa: ARG002
-        """Rank 0: put a registered command into the step stream; returns its step number (0: not bound to one)."""
+        """Put a registered command into the step stream, at rank 0; return its step (0: not bound to a step)."""
         return 0
 
     async def withdraw(self, command_id: str) -> None:  # noqa: B027
-        """Forget a registered command that was not ordered; its method raises CANCELLED without effect."""
+        """Drop a registered command that was not ordered; its method raises CANCELLED without effect."""
 
     async def interrupt(self, update_id: str) -> None:  # noqa: B027
-        """Break whatever blocks inside this update (a receive whose sender is gone, say), from outside."""
+        """Break blocking work of this update from outside, for example a receive whose sender is gone."""
 
     def lost(self, error: RlctlError) -> None:  # noqa: B027
-        """Rank 0 of a server with ranks of its own: its part on another host has ended. It cannot go on."""
+        """Record, at rank 0 of a server engine, that the server's part on another host has ended. The engine cannot go
+        on.
+        """
 
     def can_restart(self) -> bool:
-        """After a failure: whether a new object may start the engine again in this process, as a new incarnation."""
+        """Return True if a new object may restart the failed engine in this process, as a new incarnation."""
         return False
 
     def log_lines(self) -> Sequence[str]:
-        """The last lines that a server of the engine's own has logged, without secrets; from any thread."""
+        """Return the last log lines of the engine's own server, without secrets; from any thread."""
         return ()
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:  # noqa: B027
-        """The weights are at this version from now on: what responses are stamped with. From any thread."""
+        """Set the version of the weights, stamped on responses from now on. From any thread."""
 
     @abc.abstractmethod
     def generate(self, request: rollout_pb2.GenerateRequest) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        """Rank 0: generate; yields what is new (see GenerateStream). Closing the iterator aborts the request.
+        """Generate, at rank 0; yield new output (see GenerateStream). Closing the iterator aborts the request.
 
         Raises RlctlError: PROMPT_TOO_LONG, FIELD_INVALID and so on, before the first yield.
         """
 
     @abc.abstractmethod
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
-        """Rank 0: end requests early. On the generation loop."""
+        """End requests early, at rank 0, on the generation loop."""
 
     async def exchange(self, request: HttpRequest) -> HttpExchange:  # noqa: ARG002
-        """Rank 0: read a request for one of its ``http_routes``. On the generation loop.
+        """Read a request for a route of ``http_routes``, at rank 0, on the generation loop.
 
         Raises FIELD_INVALID and so on for a body that would harm the engine.
         """
@@ -249,19 +253,19 @@ class Engine(abc.ABC):
 
     @classmethod
     def verbs(cls) -> list[str]:
-        """Names of the verbs that the engine has a method for."""
+        """Return the names of the verbs for which the engine has a method."""
         return [verb.name for verb in VERBS.values() if hasattr(cls, verb.method)]
 
 
 @dataclass(frozen=True)
 class KnownOptions:
-    """Settings that an engine takes.
+    """Settings of an engine.
 
     Attributes:
-        names: all that may be given.
-        taken: those that rlctl sets itself, and what to write instead.
-        origin: whose they are, for messages: "SGLang 0.5".
-        frozen: of the settings given, those with which an engine takes no weights, and why.
+        names: all accepted names.
+        taken: names that rlctl sets itself, each with the setting to use instead.
+        origin: owner of the settings, for messages, for example "SGLang 0.5".
+        frozen: present settings with which the engine takes no weights, each with the reason.
     """
 
     names: frozenset[str]
@@ -271,10 +275,10 @@ class KnownOptions:
 
 
 def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
-    """The settings that the plug-in takes, from the entry point group ``rlctl.engines.options``.
+    """Return the settings of the plug-in, from the entry point group ``rlctl.engines.options``.
 
-    The entry is a function of the settings given ("python" may say which installation is asked). None when there is
-    none, or the engine is not installed here: then nothing is known about them. The engine itself is not loaded.
+    The entry is a function of the present settings ("python" may name the installation). Returns None without an entry,
+    or if the engine is not installed here: its settings are then unknown. The engine itself is not loaded.
     """
     for point in entry_points(group="rlctl.engines.options"):
         if point.name == name:
@@ -284,11 +288,11 @@ def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
 
 
 async def recognise(url: str, options: Mapping[str, str]) -> tuple[str, str]:
-    """What kind of engine server answers at a URL, and the checkpoint that it says it has loaded.
+    """Return the kind of the engine server at a URL, and its loaded checkpoint.
 
     Each plug-in of the entry point group ``rlctl.engines.attached`` names a coroutine function of ``url`` and
-    ``options``: it returns the checkpoint, "" where what answers there is not of its kind. Raises UNREACHABLE;
-    FIELD_INVALID when it is of no known kind, or does not take the key.
+    ``options``. The function returns the checkpoint, or "" for a server of a different kind. Raises UNREACHABLE;
+    FIELD_INVALID if the kind is unknown or the server rejects the key.
     """
     points = sorted(entry_points(group="rlctl.engines.attached"), key=lambda point: point.name)
     for point in points:
@@ -300,27 +304,27 @@ async def recognise(url: str, options: Mapping[str, str]) -> tuple[str, str]:
 
 
 def installed_engines() -> list[str]:
-    """Names of the plug-ins."""
+    """Return the names of the installed plug-ins."""
     return sorted({point.name for point in entry_points(group="rlctl.engines")})
 
 
 @functools.cache
 def brings_ranks(name: str) -> bool:
-    """Whether the plug-in of this name has rank processes of its own; it is not loaded to find out.
+    """Return True if the plug-in of this name is a server engine, without loading the plug-in.
 
-    Asked for each engine at every look at it: the metadata of all that is installed are read once.
+    Called for each engine at every inspection, so the metadata of all installed packages are read once.
     """
     return any(point.name == name for point in entry_points(group="rlctl.engines.own_ranks"))
 
 
 @functools.cache
 def spans_nodes(name: str) -> bool:
-    """Whether a server of the plug-in of this name, with ranks of its own, can be started over several hosts."""
+    """Return True if a server engine of this name can be started over several hosts."""
     return any(point.name == name for point in entry_points(group="rlctl.engines.nodes"))
 
 
 def follower_class(name: str) -> type[Engine]:
-    """What a follower of the plug-in of this name runs. Raises as :func:`engine_class`; UNSUPPORTED: it has none."""
+    """Return the engine class of a follower. Raises as :func:`engine_class`; UNSUPPORTED: no such class."""
     if not brings_ranks(name):
         return engine_class(name)
     for point in entry_points(group="rlctl.engines.nodes"):
@@ -331,7 +335,7 @@ def follower_class(name: str) -> type[Engine]:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The plug-in of this name. Raises FIELD_INVALID when none is installed, naming those that are."""
+    """Return the plug-in of this name. Raises FIELD_INVALID, with the installed names, if no plug-in has the name."""
     installed = {point.name: point for point in entry_points(group="rlctl.engines")}
     if name not in installed:
         raise Reason.FIELD_INVALID.error(

@@ -1,4 +1,4 @@
-"""The ports that the state machines run against; real time, gRPC and SQLite are adapters behind them.
+"""Ports of the cores; real time, gRPC and SQLite are adapters behind the ports.
 
 Coordinator, stage and worker cores import nothing of grpc, sqlite3 or time. A simulation replaces these ports and
 :class:`rlctl.engine.Engine`, and nothing else.
@@ -25,23 +25,23 @@ class Clock(Protocol):
     """Time, ids and randomness."""
 
     def now(self) -> float:
-        """Monotonic seconds, the clock of the running event loop; deadlines and leases are measured on it."""
+        """Return monotonic seconds of the running event loop's clock, the clock of deadlines and leases."""
 
     def wall(self) -> Timestamp:
-        """Wall time, for display only."""
+        """Return wall time, for display only."""
 
     def new_id(self) -> str:
-        """A fresh UUIDv7."""
+        """Return a fresh UUIDv7."""
 
     def new_key(self) -> bytes:
-        """128 random bits."""
+        """Return 128 random bits."""
 
 
 class Caller:
-    """Who waits for an answer.
+    """The caller that waits for an answer.
 
     Attributes:
-        left: set once the transport knows that nobody waits any more; what was asked for goes on.
+        left: set once the transport knows that the caller has disconnected; the requested work goes on.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Caller:
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Whoever waits for the answer to the call at hand; None: the transport does not tell."""
+"""The caller that waits for the answer to the current call; None: the transport cannot tell."""
 
 
 class Link(Protocol[Out, In]):
@@ -59,21 +59,21 @@ class Link(Protocol[Out, In]):
         """Queue a message; never blocks. Raises LINK_LOST when the stream has ended."""
 
     def receive(self) -> AsyncIterator[In]:
-        """Messages in order; ends when the stream does, for whatever reason."""
+        """Yield messages in order until the stream ends, for any reason."""
 
     async def close(self) -> None:
         """End the stream."""
 
 
 REFUSED = "refused"
-"""In the metadata of UNREACHABLE: there is a host at the address, and no process that listens."""
+"""In the metadata of UNREACHABLE: the host exists, but no process listens at the address."""
 
 
 class Dialer(Protocol[Out, In]):
     """Opens links."""
 
     async def dial(self, address: str) -> Link[Out, In]:
-        """Connect to ``host:port``. Raises UNREACHABLE, with REFUSED in its metadata where that is known."""
+        """Connect to ``host:port``. Raises UNREACHABLE, with REFUSED in its metadata if the refusal is known."""
 
 
 @dataclass(frozen=True)
@@ -97,41 +97,41 @@ class Journal(Protocol):
     """Durable records by kind and key."""
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
-        """Make the changes durable, all or none. Raises JOURNAL_FAILED; then nothing was written."""
+        """Make all changes durable, or no change. Raises JOURNAL_FAILED if nothing was written."""
 
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
-        """Every record of a kind, in key order. Used once, at the start."""
+        """Return every record of a kind, in key order. Called once, at the start."""
 
     def held(self) -> bool:
-        """Whether the journal is still this process's: whoever lost it has been succeeded, and commands nothing."""
+        """Return True while this process owns the journal. A process that lost the journal commands no stage."""
 
 
 class SystemClock:
     """Real time."""
 
     def now(self) -> float:
-        """Monotonic time, seconds; event loops count from the same moment.
+        """Return monotonic seconds; event loops count from the same moment.
 
-        Not by asking the running loop: Python 3.11 finds it with a system call (getpid), up to four for a command.
+        The running loop is not asked: Python 3.11 finds the loop with a system call (getpid), up to four for a command.
         """
         return time.monotonic()
 
     def wall(self) -> Timestamp:
-        """Now."""
-        seconds, nanos = divmod(time.time_ns(), 10**9)  # Timestamp's own way to ask takes three times as long
+        """Return the present wall time."""
+        seconds, nanos = divmod(time.time_ns(), 10**9)  # Timestamp.GetCurrentTime takes three times as long
         return Timestamp(seconds=seconds, nanos=nanos)
 
     def new_id(self) -> str:
-        """A UUIDv7 (RFC 9562, section 5.7) from the wall clock and the system's randomness."""
+        """Return a UUIDv7 (RFC 9562, section 5.7) from the wall clock and the system's randomness."""
         return new_uuid7()
 
     def new_key(self) -> bytes:
-        """From the system's randomness."""
+        """Return 16 bytes of the system's randomness."""
         return os.urandom(16)
 
 
 def new_uuid7() -> str:
-    """A UUIDv7 (RFC 9562, section 5.7): 48 bits of Unix milliseconds, then version, variant and 74 random bits."""
+    """Return a UUIDv7 (RFC 9562, section 5.7): 48 bits of Unix milliseconds, version, variant, 74 random bits."""
     milliseconds = time.time_ns() // 1_000_000
     value = (milliseconds & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76
