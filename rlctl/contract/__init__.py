@@ -1,4 +1,4 @@
-"""Rules of the contract that every other package obeys: verbs, errors, outcomes, validation. Pure: no I/O, no clock.
+"""Rules of the contract for every other package: verbs, errors, outcomes, validation. Pure: no I/O, no clock.
 
 Decides which verbs exist and in which states they are legal, which scope a call needs, why a request is refused, when a
 request is valid, and how the results of ranks add up to a stage and an operation.

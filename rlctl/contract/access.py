@@ -10,7 +10,7 @@ from rlctl.contract.scopes import Principal, Scope
 from rlctl.contract.verbs import offered_by
 
 CHANGES = (Scope.ROLLOUT, Scope.WEIGHTS, Scope.ADAPTERS)
-"""Scopes of callers that change something; which of them is enough depends on the verb."""
+"""Scopes of callers that change something; the verb decides which scope suffices."""
 
 FOLLOWS = (Scope.ROLLOUT, Scope.GATEWAY)
 """Scopes of routing followers (``WatchFleetRequest.watch_id``). The coordinator waits for their confirmation."""
@@ -49,7 +49,7 @@ COORDINATOR_RPCS: Mapping[str, tuple[Scope, ...]] = {
     "HealStage": _ADMIN,
     "BackupJournal": _ADMIN,
 }
-"""Scopes of the coordinator's RPCs, each of which is enough. A verb has its scopes in the table of verbs."""
+"""Scopes of the coordinator's RPCs. Each listed scope suffices. The scopes of verbs are in the table of verbs."""
 
 AUDITED = frozenset(
     {
@@ -57,7 +57,7 @@ AUDITED = frozenset(
         *("SetStageEnabled", "AdmitSlots", "TakeOverStages", "SetHealing", "BackupJournal"),
     }
 )
-"""RPCs of the coordinator that are in the audit though they are no operations. Every operation is."""
+"""RPCs of the coordinator that are audited without being operations. Every operation is audited."""
 
 _SERVICES: Mapping[str, tuple[Scope, ...]] = {
     "rlctl.v1.StageService": _FLEET,
@@ -72,7 +72,7 @@ _SERVICES: Mapping[str, tuple[Scope, ...]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a server, or a route of HTTP. Each of the scopes is enough."""
+    """A method of a server, or a route of HTTP. Each of the scopes suffices."""
 
     name: str
     scopes: tuple[Scope, ...]
@@ -80,14 +80,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Subject:
-    """Models and adapter that a request is about. ``adapter`` "": the request is about no single adapter."""
+    """Models and adapter of a request. ``adapter`` "": the request concerns no single adapter."""
 
     models: frozenset[str] = frozenset()
     adapter: str = ""
 
 
 def method_of(path: str) -> Method:
-    """The method of a gRPC path, ``/rlctl.v1.CoordinatorService/GetFleet``. An unknown method needs FLEET."""
+    """Return the method of a gRPC path, ``/rlctl.v1.CoordinatorService/GetFleet``. An unknown method needs FLEET."""
     service, _, name = path.removeprefix("/").rpartition("/")
     if service == "rlctl.v1.CoordinatorService":
         return Method(name, COORDINATOR_RPCS.get(name, _FLEET))
@@ -95,9 +95,10 @@ def method_of(path: str) -> Method:
 
 
 def refusal(principal: Principal, method: Method, subject: Subject | None = None) -> RlctlError | None:
-    """The error SCOPE_MISSING for a principal that may not make this call; None if it may.
+    """Return the error SCOPE_MISSING for a principal without the right to make this call, else None.
 
-    ``subject`` None: the request was not read yet, or is about no part of the fleet. A scope of any name is enough.
+    ``subject`` None: the request is unread, or concerns no part of the fleet. A scope limited to any name then
+    suffices.
     """
     if any(_suffices(principal, scope, subject) for scope in method.scopes):
         return None

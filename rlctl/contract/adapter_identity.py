@@ -1,4 +1,4 @@
-"""When two adapters are the same one, which adapter a request names, and which engines can pause its requests."""
+"""Identity of adapters, the adapter of a request, and the engines that can pause an adapter's requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rlctl.v1.verbs_pb2 import Adapter, LoadAdapterRequest, PauseGenerationReque
 
 
 def adapter_of(request: Message) -> str:
-    """The adapter that a request of a client names; "": none."""
+    """Return the adapter that a client's request names, or ""."""
     if isinstance(request, LoadAdapterRequest | UnloadAdapterRequest):
         return request.name
     return str(getattr(request, "adapter", ""))
 
 
 def same(one: Adapter, other: Adapter) -> bool:
-    """Whether they are one adapter: by name and label, and by the update that brought it where both say which.
+    """Return True if both are one adapter: equal name and label, and equal update ids if both have an id.
 
-    A label may come again with other weights. One without an id was there before ids were kept, or its engine was
-    told to load it by somebody else; its label is all there is.
+    A label may return with different weights. An adapter has no id if its load is older than the ids, or if a caller
+    outside the fleet loaded it. Then only the label identifies the adapter.
     """
     if (one.name, one.version) != (other.name, other.version):
         return False
@@ -29,7 +29,7 @@ def same(one: Adapter, other: Adapter) -> bool:
 
 
 def unpaused(capabilities: Capabilities, request: PauseGenerationRequest, who: str = "the engine") -> RlctlError | None:
-    """Why an engine, which messages call ``who``, cannot pause the adapter of a request in its mode, or None."""
+    """Return the error of an engine, named ``who`` in messages, that cannot pause the adapter of a request, or None."""
     mode, modes = request.mode or PAUSE_MODE_ABORT, capabilities.adapter_pause_modes
     if not request.adapter or mode in modes:
         return None

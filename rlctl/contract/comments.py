@@ -1,7 +1,7 @@
-"""The comments of the contract at run time, from the descriptor that is checked in beside the stubs.
+"""The comments of the contract at run time, from the descriptor file beside the stubs.
 
-Generated code carries no comments. Help texts, ``rlctl explain`` and the reference docs read them here, so that each
-is written once, in ``protos/``.
+Generated code carries no comments. Help texts, ``rlctl explain`` and the reference pages read the comments here, so
+that each text is written once, in ``protos/``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from google.protobuf.descriptor_pb2 import (
 PACKAGE = "rlctl.v1"
 
 ANSWERS = ("Effect", "Idempotency", "States", "Partial failure", "Retry", "Deadline")
-"""What the comment of every RPC answers, a line each."""
+"""Questions that the comment of every RPC answers, a line each."""
 
-# Field numbers in the descriptor messages, which are what a source location's path is made of.
+# Field numbers in the descriptor messages. The path of a source location consists of these numbers.
 _FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE = 4, 5, 6
 _FIELD, _NESTED_MESSAGE, _NESTED_ENUM, _ONEOF = 2, 3, 4, 8
 _VALUE = _METHOD = 2
@@ -36,23 +36,22 @@ _SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in Field
 
 
 def comment(full_name: str) -> str:
-    """The comment above a declaration, "" if it has none.
+    """Return the comment above a declaration, or "".
 
     ``full_name`` is ``rlctl.v1.Message``, ``.Message.field``, ``.Enum``, ``.Enum.VALUE``, ``.Service`` or
-    ``.Service.Method``. Lines are kept, the comment marks and lint directives are not.
+    ``.Service.Method``. Keeps lines; drops comment marks and lint directives.
     """
     return comments().get(full_name, "")
 
 
 def summary(full_name: str) -> str:
-    """The first line of a comment."""
     return comment(full_name).partition("\n")[0]
 
 
 def rpc(service: str, method: str) -> tuple[str, dict[str, str]]:
-    """(what an RPC does, its answers to :data:`ANSWERS`) from its comment. ``service`` is without the package.
+    """Return (effect of an RPC, answers to :data:`ANSWERS`) from the RPC's comment. ``service`` is without the package.
 
-    An answer goes on until the next question.
+    An answer extends to the next question.
     """
     prose: list[str] = []
     answers: dict[str, list[str]] = {}
@@ -69,7 +68,6 @@ def rpc(service: str, method: str) -> tuple[str, dict[str, str]]:
 
 @functools.cache
 def comments() -> Mapping[str, str]:
-    """Every comment of the package by full name."""
     data = importlib.resources.files(PACKAGE).joinpath("descriptor.binpb").read_bytes()
     found: dict[str, str] = {}
     for file in FileDescriptorSet.FromString(data).file:
@@ -79,7 +77,7 @@ def comments() -> Mapping[str, str]:
 
 
 def type_name(field: Any) -> str:
-    """Type of a field as the proto has it: ``repeated string``, ``map<string, string>``, ``PauseMode``."""
+    """Return the type of a field in proto syntax: ``repeated string``, ``map<string, string>``, ``PauseMode``."""
     kind = field.message_type or field.enum_type
     if field.message_type is not None and kind.GetOptions().map_entry:
         return f"map<{type_name(kind.fields_by_name['key'])}, {type_name(kind.fields_by_name['value'])}>"
@@ -101,7 +99,7 @@ def _text(raw: str) -> str:
 
 
 def _names(file: FileDescriptorProto) -> Iterator[tuple[_Path, str]]:
-    """Path in the file → full name, for everything that is declared in it."""
+    """Yield (path in the file, full name) of every declaration."""
     for index, message in enumerate(file.message_type):
         yield from _of_message((_FILE_MESSAGE, index), file.package, message)
     for index, enum in enumerate(file.enum_type):

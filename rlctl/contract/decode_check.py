@@ -30,30 +30,30 @@ OUTPUTS = (3, 3, 3, 3, 5, 5, 7, 11)
 PROMPT_TOKENS = 16
 
 TOP = 4
-"""Most likely tokens that are compared at each position. The log probability of a token that is nearly certain hardly
-changes with the weights; those of the tokens after it do.
+"""Number of most likely tokens compared at each position. The log probability of a nearly certain token hardly changes
+with the weights; the log probabilities of less likely tokens do.
 """
 
 Likely: TypeAlias = Mapping[int, float]
 """Log probabilities of the most likely tokens at one position, by token id."""
 
 ATTEMPTS = 2
-"""A difference must be found with the prompts of so many attempts. Stale weights differ with every prompt."""
+"""A difference must appear with the prompts of this many attempts. Stale weights differ with every prompt."""
 
 MARGIN = 4.0
 
 FLOORS = {"float32": 1e-4, "float64": 1e-4}
-"""Least tolerance by the dtype that the engine computes in, in nats."""
+"""Least tolerance in nats, by the dtype of the engine's computation."""
 
 FLOOR = 0.1
 """Least tolerance of other dtypes, in nats: a logit of 16 has 2**-3 between neighbours in bfloat16."""
 
 MOST = 0.5
-"""Largest tolerance, in nats. An engine that needs a larger one makes no check: it would show nothing."""
+"""Largest tolerance, in nats. An engine that needs more makes no check, because the check would show nothing."""
 
 
 INVENTED = "it was not started with its checkpoint's weights, so its rounding is not known"
-"""Why a server that makes weights up makes no check."""
+"""Reason against a check at a server with invented weights."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Calibration:
 
     Attributes:
         tolerance: largest difference that passes, in nats.
-        seconds: time of one check.
+        seconds: duration of one check.
     """
 
     tolerance: float
@@ -70,9 +70,9 @@ class Calibration:
 
 
 def calibration(measured: Sequence[DecodeReport], dtype: str, seconds: float) -> Calibration:
-    """The calibration by the checks of an engine that computes in ``dtype``.
+    """Return the calibration from the checks of an engine that computes in ``dtype``.
 
-    Raises UNSUPPORTED where decode and prefill differ so much that a check would show nothing.
+    Raises UNSUPPORTED if decode and prefill differ so much that a check would show nothing.
     """
     noise = max(report.difference for report in measured)
     if not MARGIN * noise <= MOST:
@@ -83,23 +83,23 @@ def calibration(measured: Sequence[DecodeReport], dtype: str, seconds: float) ->
 
 
 def prompts(vocab_size: int, longest: int, attempt: int = 0) -> list[list[int]]:
-    """A prompt for each of :data:`OUTPUTS`, for sequences of at most ``longest`` tokens.
+    """Return a prompt for each entry of :data:`OUTPUTS`, for sequences of at most ``longest`` tokens.
 
     The token ids are spread over the lower half of the vocabulary: placeholders of pictures are in the upper half.
-    Raises UNSUPPORTED where no prompt fits beside the outputs.
+    Raises UNSUPPORTED if the outputs leave no room for a prompt.
     """
     length = min(PROMPT_TOKENS, longest - max(OUTPUTS))
     if length < 1:
         raise Reason.UNSUPPORTED.error(f"sequences of {longest} tokens are too short to compare decode with prefill")
     half = max(vocab_size // 2, 1)
-    first = attempt * (len(OUTPUTS) + 1)  # other prompts also where the vocabulary is tiny
+    first = attempt * (len(OUTPUTS) + 1)  # different prompts also in a tiny vocabulary
     return [
         [((first + row) * 104729 + column * 7919 + 3) % half for column in range(length)] for row in range(len(OUTPUTS))
     ]
 
 
 def compare(decoded: Sequence[Sequence[Likely]], prefilled: Sequence[Sequence[Likely]]) -> DecodeReport:
-    """Compare the log probabilities where decode steps generated a token, by sequence and position.
+    """Compare the log probabilities of decoded positions, by sequence and position.
 
     Raises UNSUPPORTED without log probabilities.
     """
@@ -113,9 +113,9 @@ def compare(decoded: Sequence[Sequence[Likely]], prefilled: Sequence[Sequence[Li
 
 
 def _apart(one: Likely, other: Likely) -> float:
-    """Mean difference over the tokens that are likely in a pass; infinite where there is none, or a value is no number.
+    """Return the mean difference over the likely tokens of either pass; infinite without tokens, or for NaN.
 
-    A token that is likely in one pass only is at most as likely as the last one in the other.
+    A token that is likely in only one pass is at most as likely as the last likely token of the other pass.
     """
     gaps = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
     for mine, theirs in ((one, other), (other, one)):
@@ -125,12 +125,10 @@ def _apart(one: Likely, other: Likely) -> float:
 
 
 def differs(report: DecodeReport) -> bool:
-    """Whether decode and prefill disagree."""
     return not report.difference <= report.tolerance
 
 
 def mismatch(report: DecodeReport) -> RlctlError:
-    """The error for decode and prefill that disagree."""
     return Reason.DECODE_MISMATCH.error(
         f"decode and prefill differ by {report.difference:.3g} nats, {report.tolerance:.3g} pass: decode computes with "
         "other weights",

@@ -1,7 +1,7 @@
-"""Digests of weights as text: which function made one, and with which key.
+"""Digests of weights as text, with their function and key.
 
 ``HEX`` is a SHA-256. ``HEX@KEY`` is a keyed digest (:mod:`rlctl.weights.tensor.keyed_digest`) with the key in hex.
-Digests of different functions or keys say nothing about each other.
+Digests of different functions or keys cannot be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlctl.v1.verbs_pb2 import (
 )
 
 KEY_BYTES = 16
-"""Length of the key of a keyed digest."""
+"""Bytes in the key of a keyed digest."""
 
 SHA256_DIGITS, KEYED_DIGITS = 64, 32
 """Hex digits of the digest of one tensor."""
@@ -31,34 +31,34 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def with_key(digest: str, key: bytes) -> str:
-    """The text of a digest, given its hex digits and its key; no key: a SHA-256."""
+    """Return the text of a digest from hex digits and key; an empty key means SHA-256."""
     return f"{digest}@{key.hex()}" if key else digest
 
 
 def key_of(digest: str) -> bytes:
-    """The key that a digest was made with; b"" for a SHA-256 and for any other text."""
+    """Return the key of a keyed digest; b"" for a SHA-256 and for any other text."""
     return bytes.fromhex(digest.partition("@")[2]) if is_digest(digest) else b""
 
 
 def comparable(first: str, second: str) -> bool:
-    """Whether two digests were made by the same function with the same key."""
+    """Return True if two digests have the same function and key."""
     return first.partition("@")[2] == second.partition("@")[2]
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is a digest of one of the two forms."""
+    """Return True for a SHA-256 and for a keyed digest."""
     digest, at, key = text.partition("@")
     digits = len(digest) == 64 and not set(digest) - _HEX
     return digits and (not at or (len(key) == 2 * KEY_BYTES and not set(key) - _HEX))
 
 
 def computes_keyed_digests(capabilities: Capabilities) -> bool:
-    """Whether an engine computes keyed digests, if it digests anything."""
+    """Return True if an engine computes keyed digests, or computes no digests at all."""
     return capabilities.keyed_digests or not _BY_DIGEST & {*capabilities.verification}
 
 
 def keyed_digest_refusal(capabilities: Capabilities, request: CheckWeightsRequest, slot: str = "") -> RlctlError | None:
-    """The refusal of a keyed check by a stage that computes no keyed digest; else None."""
+    """Return the refusal of a keyed check by a stage without keyed digests, else None."""
     if computes_keyed_digests(capabilities) or not (request.digest_key or key_of(request.expected_digest)):
         return None
     field = "digest_key" if request.digest_key else "expected_digest"
@@ -67,7 +67,7 @@ def keyed_digest_refusal(capabilities: Capabilities, request: CheckWeightsReques
 
 
 def as_verified(request: CheckWeightsRequest) -> None:
-    """Set AS_VERIFIED in a checksum of all weights whose caller named no function, so that damage is found."""
+    """Set AS_VERIFIED in a checksum of all weights without a named function, so that damage is found."""
     checksum = request.action in (CHECK_ACTION_UNSPECIFIED, CHECK_ACTION_CHECKSUM)
     named = request.digest or request.digest_key or request.expected_digest
     without = request.HasField("model_digest") and not request.model_digest

@@ -7,18 +7,18 @@ from google.protobuf.duration_pb2 import Duration
 from rlctl.contract.errors import Reason
 
 LONGEST_S = 315_576_000_000
-"""Ten thousand years: a protobuf duration is no longer."""
+"""Ten thousand years, the longest protobuf duration."""
 
 
 def duration(seconds: float) -> Duration:
-    """A duration of so many seconds. Raises DEADLINE_INVALID for infinity, NaN and what no duration is as long as."""
+    """Return a protobuf duration. Raises DEADLINE_INVALID for infinity, NaN and more than LONGEST_S."""
     made = Duration()
     set_duration(made, seconds)
     return made
 
 
 def set_duration(target: Duration, seconds: float) -> None:
-    """The same in place: of what every command carries, a copy would cost more than the rest."""
+    """Set a duration in place. In a field of every command, a copy would cost more than the rest."""
     if not abs(seconds) <= LONGEST_S:
         raise Reason.DEADLINE_INVALID.error(f"{seconds:g} s is no time that can be told")
     whole = int(seconds)
@@ -26,5 +26,5 @@ def set_duration(target: Duration, seconds: float) -> None:
 
 
 def seconds(value: Duration) -> float:
-    """Seconds of a duration; 0.0 for an unset one."""
+    """Return the seconds of a duration; 0.0 if unset."""
     return value.seconds + value.nanos / 1e9

@@ -1,4 +1,4 @@
-"""Enum values by the short names that people type: "retract" for PAUSE_MODE_RETRACT."""
+"""Enum values by the short names of the command line: "retract" for PAUSE_MODE_RETRACT."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rlctl.contract.errors import Reason
 
 
 def short_names(enum: EnumDescriptor) -> dict[str, int]:
-    """Numbers by short name, in order, without the unspecified one."""
+    """Return numbers by short name, in order, without the unspecified value."""
     prefix = _prefix(enum)
     return {value.name.removeprefix(prefix).lower(): value.number for value in enum.values if value.number}
 
 
 def number(enum: EnumDescriptor, name: str, field: str) -> int:
-    """The number of a short or full name; "" is unspecified. Raises FIELD_INVALID naming what there is."""
+    """Return the number of a short or full name; "" is unspecified. Raises FIELD_INVALID with the known names."""
     known = short_names(enum)
     key = name.lower().replace("-", "_")
     if not key:
@@ -27,7 +27,7 @@ def number(enum: EnumDescriptor, name: str, field: str) -> int:
 
 
 def short_name(enum: EnumDescriptor, value: int) -> str:
-    """The short name of a number; "" for unspecified, the number itself when it is unknown."""
+    """Return the short name of a number; "" for unspecified, the digits of an unknown number."""
     if value not in enum.values_by_number:
         return str(value)
     return str(enum.values_by_number[value].name).removeprefix(_prefix(enum)).lower() if value else ""

@@ -1,24 +1,25 @@
-"""Every reason for which rlctl refuses or fails something: one table, reason ⇄ status ⇄ exception.
+"""Every reason of a refusal or failure in rlctl: one table, reason ⇄ status ⇄ exception.
 
 Exceptions::
 
     RlctlError
     ├── InvalidRequest       INVALID_ARGUMENT     the request is wrong in itself
-    ├── NotFound             NOT_FOUND            it names something that does not exist
-    ├── PreconditionFailed   FAILED_PRECONDITION  the fleet is not in a state for it
-    ├── Conflict             ABORTED              something else holds what it needs
-    ├── Fenced               PERMISSION_DENIED    the caller is no longer in charge
+    ├── NotFound             NOT_FOUND            the request names something that does not exist
+    ├── PreconditionFailed   FAILED_PRECONDITION  the fleet's state does not allow the request
+    ├── Conflict             ABORTED              a resource of the request is in use
+    ├── Fenced               PERMISSION_DENIED    the caller has been replaced
     ├── Unauthenticated      UNAUTHENTICATED      no valid token
-    ├── Forbidden            PERMISSION_DENIED    the caller may not do it
+    ├── Forbidden            PERMISSION_DENIED    the caller has no right to the call
     ├── Exhausted            RESOURCE_EXHAUSTED   too large, too many
-    ├── Unsupported          UNIMPLEMENTED        nobody can, or not written yet
+    ├── Unsupported          UNIMPLEMENTED        no target can, or not written yet
     ├── Unavailable          UNAVAILABLE          not reachable or not serving now; try again
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    the time is up
     ├── Internal             INTERNAL             a defect, or an engine that failed
-    └── OperationFailed                           an operation was accepted and did not end OK (``.operation``)
+    └── OperationFailed                           an accepted operation did not end OK (``.operation``)
 
 Raise with ``Reason.X.error("why", field="header.target.slots", next_step="...")``. On the wire a refusal is a gRPC
-status with one google.rpc.ErrorInfo whose reason is the name here; inside results it is an ``ErrorDetail``.
+status with one google.rpc.ErrorInfo. The ErrorInfo's reason is the reason's name here. Inside results a refusal is an
+``ErrorDetail``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DOMAIN = "rlctl"
 
 
 MOST_SAID = 2000
-"""Characters of a message."""
+"""Most characters of a message."""
 
 
 class RlctlError(Exception):
@@ -50,11 +51,11 @@ class RlctlError(Exception):
         reason: member of :class:`Reason`.
         message: the cause, in words.
         field: path of the offending request field, or "".
-        next_step: what to do next, or "".
+        next_step: the caller's next step, or "".
         metadata: further facts, str to str.
-        outcome: what it means for the command at hand: OUTCOME_REJECTED (no effect) unless said otherwise.
-        status: of gRPC, by class. ``http_status``: of HTTP, as SGLang answers (busy, not paused: 400); dialects that
-            answer otherwise say so themselves.
+        outcome: outcome of the current command: OUTCOME_REJECTED (no effect) by default.
+        status: of gRPC, by class. ``http_status``: of HTTP, as SGLang answers (busy, not paused: 400); a dialect with a
+            different status sets the status itself.
     """
 
     status = "UNKNOWN"
@@ -80,7 +81,9 @@ class RlctlError(Exception):
         self.outcome = outcome
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """So that it comes out of another process, a Ray actor say, as what it is, however a subclass is made."""
+        """Pickle the error with its class and attributes, for example out of a Ray actor, whatever a subclass's
+        constructor.
+        """
         return type(self).__new__, (type(self), self.message), self.__dict__
 
     def __str__(self) -> str:
@@ -89,7 +92,7 @@ class RlctlError(Exception):
         return f"{self.reason.name}{where}: {message}"
 
     def described(self) -> dict[str, str | int]:
-        """The error as it stands in JSON."""
+        """Return the error as JSON fields."""
         return {
             "message": str(self),
             "reason": self.reason.name,
@@ -100,7 +103,7 @@ class RlctlError(Exception):
         }
 
     def detail(self) -> common_pb2.ErrorDetail:
-        """The error as it stands in results."""
+        """Return the error as a message for results."""
         return common_pb2.ErrorDetail(
             reason=self.reason.name,
             message=self.message,
@@ -125,21 +128,21 @@ class NotFound(RlctlError):
 
 
 class PreconditionFailed(RlctlError):
-    """The fleet is not in a state for it."""
+    """The fleet's state does not allow the request."""
 
     status = "FAILED_PRECONDITION"
     http_status = 400
 
 
 class Conflict(RlctlError):
-    """Something else holds what it needs."""
+    """A resource of the request is in use."""
 
     status = "ABORTED"
     http_status = 409
 
 
 class Fenced(RlctlError):
-    """The caller is no longer in charge."""
+    """The caller has been replaced."""
 
     status = "PERMISSION_DENIED"
     http_status = 403
@@ -153,7 +156,7 @@ class Unauthenticated(RlctlError):
 
 
 class Forbidden(RlctlError):
-    """The caller may not do it."""
+    """The caller has no right to the call."""
 
     status = "PERMISSION_DENIED"
     http_status = 403
@@ -167,7 +170,7 @@ class Exhausted(RlctlError):
 
 
 class Unsupported(RlctlError):
-    """Nobody can do it, or it is not written yet."""
+    """No target can do this, or the code does not exist yet."""
 
     status = "UNIMPLEMENTED"
     http_status = 501
@@ -195,7 +198,7 @@ class Internal(RlctlError):
 
 @enum.unique
 class Reason(enum.Enum):
-    """Why: (exception class, what it means, what to do next)."""
+    """The cause of an error: (exception class, meaning, next step)."""
 
     # The request.
     FIELD_REQUIRED = (InvalidRequest, "A required field is empty.", "")
@@ -492,7 +495,6 @@ class Reason(enum.Enum):
         metadata: Mapping[str, str] | None = None,
         outcome: common_pb2.Outcome.ValueType = common_pb2.OUTCOME_REJECTED,
     ) -> RlctlError:
-        """The exception for this reason, ready to raise."""
         return self.exception(
             self,
             message or self.meaning,
@@ -504,19 +506,21 @@ class Reason(enum.Enum):
 
 
 def _text(value: str) -> str:
-    """What an error repeats, as messages can hold it: half a surrogate pair, from somebody's JSON or from a file's
-    name, is written out. An error that could not be sent would leave who waits for it without an answer.
+    """Return text of an error in a form that messages can hold.
+
+    Half a surrogate pair, from a caller's JSON or a file's name, is escaped. An error that could not be sent would
+    leave the caller without an answer.
     """
     return str(value).encode(errors="backslashreplace").decode()
 
 
 def _bounded(message: str) -> str:
-    """What a message repeats of a request may be as large as that."""
+    """Shorten a message to MOST_SAID characters. A message may repeat text of the request, in any length."""
     return message if len(message) <= MOST_SAID else f"{message[: MOST_SAID // 2]} … {message[-MOST_SAID // 2 :]}"
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
-    """The exception that a detail stands for; a reason of a newer version becomes INTERNAL, its name kept."""
+    """Return the exception of a detail; an unknown reason of a newer version becomes INTERNAL and keeps its name."""
     try:
         reason = Reason[detail.reason]
         message = detail.message
@@ -526,15 +530,15 @@ def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
 
 
 def typed(error: BaseException) -> RlctlError:
-    """The error itself; of anything else, which is a defect, INTERNAL with what it says."""
+    """Return an RlctlError unchanged; any other error is a defect and becomes INTERNAL with the error's text."""
     return error if isinstance(error, RlctlError) else Reason.INTERNAL.error(f"{type(error).__name__}: {error}")
 
 
 def without_frames(error: E) -> E:
-    """The error without its traceback and those of its causes; for errors that are stored or already answered.
+    """Return the error without the tracebacks of the error and its causes; for errors that are stored or answered.
 
-    A traceback holds the frames that the error passed, and these their variables, a request's body among them. Where
-    a variable refers to the error in turn, only the garbage collector frees them.
+    A traceback holds the frames that the error passed, and the frames' variables, such as a request's body. If a
+    variable refers to the error in turn, only the garbage collector frees the frames.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -548,7 +552,7 @@ def without_frames(error: E) -> E:
 
 
 def not_written(missing: Sequence[str]) -> RlctlError:
-    """The error for an update that lacks these tensors."""
+    """Return the error for an update that lacks these tensors."""
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     return Reason.WEIGHTS_INCOMPLETE.error(
         f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
@@ -556,7 +560,7 @@ def not_written(missing: Sequence[str]) -> RlctlError:
 
 
 def unbound(listen: str, error: OSError, field: str = "listen") -> RlctlError:
-    """What binding an address fails with. ``field``: the field and option with the address."""
+    """Return the error of a failed bind. ``field``: the field and option with the address."""
     used = error.errno == errno.EADDRINUSE
     return Reason.FIELD_INVALID.error(
         f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
@@ -566,10 +570,10 @@ def unbound(listen: str, error: OSError, field: str = "listen") -> RlctlError:
 
 
 class OperationFailed(RlctlError):
-    """An operation was accepted and did not end OK.
+    """An accepted operation that did not end OK.
 
     Attributes:
-        operation: the ``Operation`` as it ended, with an outcome per target and a result per rank.
+        operation: the ended ``Operation``, with an outcome per target and a result per rank.
     """
 
     def __init__(self, operation: results_pb2.Operation) -> None:
@@ -578,7 +582,7 @@ class OperationFailed(RlctlError):
         if cause.reason is Reason.LINK_LOST and (
             operation.verb == "WeightUpdate" or operation.update_id not in ("", operation.operation_id)
         ):
-            next_step = "Send the update again."  # a trainer's is many calls; none of them is repeated on its own
+            next_step = "Send the update again."  # a trainer's update is many calls; no single call is repeated
         super().__init__(cause.reason, cause.message, field=cause.field, next_step=next_step, metadata=cause.metadata)
         self.status = cause.status
         self.http_status = cause.http_status

@@ -1,20 +1,20 @@
-"""Fingerprints of tensors: as much of each digest as it takes to say which differ, for thousands in one message."""
+"""Fingerprints of tensors: enough of each digest to tell which tensors differ, for thousands in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 SIZE = 8
-"""Bytes of a tensor's digest that are kept. Whether a set of tensors is right is said by its whole digest."""
+"""Kept bytes of a tensor's digest. The whole digest decides whether a set of tensors is right."""
 
 
 def fingerprints(digests: Mapping[str, str]) -> bytes:
-    """Of every tensor, given its hex digest by name, one after the other in the order of the names."""
+    """Return the concatenated fingerprints in name order, from hex digests by name."""
     return b"".join(bytes.fromhex(digests[name][: 2 * SIZE]) for name in sorted(digests))
 
 
 def differing(digests: Mapping[str, str], expected: bytes) -> list[str]:
-    """Names, in order, of the tensors whose fingerprint is another one; none when ``expected`` is of another number."""
+    """Return the sorted names of the tensors with a different fingerprint; empty if the numbers of tensors differ."""
     if len(expected) != SIZE * len(digests):
         return []
     found = fingerprints(digests)

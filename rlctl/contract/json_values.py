@@ -1,6 +1,7 @@
-"""Values of JSON where a number or a flag may come as text, as SGLang's and vLLM's own schemas take them. Pure.
+"""JSON values with numbers or flags as text, read as SGLang's and vLLM's own schemas read such values. Pure.
 
-Source: pydantic's conversion table, in lax mode. A flag is no number here: it is a mistake wherever a number is meant.
+Source: pydantic's conversion table, in lax mode. A flag is never read as a number: a flag in place of a number is a
+mistake.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LONGEST = 32
 
 
 def of_kind(value: Any, kind: type) -> Any:
-    """The value as an int, a float or a bool where it means one; any other value, or another kind, as it is."""
+    """Return the value as an int, a float or a bool if the value denotes that kind, else unchanged."""
     if kind is bool:
         return _flag(value)
     if isinstance(value, bool) or kind not in (int, float):
@@ -37,7 +38,7 @@ def _flag(value: Any) -> Any:
 
 
 def _number(text: str, kind: type) -> Any:
-    """The number, where it is one that JSON could have."""
+    """Return the number if JSON could hold it, else the text."""
     if not text.isascii() or "_" in text or len(text) > _LONGEST:
         return text
     try:

@@ -1,4 +1,4 @@
-"""Memory regions of engines: which of them a request releases, and whether the content of the weights is kept."""
+"""Memory regions of engines: the regions of a release, and whether the content of the weights is kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlctl.v1.verbs_pb2 import ReleaseMemoryRequest
 
 
 def keeps_weights(request: ReleaseMemoryRequest) -> bool:
-    """Whether a request releases the weights, and asks for their content to be kept."""
+    """Return True if a request releases the weights and asks to keep their content."""
     return request.keep_weights and (not request.tags or MEMORY_TAG_WEIGHTS in request.tags)
 
 
 def unkept(capabilities: Capabilities, request: ReleaseMemoryRequest) -> RlctlError | None:
-    """Why an engine cannot keep the weights of a request that asks for it, or None."""
+    """Return the error of an engine that cannot keep the released weights of this request, or None."""
     if not keeps_weights(request) or capabilities.keeps_weights:
         return None
     return Reason.UNSUPPORTED.error(
@@ -30,11 +30,11 @@ def unkept(capabilities: Capabilities, request: ReleaseMemoryRequest) -> RlctlEr
 
 
 def released(results: Sequence[RankResult]) -> frozenset[MemoryTag.ValueType]:
-    """Regions that any of the ranks reports as released."""
+    """Return the regions that at least one rank reports as released."""
     return frozenset(tag for result in results for tag in result.memory.released)
 
 
 def kept(results: Sequence[RankResult]) -> frozenset[MemoryTag.ValueType]:
-    """Regions whose content every rank keeps. A server that answers for its ranks reports it once."""
+    """Return the regions with content kept by every rank. A server engine reports once for all ranks."""
     reports = [frozenset(result.memory.kept) for result in results if result.HasField("memory")]
     return frozenset.intersection(*reports) if reports else frozenset()

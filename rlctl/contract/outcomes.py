@@ -1,4 +1,4 @@
-"""How outcomes add up: ranks to a stage, stages to an operation. The one place where "OK means all" is decided."""
+"""Sums of outcomes: ranks to a stage, stages to an operation. The only place where "OK means all" is decided."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _EVIDENCE_WEAKEST_FIRST = (
 )
 
 _FOLLOWED = {Reason.CANCELLED.name, Reason.GROUP_NOT_FOUND.name}
-"""Of those who fail because another one did: told to stop, or to leave the group in which that one is missed."""
+"""Reasons of ranks or targets that fail because of another failure: a stop, or the end of their group."""
 
 _KNOWN = frozenset(Outcome.values()) - {common_pb2.OUTCOME_UNSPECIFIED}
 
 
 def of_ranks(verb: Verb, results: Sequence[RankResult], *, mutates: bool) -> Outcome.ValueType:
-    """Outcome of a stage, never better than its worst rank. ``mutates``: whether this request changes anything.
+    """Return the outcome of a stage, never better than its worst rank. ``mutates``: this request changes something.
 
-    Ranks that ended differently leave a mixture: DIRTY for a mutating verb, unless the others only SKIPPED something
-    that is not a weight update, or it is about files only. Without a rank's answer the outcome is UNKNOWN, whatever
-    the others say.
+    Different outcomes leave a mixture: DIRTY for a mutating verb. Two exceptions: a verb that changes files only, and a
+    verb without weights whose other ranks only SKIPPED. Without a rank's answer the outcome is UNKNOWN, whatever the
+    other ranks answer.
     """
     outcomes = {result.outcome for result in results}
     if not outcomes or not outcomes <= _KNOWN:
@@ -66,10 +66,10 @@ def of_ranks(verb: Verb, results: Sequence[RankResult], *, mutates: bool) -> Out
 
 
 def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankResult]) -> list[RankResult]:
-    """Exactly one entry for every rank of a layout, in its order.
+    """Return exactly one entry for every rank of a layout, in the layout's order.
 
-    A rank without an entry, with two, or with one filed under coordinates that no rank has, is an UNKNOWN entry that
-    says so: a result is never dropped, and one rank's answer is never taken for another's.
+    A rank without an entry, or with two entries, gets an UNKNOWN entry with the cause. The cause also names
+    ranks outside the layout with an entry. No rank's answer counts for a different rank.
     """
     if [worker.rank for worker in workers] == [result.coordinates.rank for result in results]:
         return list(results)
@@ -92,7 +92,7 @@ def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankRes
 
 
 def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorDetail | None:
-    """Error of the first rank that explains a stage's outcome; those that merely followed come last."""
+    """Return the error of the first rank that explains a stage's outcome; consequential failures come last."""
     if outcome == OUTCOME_APPLIED:
         return None
     blamed = [r for r in results if r.outcome != OUTCOME_APPLIED and r.error.reason]
@@ -107,23 +107,23 @@ def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorD
 
 
 def of_rank(rank: int, message: str) -> str:
-    """What a rank says, with its number, once."""
+    """Return a rank's message with the rank's number, once."""
     named = f"rank {rank}"
     return message if re.match(rf"{named}\b", message) else f"{named}: {message}"
 
 
 def evidence_of(results: Sequence[RankResult]) -> common_pb2.Evidence.ValueType:
-    """The weakest evidence among the ranks."""
+    """Return the weakest evidence among the ranks."""
     return min((r.evidence for r in results), key=_EVIDENCE_WEAKEST_FIRST.index, default=_EVIDENCE_WEAKEST_FIRST[0])
 
 
 def acknowledged(result: StageResult, *, update: bool) -> bool:
-    """Whether a target confirmed: APPLIED, or SKIPPED where that counts (never for a weight update)."""
+    """Return True if a target confirmed: APPLIED, or SKIPPED outside weight updates."""
     return result.outcome == OUTCOME_APPLIED or (result.outcome == OUTCOME_SKIPPED and not update)
 
 
 def of_targets(results: Sequence[StageResult], *, update: bool = False) -> OperationState.ValueType:
-    """State in which an operation ends, from one result per target."""
+    """Return the final state of an operation from one result per target."""
     outcomes = {result.outcome for result in results}
     if outcomes == {OUTCOME_APPLIED}:
         return OPERATION_STATE_OK
@@ -139,7 +139,7 @@ def of_targets(results: Sequence[StageResult], *, update: bool = False) -> Opera
 
 
 def explain_operation(operation: results_pb2.Operation, *, update: bool = False) -> ErrorDetail | None:
-    """Why an operation did not end OK: how many targets did not confirm, and the cause of who is to blame."""
+    """Return the cause of an operation that did not end OK: the number of unconfirmed targets, and the first cause."""
     failed = [r for r in operation.stage_results if not acknowledged(r, update=update)]
     if not failed:
         return None
@@ -157,7 +157,7 @@ def explain_operation(operation: results_pb2.Operation, *, update: bool = False)
 
 
 def to_blame(failed: Sequence[StageResult]) -> StageResult:
-    """Of targets that did not confirm the first that did worst; those that merely followed come last."""
+    """Return the first unconfirmed target with the worst outcome; targets that failed as a consequence come last."""
     order = [OUTCOME_UNKNOWN, OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED]
 
     def place(result: StageResult) -> tuple[int, bool]:
@@ -168,7 +168,7 @@ def to_blame(failed: Sequence[StageResult]) -> StageResult:
 
 
 def blame(result: StageResult) -> RlctlError:
-    """The error of a target that did not confirm, naming it."""
+    """Return the error of an unconfirmed target, with the target's name."""
     error = from_detail(result.error)
     error.message = f"{result.slot}: {error.message}"
     return error

@@ -1,7 +1,7 @@
 """Merges the parts of a streamed response.
 
-Texts and what an engine says beside its tokens stay out of the messages until the end: a field of a message that is set
-anew leaves its old value in the message's memory, and a text that grows by every token makes 2 GB of 32,000 of them.
+Texts and ``engine_meta`` stay out of the messages until the end. A message field that is set anew leaves its old value
+in the message's memory: a text that grows by each of 32,000 tokens takes 2 GB.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from rlctl.v1.rollout_pb2 import GenerateResponse, Sample, VersionSpan
 
 
 class Merged:
-    """An answer."""
+    """A merged response."""
 
     def __init__(self) -> None:
         self._head = GenerateResponse()
         self._samples: dict[int, MergedSample] = {}
 
     def add(self, part: GenerateResponse) -> None:
-        """Add what is new."""
         for field, value in part.ListFields():
             if field.name == "samples":
                 continue
@@ -36,7 +35,7 @@ class Merged:
             self._samples[sample.index].add(sample)
 
     def message(self) -> GenerateResponse:
-        """All that was added, the samples in the order in which they first came."""
+        """Return the merged response, with samples in the order of their first parts."""
         whole = GenerateResponse()
         whole.CopyFrom(self._head)
         for sample in self._samples.values():
@@ -45,15 +44,15 @@ class Merged:
 
 
 class MergedSample:
-    """One sample.
+    """A merged sample.
 
     Attributes:
-        rest: all of it but its text and ``engine_meta``.
+        rest: the sample without text and ``engine_meta``.
         text_length: in characters.
     """
 
     def __init__(self, whole: Sample) -> None:
-        """Go on from what there is."""
+        """Start with the present content of a sample."""
         self.rest = Sample()
         self.rest.CopyFrom(whole)
         self.rest.ClearField("text")
@@ -64,7 +63,6 @@ class MergedSample:
 
     @property
     def text(self) -> str:
-        """Its text."""
         if len(self._texts) > 1:
             self._texts = ["".join(self._texts)]
         return self._texts[0]
@@ -74,7 +72,6 @@ class MergedSample:
         self._texts, self.text_length = [text], len(text)
 
     def add(self, part: Sample) -> None:
-        """Add what is new."""
         rest = self.rest
         text = part.text
         self._texts.append(text)
@@ -96,7 +93,7 @@ class MergedSample:
                 rest.versions.add().CopyFrom(span)
 
     def fill(self, whole: Sample) -> None:
-        """Make an empty message of it."""
+        """Fill an empty message."""
         whole.CopyFrom(self.rest)
         whole.text = self.text
         if self._engine_meta is not None:
@@ -104,5 +101,5 @@ class MergedSample:
 
 
 def _of(span: VersionSpan) -> tuple[WeightVersion, WeightVersion, str]:
-    """What a stretch of output was generated with."""
+    """Return the versions that generated a span of output."""
     return span.version, span.kv_version, span.adapter_version

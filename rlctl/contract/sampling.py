@@ -14,23 +14,23 @@ DEFAULT_NEW_TOKENS = 128
 MOST_SAMPLES = 4096
 
 LEAST_PENALTY = 0.001
-"""Smallest repetition penalty. A logit that is divided by a smaller one may leave float32. Its probability is then no
-number, which ends an engine.
+"""Smallest repetition penalty. A logit divided by a smaller penalty may leave float32. Its probability is then NaN,
+which ends an engine.
 """
 MOST_LEVELS = 24
-"""Objects and lists within each other in ``engine_fields``. Each takes up to three of the hundred messages within each
-other that protobuf reads, and one that it does not read breaks the stream that many requests share.
+"""Nesting of objects and lists in ``engine_fields``. Each level takes up to three nested messages, and protobuf reads
+at most a hundred. An unreadable message breaks the stream that many requests share.
 """
 MOST_META_LEVELS = MOST_LEVELS + 4
-"""The same in ``engine_meta``, which may repeat what was asked for."""
+"""Nesting in ``engine_meta``, which may repeat ``engine_fields``."""
 MOST_ROOM = (1 << 63) - 1
-"""Largest bootstrap_room: SGLang keeps it in a signed number."""
+"""Largest bootstrap_room: SGLang keeps the room in a signed 64-bit number."""
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise FIELD_INVALID, with the field's path, for the first value that is not allowed.
 
-    ``vocab_size``: number of tokens that the model knows. The comparisons are false for NaN.
+    ``vocab_size``: number of tokens in the model's vocabulary. The comparisons are false for NaN.
     """
     allowed = {
         "temperature": (not params.HasField("temperature") or 0 <= params.temperature < math.inf, "0 or more"),
@@ -60,7 +60,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_samples(params: SamplingParams) -> None:
-    """Raise FIELD_INVALID for more samples of a prompt than may be, before they are made."""
+    """Raise FIELD_INVALID for too many samples of a prompt, before samples are made."""
     if params.n > MOST_SAMPLES:
         raise Reason.FIELD_INVALID.error(
             f"n is {params.n}; it must be at most {MOST_SAMPLES}", field="sampling_params.n"
@@ -68,15 +68,15 @@ def check_samples(params: SamplingParams) -> None:
 
 
 def seed_of(params: SamplingParams, index: int) -> int | None:
-    """The seed of a request's sample, of those that a request asks for; None: it asks for none."""
+    """Return the seed of a sample, by its index in the request; None: the request has no seed."""
     return (params.seed + index) % (1 << 63) if params.HasField("seed") else None
 
 
 def check_levels(fields: Mapping[str, object] | Struct, where: str = "engine_fields.", *, within: int = 1) -> None:
-    """Raise FIELD_INVALID for the first of ``engine_fields`` that is nested deeper than they may be.
+    """Raise FIELD_INVALID for the first entry of ``engine_fields`` that is nested too deeply.
 
-    ``where``: what stands before its name; ``within``: how many objects these are in. A field whose protobuf value is
-    not set is refused as well: JSON has no such thing.
+    ``where``: prefix of the entry's name in errors; ``within``: number of objects around the entries. A protobuf value
+    without a kind is refused as well: JSON has no such value.
     """
     if isinstance(fields, Struct):
         for name, each in fields.fields.items():
@@ -103,7 +103,7 @@ def _is_set(value: Value) -> bool:
 
 
 def deeper(value: object, most: int) -> bool:
-    """Whether more than ``most`` objects and lists stand within each other."""
+    """Return True if more than ``most`` objects and lists are nested."""
     if value is None or isinstance(value, str | int | float):
         return False
     if not isinstance(value, Mapping | Sequence):
@@ -113,8 +113,10 @@ def deeper(value: object, most: int) -> bool:
 
 
 def check_pair(request: GenerateRequest, mode: str) -> None:
-    """Raise for a request that an engine of this ``disaggregation_mode`` cannot take: "prefill" and "decode" generate
-    as one of a pair only, "null" never does. FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED.
+    """Raise for a request that an engine of this ``disaggregation_mode`` cannot take.
+
+    "prefill" and "decode" engines generate only as half of a pair, "null" engines never do. Raises FIELD_REQUIRED,
+    FIELD_INVALID, UNSUPPORTED.
     """
     if mode == "null":
         if request.HasField("bootstrap_room"):
@@ -136,8 +138,9 @@ def check_pair(request: GenerateRequest, mode: str) -> None:
 
 
 def check_pair_version(request: GenerateRequest, sequence: int) -> None:
-    """Raise STAGE_NOT_SERVING for half of a request to a pair where the weights are not at the version, here as its
-    sequence, at which the pair was picked: the other half may be computed there.
+    """Raise STAGE_NOT_SERVING for half of a request to a pair if the stage left the version of the pair's choice.
+
+    ``sequence``: the stage's version. The other half may be computed at the pair's version.
     """
     wanted = request.bootstrap_version_seq
     if request.HasField("bootstrap_version_seq") and wanted != sequence:
@@ -147,7 +150,7 @@ def check_pair_version(request: GenerateRequest, sequence: int) -> None:
 
 
 def check_pair_adapter(request: GenerateRequest, digest: str) -> None:
-    """The same where the adapter of the request's name has this digest."""
+    """Raise STAGE_NOT_SERVING if the digest of the request's adapter differs from the pair's adapter."""
     if request.HasField("bootstrap_version_seq") and request.bootstrap_adapter_digest != digest:
         raise Reason.STAGE_NOT_SERVING.error(
             f"this stage holds another adapter {request.adapter!r} than the pair that was picked",

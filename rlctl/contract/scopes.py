@@ -21,7 +21,7 @@ class Scope(enum.Enum):
     ROLLOUT = "rollout"
     """Generate and abort requests."""
     WEIGHTS = "weights"
-    """Write the weights and adapters of models, and pause, continue and release memory for it."""
+    """Write the weights and adapters of models. Includes pause, continue and release of memory for the writes."""
     ADAPTERS = "adapters"
     """Load and unload adapters by name."""
     ADMIN = "admin"
@@ -29,11 +29,12 @@ class Scope(enum.Enum):
     GATEWAY = "gateway"
     """Call in the name of another principal."""
     FLEET = "fleet"
-    """A process of the fleet itself: join it, and command stages and workers. Includes all other scopes."""
+    """Act as a process of the fleet itself: join the fleet, and command stages and workers. Includes all other scopes.
+    """
 
     @property
     def named(self) -> bool:
-        """Whether the scope can be limited to names, ``weights:actor`` say."""
+        """Return True if the scope can be limited to names, for example ``weights:actor``."""
         return self in (Scope.WEIGHTS, Scope.ADAPTERS)
 
 
@@ -43,19 +44,18 @@ _INCLUDED = {
 }
 
 PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}", re.ASCII)
-"""Name of a principal."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """A scope, for all names or for one. ``name`` "": all."""
+    """A scope, for all names or for a single name. ``name`` "": all."""
 
     scope: Scope
     name: str = ""
 
     @classmethod
     def parse(cls, text: str, field: str = "scope") -> Self:
-        """``viewer``, ``weights`` or ``weights:actor``. Raises FIELD_INVALID."""
+        """Parse ``viewer``, ``weights`` or ``weights:actor``. Raises FIELD_INVALID."""
         word, colon, name = text.partition(":")
         try:
             scope = Scope(word)
@@ -80,13 +80,13 @@ class Principal:
     grants: frozenset[Grant]
 
     def has(self, scope: Scope) -> bool:
-        """Whether it has the scope, for some name at least."""
+        """Return True if the principal has the scope, for at least one name."""
         if scope is Scope.VIEWER and self.grants:
             return True
         return any(grant.scope is scope or scope in _INCLUDED.get(grant.scope, ()) for grant in self.grants)
 
     def covers(self, scope: Scope, names: Collection[str]) -> bool:
-        """Whether it has the scope for each of these names. No names: for all names, those of the future too."""
+        """Return True if the principal has the scope for each name. No names: for all names, including future names."""
         if not self.has(scope):
             return False
         own = {grant.name for grant in self.grants if grant.scope is scope}
@@ -95,7 +95,7 @@ class Principal:
 
     @property
     def limited(self) -> bool:
-        """Whether its right to call a method may depend on the request."""
+        """Return True if the principal's right to call a method may depend on the request."""
         return not any(grant.scope in (Scope.ADMIN, Scope.FLEET) for grant in self.grants)
 
 
@@ -104,11 +104,11 @@ class Identity:
     """An authenticated call.
 
     Attributes:
-        principal: the principal that calls.
-        via: the gateway that speaks for it; "": the principal itself called.
-        client, client_version, user: the calling program and its user, as the caller states them. Not verified.
-        host: the host that it called from; "": not known.
-        traceparent: W3C trace context that the caller sent; "": none.
+        principal: the calling principal.
+        via: the gateway that speaks for the principal; "": the principal called directly.
+        client, client_version, user: the calling program and its user, as stated by the caller. Not verified.
+        host: the caller's host; "": unknown.
+        traceparent: the caller's W3C trace context; "": absent.
     """
 
     principal: Principal
@@ -120,7 +120,7 @@ class Identity:
     traceparent: str = ""
 
     def caller(self) -> Caller:
-        """The identity as records have it."""
+        """Return the identity in the form of records."""
         return Caller(
             principal=self.principal.name,
             via=self.via,
@@ -137,21 +137,20 @@ ANONYMOUS = Principal("anonymous", frozenset({Grant(Scope.FLEET)}))
 """A caller of a server without tokens."""
 
 COORDINATOR = "coordinator"
-"""Principal of operations that the coordinator starts by itself."""
+"""Principal of operations that the coordinator starts without a caller."""
 
 RESERVED = frozenset({FLEET.name, ANONYMOUS.name, COORDINATOR})
 
 calling: ContextVar[Identity | None] = ContextVar("calling", default=None)
-"""The call that the running task serves. None: no call; the process acts by itself."""
+"""The call that the running task serves. None: no call; the process acts without a caller."""
 
 
 def current_caller() -> Caller:
-    """The caller of the running task."""
     identity = calling.get()
     return Caller(principal=COORDINATOR) if identity is None else identity.caller()
 
 
 def current_traceparent() -> str:
-    """The W3C trace context that the caller of the running task sent; "": none."""
+    """Return the W3C trace context of the running task's caller, or ""."""
     identity = calling.get()
     return "" if identity is None else identity.traceparent

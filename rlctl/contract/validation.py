@@ -1,7 +1,8 @@
 """Rules for requests, checked before any state is read. Pure: invalid input never changes state.
 
-:func:`check` walks every message for enum values that this version does not know and then applies the rules of its
-type. Coordinator, stage and worker all call it, so that a request is refused with the same words wherever it enters.
+:func:`check` looks in every message for enum values that this version does not know, and then applies the rules of the
+message's type. Coordinator, stage and worker all call :func:`check`, so a request is refused with the same words
+everywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MOST_NAME = 1024
 MOST_BY = 200
 MOST_REASON = 1000
 _SLOT = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
-"""What can be part of a file's name, a metric's label and a command line as it stands."""
+"""Names that are safe unquoted in file names, metric labels and command lines."""
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 _ON_OPEN_UPDATE = (
@@ -59,7 +60,7 @@ def _rule(kind: type[M]) -> Callable[[Callable[[M], None]], Callable[[M], None]]
 
 
 def check(request: Message) -> None:
-    """Raise an :class:`rlctl.contract.errors.RlctlError` that names the field, or return."""
+    """Raise an :class:`rlctl.contract.errors.RlctlError` that names the field if the request is invalid."""
     kind = request.DESCRIPTOR
     _enums(request, "")
     if _has_header(kind):
@@ -71,7 +72,7 @@ def check(request: Message) -> None:
         if header.validate_only and isinstance(request, _ON_OPEN_UPDATE):
             raise _invalid("what is done to an open update cannot be tried without doing it", "header.validate_only")
     for field in _labels(kind):
-        if label := getattr(request, field):  # every sample and every list of stages tells it
+        if label := getattr(request, field):  # every sample and every list of stages carries the label
             _name(label, field, MOST_LABEL)
     rule = _RULES.get(type(request))
     if rule is not None:
@@ -79,7 +80,7 @@ def check(request: Message) -> None:
 
 
 def timeout_s(value: Duration, field: str) -> float:
-    """Seconds of a duration that must be above zero and at most a day."""
+    """Return the seconds of a duration. The duration must be above zero and at most a day."""
     given = seconds(value)
     if not 0 < given <= MAX_TIMEOUT_S:
         raise Reason.DEADLINE_INVALID.error(
@@ -89,7 +90,7 @@ def timeout_s(value: Duration, field: str) -> float:
 
 
 def slot_name(value: str, field: str) -> None:
-    """Slots name files, metrics and processes."""
+    """Check a slot's name, which names files, metrics and processes."""
     _required(value, field)
     if not _SLOT.fullmatch(value):
         raise _invalid(
@@ -99,8 +100,8 @@ def slot_name(value: str, field: str) -> None:
 
 
 def request_id(value: str, field: str) -> None:
-    """A request_id must be a UUIDv7: its time tells whether it is older than what is remembered."""
-    if not _UUID7.fullmatch(value):  # in the one spelling by which it is remembered
+    """Check a request_id. A UUIDv7's time tells whether the id is older than the recorded operations."""
+    if not _UUID7.fullmatch(value):  # operations are recorded under this spelling only
         raise Reason.FIELD_INVALID.error(
             f"{field} {value!r} is not a UUIDv7 as RFC 9562 writes it, in lower case",
             field=field,
@@ -126,7 +127,7 @@ def _enums(message: Message, path: str) -> None:
             _enums(value, f"{where}.")
 
 
-# What depends on a message's type alone is looked up once: requests for samples come by the thousand a second.
+# Lookups by message type are cached: requests for samples come by the thousand a second.
 
 
 @functools.cache
@@ -136,14 +137,14 @@ def _has_header(kind: Descriptor) -> bool:
 
 @functools.cache
 def _labels(kind: Descriptor) -> tuple[str, ...]:
-    """Fields of a message that are labels of versions."""
+    """Return the fields of a message that are labels of versions."""
     named = [kind.fields_by_name.get(name) for name in ("version", "weight_version", "target_version")]
     return tuple(field.name for field in named if field is not None and field.type == field.TYPE_STRING)
 
 
 @functools.cache
 def _fields_with_enums(kind: Descriptor) -> tuple[FieldDescriptor, ...]:
-    """Fields of a message that are enums or lead to some: the thousands of shapes in an update's buckets do not."""
+    """Return the fields of a message that are or contain enums; the thousands of shapes in buckets do not."""
     return tuple(field for field in kind.fields if _leads_to_enum(field, set()))
 
 
@@ -250,7 +251,7 @@ def _init_group(request: verbs_pb2.InitWeightsUpdateGroupRequest) -> None:
     _required(request.group_name, "group_name")
     _required(request.master_address, "master_address")
     try:
-        request.master_address.encode("idna")  # as the resolver does
+        request.master_address.encode("idna")  # as the resolver encodes the name
     except UnicodeError:
         raise _invalid(f"{request.master_address!r} is no host's name", "master_address") from None
     if not 0 < request.master_port < 65536:
@@ -336,7 +337,7 @@ def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
 
 
 def _digest_function(request: verbs_pb2.CheckWeightsRequest) -> None:
-    """The function, its key, and what each of them excludes."""
+    """Check the digest function, its key and their conflicts."""
     key = request.digest_key or digests.key_of(request.expected_digest)
     digesting = (
         verbs_pb2.CHECK_ACTION_UNSPECIFIED,
@@ -419,7 +420,7 @@ def _prepare(request: verbs_pb2.PrepareUpdateRequest) -> None:
 
 
 def _adapter_options(options: verbs_pb2.UpdateOptions) -> None:
-    """An adapter's tensors are digested where they are staged. No other evidence of them is computed."""
+    """Check the options of an adapter's update. Only the digest of the staged tensors verifies an adapter."""
     if options.HasField("probe"):
         raise Reason.FIELD_CONFLICT.error(
             "a probe is computed without adapters, so it says nothing of this one",
@@ -488,7 +489,7 @@ def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
 
 
 def _scope(request: verbs_pb2.PauseGenerationRequest | verbs_pb2.ContinueGenerationRequest) -> None:
-    """The adapter of a pause or a continue."""
+    """Check the adapter of a pause or a continue."""
     if not request.adapter:
         return
     _adapter_name(request.adapter, "adapter")

@@ -1,8 +1,8 @@
-"""The table of admin verbs: the one place that defines each of them.
+"""The table of admin verbs: the only definition of each verb.
 
-Servicers (coordinator, stage, worker), the command line's verbs, capabilities and the reference docs are built from
-these rows. A new verb is a request message and RPC in ``protos/``, a row here, and an engine method named after it; a
-verb with an answer also has a field in ``RankResult``. CONTRIBUTING.md has the steps.
+Servicers (coordinator, stage, worker), the command line's verbs, capabilities and the reference pages are built from
+these rows. A new verb is a request message and RPC in ``protos/``, a row here, and an engine method named after the
+verb. A verb with an answer also has a field in ``RankResult``. CONTRIBUTING.md has the steps.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Verb:
 
     Attributes:
         name: RPC name in all three admin services, "PauseGeneration"; the request is ``{name}Request``.
-        states: stage states (without prefix) in which it is carried out; elsewhere it is REJECTED, ILLEGAL_STATE.
+        states: stage states (without prefix) in which the verb is legal; other states answer REJECTED, ILLEGAL_STATE.
         deadline_s: default time for the whole operation, seconds.
-        mutating: journaled, fenced, and one at a time per stage. Others are reads, which never queue behind writes.
-        reads_if: for verbs that only read with some requests: says whether this one does.
+        mutating: journaled, fenced, and one at a time per stage. Other verbs are reads, and never queue behind writes.
+        reads_if: returns True for a request that only reads, for mutating verbs with such requests.
         ordered: carried out by all ranks at one step of the engine.
-        writes_weights: ranks that end differently leave the stage DIRTY, and so does an UNKNOWN outcome.
-        waits: serialised against other mutating verbs; false for those that must get through while one runs.
-        interrupts: breaks what blocks the engine inside the same update before it waits its turn.
-        files: it changes files beside the engine only; ranks that end differently leave nothing mixed.
-        in_update: the coordinator sends it only as part of an open update.
-        fleet: the coordinator offers it; false for the steps of the update protocol.
-        scopes: scopes of which a caller of the coordinator needs one. At stages and workers only the fleet calls it.
-        implemented: its code exists; otherwise it answers UNIMPLEMENTED.
-        cli: words of its command, "memory release"; "" for none.
-        data: field of RankResult that carries its answer; "" for none.
+        writes_weights: different outcomes of ranks leave the stage DIRTY, and so does an UNKNOWN outcome.
+        waits: serialised against other mutating verbs; false for verbs that must run beside another verb.
+        interrupts: breaks blocking work of the same update in the engine before the verb waits its turn.
+        files: changes only files beside the engine; different outcomes of ranks leave no mixture.
+        in_update: the coordinator sends the verb only as part of an open update.
+        fleet: the coordinator offers the verb; false for the steps of the update protocol.
+        scopes: scopes of which a caller of the coordinator needs one. At stages and workers only the fleet may call.
+        implemented: the verb's code exists; otherwise the verb answers UNIMPLEMENTED.
+        cli: words of the verb's command, "memory release"; "" without a command.
+        data: field of RankResult with the verb's answer; "" without an answer.
     """
 
     name: str
@@ -68,22 +68,21 @@ class Verb:
 
     @functools.cached_property
     def method(self) -> str:
-        """Name of the engine's method: ``pause_generation``."""
+        """Return the name of the engine's method: ``pause_generation``."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
     @functools.cached_property
     def request(self) -> type[Message]:
-        """Class of the request message."""
         cls: type[Message] = getattr(verbs_pb2, f"{self.name}Request")
         return cls
 
     def mutates(self, request: Message) -> bool:
-        """Whether this request changes anything."""
+        """Return True if this request changes anything."""
         return self.mutating and not (self.reads_if is not None and self.reads_if(request))
 
     def after_defect(self, request: Message) -> common_pb2.Outcome.ValueType:
-        """What becomes of a request when code has failed in a way that nobody foresaw: what it did before is anybody's
-        guess.
+        """Return the outcome of a request after an unforeseen failure of code. The effect before the failure is
+        unknown.
         """
         return common_pb2.OUTCOME_UNKNOWN if self.mutates(request) else common_pb2.OUTCOME_REJECTED
 
@@ -92,7 +91,6 @@ class Verb:
         return frozenset(common_pb2.StageState.Value(STATE_PREFIX + state) for state in self.states)
 
     def allows(self, state: common_pb2.StageState.ValueType) -> bool:
-        """Whether a stage in this state carries the verb out."""
         return state in self._allowed
 
 
@@ -227,23 +225,22 @@ _ROWS = (
 )
 
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _ROWS}
-"""Every verb by name."""
 
 Service = Literal["CoordinatorService", "StageService", "WorkerService"]
 
 
 def offered_by(service: Service) -> list[Verb]:
-    """The verbs of one admin service, in the table's order."""
+    """Return the verbs of one admin service, in the table's order."""
     return [verb for verb in VERBS.values() if verb.fleet or service != "CoordinatorService"]
 
 
 def of_request(request: Message) -> Verb:
-    """The verb that a request message belongs to. Raises KeyError when it belongs to none."""
+    """Return the verb of a request message. Raises KeyError for a message of no verb."""
     return VERBS[request.DESCRIPTOR.name.removesuffix("Request")]
 
 
 def spoils(request: Message) -> bool:
-    """Whether a verb leaves ranks without what they generate with, though no update is open that says so."""
+    """Return True if the request removes weights or memory that generation needs, without an open update."""
     reset = (
         isinstance(request, verbs_pb2.CheckWeightsRequest) and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS
     )

@@ -1,6 +1,6 @@
-"""Tensors that SGLang's clients serialise: pickles of handles, read as data without unpickling.
+"""Reader of tensors serialised by SGLang's clients: pickles of handles, read as data without unpickling.
 
-Decides which opcodes and names such a pickle may contain, how large it may be, and which handles are readable.
+Decides the allowed opcodes and names in such a pickle, the largest size, and the readable handles.
 
 Imports: contract.
 

@@ -1,7 +1,7 @@
 """Messages of checkpoint-engine's ``ParameterServer`` to an engine's rank, read as data without unpickling.
 
-The first message is what torch's ``reduce_tensor`` returns for a buffer of bytes: a name and its arguments. Each later
-one lists the tensors that lie in the buffer now, or is None, or is the error that ends the update. Written from
+The first message is the result of torch's ``reduce_tensor`` for a buffer of bytes: a name and its arguments. Each later
+message lists the tensors in the buffer, or is None, or is the error that ends the update. Written from
 checkpoint-engine 59a3c4f (``ps.py``, ``worker.py``).
 """
 
@@ -25,13 +25,13 @@ from rlctl.contract.serialized_tensors.payload import MOST_TENSORS, Placed, Plac
 from rlctl.contract.serialized_tensors.pickle_reader import Budget, Name, Names, PickleReader
 
 _DEVICE = 6
-"""Argument of ``rebuild_cuda_tensor`` with the GPU's number, which another process counts differently."""
+"""Argument of ``rebuild_cuda_tensor`` with the GPU's number, counted differently by another process."""
 
 _ERROR = Name("builtins", "RuntimeError")
 
 
 class Ended(Exception):
-    """The parameter server ends the update; its message says why."""
+    """The parameter server ends the update; the message gives the reason."""
 
 
 def _error(arguments: tuple[Any, ...]) -> Ended:
@@ -47,7 +47,8 @@ _MESSAGES = Names(
 
 
 def read_buffer(data: bytes, device: str, where: str) -> Tensor:
-    """The buffer of the parameter server of one rank. ``device``: of that rank; ``where``: whose message it is.
+    """Return the buffer of a rank's parameter server. ``device``: the rank's device; ``where``: the message, for
+    errors.
 
     Raises FIELD_INVALID, UNSUPPORTED.
     """
@@ -71,7 +72,7 @@ def read_buffer(data: bytes, device: str, where: str) -> Tensor:
 
 
 def read_bucket(data: bytes, buffer: Tensor, where: str) -> Placed | None:
-    """The tensors that lie in the buffer; None: there are no more. Raises Ended, FIELD_INVALID."""
+    """Return the tensors in the buffer, or None after the last message. Raises Ended, FIELD_INVALID."""
     value = PickleReader(_MESSAGES, Budget(), where).read(data)
     if value is None:
         return None

@@ -1,6 +1,6 @@
-"""The names in pickles of tensors, and what they stand for: handles of memory, and tensors in it.
+"""Names in pickles of tensors, and their values: handles of memory, and tensors in this memory.
 
-Every constructor here is a pure function of numbers, texts and bytes. None opens, maps or imports what it names.
+Every constructor here is a pure function of numbers, texts and bytes. No constructor opens, maps or imports anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHARED_NAME = re.compile(r"torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 _MOST_HANDLE = 256
 _EVENT_BYTES = 64
 REF_COUNTERS = 10_000
-"""Counters in a file of torch's (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
+"""Counters in one file of torch (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Dtype:
 
 @dataclass(frozen=True, eq=False)
 class SharedStorage:
-    """A storage in POSIX shared memory, whose header counts the references.
+    """A storage in POSIX shared memory with a header that counts references.
 
     Attributes:
         name: of the shared memory, without the slash.
-        size: of the storage, in bytes; torch's header before it is not counted.
+        size: of the storage, in bytes, without torch's header.
     """
 
     name: str
@@ -56,8 +56,8 @@ class CudaStorage:
         offset: bytes of the allocation before the storage.
         size: of the storage, in bytes.
         ref_counter: name of the shared memory with the sender's reference counters, without the slash.
-        ref_counter_offset: number of the counter in it.
-        event: CUDA IPC handle of the event that the sender has recorded; empty: none.
+        ref_counter_offset: index of the counter.
+        event: CUDA IPC handle of the event recorded by the sender; empty: no event.
         event_sync_required: whether a reader must wait for the event.
     """
 
@@ -92,7 +92,7 @@ class Tensor:
     """A contiguous tensor in a storage.
 
     Attributes:
-        offset: bytes of the storage before it.
+        offset: bytes of the storage before the tensor.
     """
 
     dtype: Dtype
@@ -102,7 +102,6 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -128,10 +127,9 @@ _TENSOR_CLASSES = [Name("torch", "Tensor"), Name("torch.nn.parameter", "Paramete
 _STORAGE_CLASSES = [*_named("torch.storage", "UntypedStorage", "TypedStorage"), Name("torch", "UntypedStorage")]
 
 SIZE = Name("torch", "Size")
-"""Class of shapes."""
 
 METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
-"""One tensor of a flattened bucket."""
+"""Entry for one tensor of a flattened bucket."""
 
 LOCAL_TENSORS = frozenset(
     [
@@ -139,28 +137,26 @@ LOCAL_TENSORS = frozenset(
         Name("sglang.srt.model_executor.model_runner", "LocalSerializedTensor"),
     ]
 )
-"""One tensor as a pickle for each rank; the second name is that of earlier versions."""
+"""A tensor as a pickle for each rank; earlier SGLang versions use the second name."""
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
 
 CUDA_TENSOR = Name(_REDUCTIONS, "rebuild_cuda_tensor")
-"""Makes a tensor from a CUDA IPC handle."""
 
 
 def is_instance(value: object, classes: frozenset[Name]) -> bool:
-    """Whether a value is an instance of one of these classes."""
     return type(value) is Instance and value.cls in classes
 
 
 def number(value: object, what: str, most: int = _LARGEST) -> int:
-    """A whole number from 0 to ``most``. Raises ValueError."""
+    """Return a whole number from 0 to ``most``. Raises ValueError."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{what} is no whole number from 0 to {most}")
     return value
 
 
 def shape(value: object, what: str = "size") -> tuple[int, ...]:
-    """Dimensions. Raises ValueError."""
+    """Return dimensions. Raises ValueError."""
     if type(value) is not tuple or len(value) > MOST_DIMS:
         raise ValueError(f"{what} is no tuple of at most {MOST_DIMS} dimensions")
     dims = tuple(number(dim, what) for dim in value)
@@ -170,7 +166,7 @@ def shape(value: object, what: str = "size") -> tuple[int, ...]:
 
 
 def dtype(value: object) -> Dtype:
-    """A dtype. Raises ValueError."""
+    """Return a dtype. Raises ValueError."""
     if type(value) is not Dtype:
         raise ValueError("the dtype is not supported")
     return value
@@ -194,7 +190,7 @@ def _bytes(value: object, what: str, most: int) -> bytes:
 
 
 def shared_name(text: str, what: str) -> str:
-    """A name that torch gives to shared memory, without the slash. Raises ValueError."""
+    """Return a name that torch gives to shared memory, without the slash. Raises ValueError."""
     if not _SHARED_NAME.fullmatch(text):
         raise ValueError(f"{what} is not a name that torch gives to shared memory")
     return text
@@ -216,7 +212,7 @@ def _storage_class(value: object) -> None:
 
 
 def check_cuda(storage: CudaStorage) -> None:
-    """Refuse a storage that contradicts itself, or whose counter lies outside of torch's file. Raises ValueError."""
+    """Raise ValueError for a storage that contradicts itself, or with a counter outside torch's file."""
     if not 0 < len(storage.handle) <= _MOST_HANDLE:
         raise ValueError(f"the handle has {len(storage.handle)} bytes")
     if len(storage.event) not in (0, _EVENT_BYTES) or (storage.event_sync_required and not storage.event):
@@ -271,7 +267,7 @@ def _rebuild_typed_storage(arguments: tuple[Any, ...]) -> _TypedStorage:
 def _rebuild_storage_filename(arguments: tuple[Any, ...]) -> SharedStorage | _TypedStorage:
     _arguments(arguments, 4, 5)
     _storage_class(arguments[0])
-    _bytes(arguments[1], "the manager", _MOST_HANDLE)  # the socket of the sender's manager, which no reader calls
+    _bytes(arguments[1], "the manager", _MOST_HANDLE)  # the socket of the sender's manager, unused by readers
     name, size = _shared_name(arguments[2], "the handle"), number(arguments[3], "size")
     if len(arguments) == 4:
         return SharedStorage(name, size)
@@ -322,7 +318,7 @@ CONSTRUCTORS: Mapping[Name, Constructor] = {
     CUDA_TENSOR: _rebuild_cuda_tensor,
     Name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): _rebuild_cuda_tensor,
 }
-"""Every name that a pickle may call, with the function that reads the arguments."""
+"""Every callable name in a pickle, with the function that reads the arguments."""
 
 _DESCRIPTORS = (
     "the tensor is behind a file descriptor, which only children of its process can get",
@@ -349,4 +345,4 @@ NAMES = Names(
         },
     },
 )
-"""Every name that a pickle may contain."""
+"""Every accepted name in a pickle."""

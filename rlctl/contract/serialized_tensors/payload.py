@@ -1,4 +1,4 @@
-"""The serialised tensors of a request, as SGLang's clients send them: one payload for each rank."""
+"""Reader of the serialised tensors in a request of SGLang's clients: one payload for each rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rlctl.contract.serialized_tensors.handles import (
 from rlctl.contract.serialized_tensors.pickle_reader import MOST_BYTES, Budget, PickleReader
 
 FLATTENED = "flattened_bucket"
-"""SGLang's ``load_format`` of a payload that is one tensor of bytes, and where each tensor lies in it."""
+"""SGLang's ``load_format`` of a payload with one tensor of bytes and the place of each tensor in these bytes."""
 
 MOST_TENSORS = 200_000
-"""Tensors of one payload."""
+"""Most tensors of one payload."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PlacedTensor:
 
     Attributes:
         dtype: "torch.bfloat16".
-        offset: bytes of the storage before it.
+        offset: bytes of the storage before the tensor.
     """
 
     name: str
@@ -47,17 +47,17 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class Placed:
-    """One storage and the tensors in it."""
+    """A storage and its tensors."""
 
     storage: Storage
     tensors: list[PlacedTensor]
 
 
 def read_payloads(payloads: Sequence[str], load_format: str | None, field: str) -> list[list[Placed]]:
-    """The storages and tensors of every rank, in the order of the payloads.
+    """Return the storages and tensors of every rank, in the order of the payloads.
 
-    ``payloads``: base64 of what SGLang's ``MultiprocessingSerializer`` returns. ``field``: where the request has them.
-    Raises FIELD_INVALID and UNSUPPORTED for what is not read, each with the payload's place.
+    ``payloads``: base64 of the results of SGLang's ``MultiprocessingSerializer``. ``field``: the payloads' field in the
+    request. Raises FIELD_INVALID and UNSUPPORTED for refused content, with the payload's place.
     """
     if load_format not in (None, "", FLATTENED):
         raise Reason.UNSUPPORTED.error(
@@ -95,7 +95,7 @@ def _read(text: str, flattened: bool, rank: int, budget: Budget, where: str) -> 
 
 
 def _by_storage(tensors: Sequence[tuple[str, Tensor]]) -> list[Placed]:
-    """Tensors by storage. A storage that the pickle has twice has two references, and stays twice."""
+    """Group tensors by storage. A storage that appears twice in the pickle has two references, and stays twice."""
     placed: dict[int, Placed] = {}
     for name, tensor in tensors:
         entry = placed.setdefault(id(tensor.storage), Placed(tensor.storage, []))
@@ -145,19 +145,19 @@ def _pairs(value: Any, rank: int, budget: Budget, where: str) -> list[tuple[str,
 
 
 def _local(values: Any, rank: int, budget: Budget, where: str) -> Any:
-    """The tensor for a rank of a LocalSerializedTensor: a pickle within the pickle, which nests no further."""
+    """Return a rank's tensor of a LocalSerializedTensor: a pickle within the pickle, without deeper nesting."""
     if type(values) is not list or rank >= len(values) or type(values[rank]) is not bytes:
         raise ValueError(f"a LocalSerializedTensor has no payload for rank {rank}")
     return PickleReader(NAMES, budget, where).read(values[rank])
 
 
 def tensor_name(value: Any) -> str:
-    """A tensor's name. Raises ValueError."""
+    """Return a tensor's name. Raises ValueError."""
     if type(value) is not str or not 0 < len(value) <= 1000:
         raise ValueError("a tensor's name is no text of 1 to 1000 characters")
     return value
 
 
 def shown(name: str) -> str:
-    """A name as errors have it."""
+    """Return a name for error texts."""
     return repr(name[:100])

@@ -1,8 +1,8 @@
-"""A reader of pickles that executes nothing: a stack machine over few opcodes, whose names stand for data.
+"""A reader of pickles that executes nothing: a stack machine with few opcodes and with names as data.
 
-It imports no module, calls no object and sets no attribute. A name that is not in the table of constructors, an opcode
-outside of :data:`_OPCODES` and a size above a limit end the reading. Every opcode does a bounded amount of work, and
-nothing walks the result, so that neither references in circles nor repeated ones cost more than their opcodes.
+The reader imports no module, calls no object and sets no attribute. Reading ends at a name outside the table of
+constructors, an opcode outside :data:`_OPCODES`, or a size above a limit. Every opcode does a bounded amount of work,
+and no code walks the result. Neither circular nor repeated references cost more than their opcodes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from rlctl.contract.errors import Reason, RlctlError
 
 MOST_BYTES = 64 << 20
-"""Size of the largest pickle. It has handles and names, about 200 bytes for each tensor."""
+"""Size of the largest pickle. A pickle has handles and names, about 200 bytes for each tensor."""
 
 MOST_OPCODES = 2_000_000
-"""Opcodes of all pickles of a request."""
+"""Most opcodes of all pickles of a request."""
 
 _MOST_MARKS = 64
 _MOST_LONG_BYTES = 16
@@ -54,9 +54,9 @@ class Names:
 
     Attributes:
         values: names that stand for a value.
-        constructors: names that may be called, and the pure function that reads the arguments. It raises ValueError.
-        classes: names of classes whose instances have attributes.
-        unsupported: names that are known and not supported, with the cause and the next step.
+        constructors: callable names, and the pure function that reads the arguments. The function raises ValueError.
+        classes: names of classes with instances that have attributes.
+        unsupported: names that are known but not supported, with the cause and the next step.
     """
 
     values: Mapping[Name, Any]
@@ -67,7 +67,7 @@ class Names:
 
 @dataclass
 class Budget:
-    """What the pickles of a request may still have, nested ones included."""
+    """Remaining opcodes and bytes for the pickles of a request, including nested pickles."""
 
     opcodes: int = MOST_OPCODES
     bytes: int = 4 * MOST_BYTES
@@ -92,9 +92,10 @@ class PickleReader:
         self._size = 0
 
     def read(self, data: bytes) -> Any:
-        """The pickle's value: lists, tuples, dicts, texts, bytes, whole numbers, names, and what constructors return.
+        """Return the pickle's value: lists, tuples, dicts, texts, bytes, whole numbers, names, and results of
+        constructors.
 
-        Raises FIELD_INVALID for malformed and refused content, UNSUPPORTED for handles that are known and not readable.
+        Raises FIELD_INVALID for malformed and refused content, UNSUPPORTED for known handles that are not readable.
         """
         if len(data) > MOST_BYTES:
             raise self.invalid(f"the pickle has {len(data)} bytes; the limit is {MOST_BYTES}")
@@ -118,7 +119,6 @@ class PickleReader:
         return self._stack[0]
 
     def invalid(self, cause: str) -> RlctlError:
-        """The error for refused content."""
         return Reason.FIELD_INVALID.error(
             cause,
             field=self._where,
@@ -155,7 +155,7 @@ class PickleReader:
             raise self.invalid("the pickle has a frame that is longer than itself")
 
     def push(self, value: Any) -> None:
-        """A constant."""
+        """Push a constant."""
         self._stack.append(value)
 
     def push_long(self, value: int) -> None:
@@ -196,7 +196,7 @@ class PickleReader:
         self._memo.append(self._top())
 
     def put(self, number: int) -> None:
-        """BINPUT, LONG_BINPUT: the numbers count up, as every pickler has them."""
+        """BINPUT, LONG_BINPUT: the numbers count up, as in every pickler's output."""
         if number != len(self._memo):
             raise self.invalid(f"the pickle stores value {number} out of order")
         self._memo.append(self._top())
@@ -220,7 +220,7 @@ class PickleReader:
         self._name(module, name)
 
     def reduce(self, _: None) -> None:
-        """REDUCE: a constructor's arguments, read as data."""
+        """REDUCE: read a constructor's arguments as data."""
         arguments, name = self._pop(), self._pop()
         constructor = self._names.constructors.get(name) if isinstance(name, Name) else None
         if constructor is None or type(arguments) is not tuple:
@@ -238,7 +238,7 @@ class PickleReader:
         self._stack.append(Instance(name))
 
     def build(self, _: None) -> None:
-        """BUILD: the attributes of an instance, once."""
+        """BUILD: set the attributes of an instance, once."""
         state, instance = self._pop(), self._top()
         if type(instance) is not Instance or instance.state or type(state) is not dict:
             raise self.invalid("the pickle sets attributes of what has none")
@@ -340,4 +340,4 @@ _OPCODES: dict[str, Step] = {
     "NEWOBJ": PickleReader.new_object,
     "BUILD": PickleReader.build,
 }
-"""Every opcode that is read, by its name in the standard library."""
+"""Every accepted opcode, by its name in the standard library."""
