@@ -1,4 +1,4 @@
-"""Addresses: parsing, and the rule that an address which other hosts can reach needs a token or certificates."""
+"""Addresses: parsing, and the rule that an address reachable from other hosts needs a token or certificates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROBE_S = 1.0
 
 
 def split(address: str, field: str = "address") -> tuple[str, int]:
-    """``host:port`` (``[::1]:port`` for IPv6) as a pair. Raises FIELD_INVALID."""
+    """Return (host, TCP port) of ``host:port`` (``[::1]:port`` for IPv6). Raises FIELD_INVALID."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if (
@@ -27,8 +27,9 @@ def split(address: str, field: str = "address") -> tuple[str, int]:
 
 
 def refuse_taken(listen: str) -> None:
-    """Raise FIELD_INVALID for ``unix:PATH`` where somebody answers: gRPC would put its own socket in that place, and
-    whoever dials would reach somebody else.
+    """Raise FIELD_INVALID for ``unix:PATH`` if a process answers there.
+
+    gRPC would put its own socket in that place, and later callers would reach the wrong process.
     """
     if not listen.startswith("unix:"):
         return
@@ -37,28 +38,28 @@ def refuse_taken(listen: str) -> None:
         try:
             probe.connect(listen.removeprefix("unix:"))
         except (TimeoutError, BlockingIOError):
-            pass  # somebody is too busy to answer
+            pass  # a process listens, but is too busy to answer
         except OSError:
             return
     raise Reason.FIELD_INVALID.error(f"{listen} is in use by another process", field="listen")
 
 
 def refuse_unreachable(address: str, field: str = "address") -> None:
-    """Raise FIELD_INVALID for what nobody can be dialled at: neither ``host:port`` nor ``unix:PATH``.
+    """Raise FIELD_INVALID for an address that cannot be dialled: neither ``host:port`` nor ``unix:PATH``.
 
-    gRPC takes the port of what names none to be 443, and of one that is too large its lowest 16 bits.
+    For an address without a port gRPC assumes 443. Of a port that is too large gRPC takes the lowest 16 bits.
     """
     if not address.startswith("unix:"):
         split(address, field)
 
 
 def join(host: str, port: int) -> str:
-    """``host:port``, with brackets where IPv6 needs them."""
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host can reach it. A name counts if all it resolves to is loopback."""
+    """Return True if only this host can reach the address. A name counts if all its addresses are loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,7 +72,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
-    """Raise INSECURE_BIND for an address that others can reach, without a token and without saying so."""
+    """Raise INSECURE_BIND for an address reachable from other hosts, without a token and without --insecure."""
     if bind.startswith("unix:"):
         return
     host, _ = split(bind, "listen")
@@ -82,7 +83,7 @@ def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
 
 
 def refuse_used(listen: str) -> None:
-    """Raise FIELD_INVALID when an address cannot be bound, since another process listens there say."""
+    """Raise FIELD_INVALID if an address cannot be bound, for example because another process listens there."""
     if listen.startswith("unix:"):
         refuse_taken(listen)
         return

@@ -1,4 +1,4 @@
-"""Event loops: uvloop where there is one, on the main thread or on a thread of their own."""
+"""Event loops: uvloop except on Windows, on the main thread or on their own threads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
 T = TypeVar("T")
 
 WAKE_S = 0.5
-"""A blocking wait is cut into pieces of so long: Python acts on a signal that came just before a wait at its end."""
+"""Length of the pieces of a blocking wait. Python handles a signal from just before a wait at the end of the wait."""
 
 CLOSED_AFTER_S = 5.0
-"""How long a loop that was stopped is kept, at least."""
+"""Least time that a stopped loop is kept open."""
 
 INTERRUPTED_S = 10.0
-"""How long what was interrupted may take to end: an update that is given up tells the coordinator so."""
+"""Longest time for interrupted work to end: an abandoned update reports its end to the coordinator."""
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """A fresh event loop."""
     if sys.platform != "win32":
         import uvloop
 
@@ -38,19 +37,19 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a fresh loop until it ends."""
+    """Run a coroutine on a fresh loop until its end."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(main)
 
 
 async def give_way() -> None:
-    """Let what is ready run, and what is ready through that."""
+    """Let ready callbacks run, and callbacks that become ready through the first ones."""
     for _ in range(2):
         await asyncio.sleep(0)
 
 
 class LoopThread:
-    """A loop that runs on a daemon thread, so that its callbacks never wait for those of another loop."""
+    """A loop on a daemon thread, so that its callbacks never wait for callbacks of another loop."""
 
     def __init__(self, name: str) -> None:
         self.loop = new_loop()
@@ -64,20 +63,22 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether there is still somebody to run anything: it was not stopped, and this is no child of a fork."""
+        """Return True while the thread runs: the loop was not stopped, and this process is no fork of its owner."""
         return self._thread.is_alive()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine there; from any thread. Raises CANCELLED where the thread has ended."""
+        """Start a coroutine on the loop; from any thread. Raises CANCELLED if the thread has ended."""
         if not self.running:
             work.close()
             raise self._ended()
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; from any other thread. An interrupt cancels it, and is raised when it
-        has ended, or when it takes long to end. Raises CANCELLED where the thread has ended, or ends meanwhile;
-        ILLEGAL_STATE on the thread itself, where a finalizer may come to run: it would wait for ever.
+        """Run a coroutine on the loop and wait for its end; from any other thread.
+
+        An interrupt cancels the coroutine, and is raised after the coroutine's end or after INTERRUPTED_S. Raises
+        CANCELLED if the thread has ended or ends meanwhile. Raises ILLEGAL_STATE on the thread itself, for example in a
+        finalizer: the call would wait for ever.
         """
         if threading.current_thread() is self._thread:
             work.close()
@@ -92,7 +93,7 @@ class LoopThread:
             raise
 
     def wait(self, future: concurrent.futures.Future[T]) -> T:
-        """Wait for what ends there; from any other thread. Raises CANCELLED where the thread ends before it."""
+        """Wait for a future of the loop; from any other thread. Raises CANCELLED if the thread ends first."""
         while True:
             running = self.running
             try:
@@ -100,14 +101,15 @@ class LoopThread:
             except concurrent.futures.CancelledError:
                 raise self._ended(OUTCOME_UNKNOWN) from None
             except TimeoutError:
-                if future.done():  # with an error of its own, or just now
+                if future.done():  # with its own TimeoutError, or just now
                     return future.result()
                 if not running:
                     raise self._ended(OUTCOME_UNKNOWN) from None
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what ends something, as far as there is anything left to end. Waits for it, but on the loop's own thread:
-        what nobody refers to any more is collected on whichever thread comes by.
+        """Run closing work unless the thread has ended.
+
+        Waits for the work, except on the loop's own thread: the garbage collector may call this on any thread.
         """
         if not self.running:
             work.close()
@@ -117,15 +119,15 @@ class LoopThread:
             self.call(work)
 
     async def acall(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and await it from another loop."""
+        """Run a coroutine on the loop and await it from another loop."""
         return await asyncio.wrap_future(self.submit(work))
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Call a function there; from any thread."""
+        """Call a function on the loop; from any thread."""
         self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancel what runs there and end the thread."""
+        """Cancel all tasks of the loop and end the thread."""
         if not self.running:
             return
         self.call(cancel_others())
@@ -146,10 +148,10 @@ _CLOSING = threading.Lock()
 
 
 def _close_later(loop: asyncio.AbstractEventLoop) -> None:
-    """Close a loop that was stopped when nothing comes to it any more.
+    """Close a stopped loop once no more events can arrive.
 
-    gRPC tells it of calls that were cancelled a moment later, by way of any loop that runs, and logs an error where it
-    is closed (``PollerCompletionQueue._handle_events``, 1.85).
+    gRPC reports calls to the loop that were cancelled a moment later, through any running loop, and logs an error if
+    the loop is closed (``PollerCompletionQueue._handle_events``, 1.85).
     """
     now = time.monotonic()
     with _CLOSING:
@@ -165,7 +167,7 @@ async def _end_of(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def cancel_others() -> None:
-    """Cancel every other task of the running loop, and wait for their ends."""
+    """Cancel every other task of the running loop, and wait for all of them."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()

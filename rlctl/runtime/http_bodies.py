@@ -1,8 +1,8 @@
-"""Bodies of an HTTP server's requests: read within bounds of time, size and memory, and parsed beside the event loop.
+"""Request bodies of an HTTP server: read within bounds of time, size and memory, and parsed beside the event loop.
 
-A small body is parsed at once and waits for nothing. Bodies from :data:`LARGE` bytes on are worked with one at a time,
-and their bytes together have a bound. A parser holds the interpreter's lock, for seconds where a document has millions
-of values, so documents from :data:`HUGE` bytes on are parsed by a process (:mod:`rlctl.runtime.large_json`).
+A small body is parsed at once and waits for nothing. Bodies from :data:`LARGE` bytes on are handled one at a time, and
+their total size is bounded. A parser holds the interpreter's lock, for seconds if a document has millions of values.
+Documents from :data:`HUGE` bytes on are therefore parsed by a process (:mod:`rlctl.runtime.large_json`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime import large_json
 
 READ_S = 30.0
-"""A body that takes longer between two pieces belongs to a caller that is gone or does us harm."""
+"""Time allowance of a body beside its pace. A slower caller is gone or hostile."""
 
 SLOWEST_BYTES_S = 16 << 10
-"""Beside that, a body comes at this pace at least."""
+"""Least pace of a body beside that allowance."""
 
 LARGE = 256 << 10
 HUGE = 2 << 20
 
 TOTAL_BYTES = 256 << 20
-"""Large bodies under way in one server, together."""
+"""Total size of the large bodies in progress at one server."""
 
 WAIT_S = 30.0
-"""Longest that a large body waits until there is room for it."""
+"""Longest wait of a large body for room."""
 
 T = TypeVar("T")
 
 
 class Room:
-    """Room for a number of bytes. First come, first served. On one event loop."""
+    """Room for a number of bytes, granted in order of arrival. On one event loop."""
 
     def __init__(self, total: int) -> None:
         self.used = 0
@@ -49,7 +49,7 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:
-        """Wait for room for these bytes. Raises TOO_MANY_REQUESTS after :data:`WAIT_S`."""
+        """Wait for room for ``size`` bytes. Raises TOO_MANY_REQUESTS after :data:`WAIT_S`."""
         if not self._waiting and self._fits(size):
             self.used += size
             return
@@ -62,13 +62,12 @@ class Room:
             if admitted.done() and not admitted.cancelled():
                 self.give(size)
             admitted.cancel()
-            self._admit()  # it may have been the first
+            self._admit()  # the cancelled request may have been first in line
             if isinstance(error, TimeoutError):
                 raise self._full(size) from None
             raise
 
     def give(self, size: int) -> None:
-        """Return the room of these bytes."""
         self.used -= size
         self._admit()
 
@@ -94,20 +93,20 @@ class Room:
 
 
 class Bodies:
-    """What one server takes of bodies, and works with them."""
+    """Size limits of one server's bodies, and work with these bodies."""
 
     def __init__(self, most: int, total: int = TOTAL_BYTES) -> None:
-        """``most``: bytes of one body; ``total``: of all large ones together."""
+        """``most``: bytes of one body; ``total``: of all large bodies together."""
         self.most = most
         self.room = Room(max(total, most))
         self._parsing = asyncio.Lock()
         self._working = asyncio.Lock()
 
     async def parse(self, data: bytes) -> Any:
-        """A JSON document. In one of :data:`HUGE` bytes, prompts of token ids are
-        :class:`rlctl.runtime.large_json.TokenIds`.
+        """Return the value of a JSON document.
 
-        Raises FIELD_INVALID, and MESSAGE_TOO_LARGE for a prompt or a number of values that no request has.
+        In a document of :data:`HUGE` bytes, prompts of token ids become :class:`rlctl.runtime.large_json.TokenIds`.
+        Raises FIELD_INVALID; MESSAGE_TOO_LARGE for an excessive prompt or number of values.
         """
         if len(data) < HUGE:
             return await self.beside(len(data), lambda: parsed(data))
@@ -121,7 +120,9 @@ class Bodies:
         raise _no_json(value)
 
     async def beside(self, size: int, work: Callable[[], T]) -> T:
-        """The result of work with a body of this size: of a large one beside the event loop, one at a time."""
+        """Return the result of work on a body of this size. Work on large bodies runs beside the loop, one at a
+        time.
+        """
         if size < LARGE:
             return work()
         async with self._working:
@@ -129,7 +130,7 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. It has its room until it is closed."""
+    """The body of one request, with its room until closed."""
 
     def __init__(self, request: web.Request, bodies: Bodies) -> None:
         self._request = request
@@ -137,8 +138,10 @@ class Body:
         self._room = 0
 
     async def read(self) -> bytes:
-        """All of it. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow one, TOO_MANY_REQUESTS where no room
-        comes free for it, and FIELD_INVALID for one that is not compressed, or cut into chunks, as its headers say.
+        """Return the whole body.
+
+        Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow body, and TOO_MANY_REQUESTS without room. Raises
+        FIELD_INVALID if compression or chunks contradict the headers.
         """
         try:
             return await self._read()
@@ -184,14 +187,12 @@ class Body:
             size += len(part)
 
     def close(self) -> None:
-        """Return its room: what was read has been dropped."""
         room, self._room = self._room, 0
         if room:
             self._bodies.room.give(room)
 
 
 def parsed(data: bytes) -> Any:
-    """A JSON document. Raises FIELD_INVALID."""
     try:
         return orjson.loads(data)
     except ValueError as error:
@@ -204,7 +205,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _answer(process: subprocess.Popen[bytes], data: bytes) -> tuple[int, Any, str]:
-    """What the process says of a document. Raises INTERNAL where it has ended without an answer."""
+    """Return the process's answer to a document. Raises INTERNAL if the process ended without an answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     result = b""
@@ -219,7 +220,7 @@ def _answer(process: subprocess.Popen[bytes], data: bytes) -> tuple[int, Any, st
 
 
 async def _on_thread(work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
-    """The result of work on a thread, which has ended in any case. ``stop``: ends the work early."""
+    """Return the result of work on a thread; the thread has ended in any case. ``stop``: ends the work early."""
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         return await asyncio.shield(running)

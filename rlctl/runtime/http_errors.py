@@ -1,4 +1,4 @@
-"""Errors in HTTP answers: status, headers, and the JSON from which a client makes the typed error again."""
+"""Errors in HTTP answers: status, headers, and the JSON from which a client rebuilds the typed error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rlctl.contract.errors import Reason, RlctlError
 
 REASON = "X-RLCTL-Reason"
-"""Header of an answer that rlctl itself gives in place of an engine: the reason of its error."""
+"""Header of an answer that comes from rlctl in place of an engine: the reason of the error."""
 
 RETRY_S = {
     Reason.STAGE_NOT_SERVING: 1,
@@ -18,11 +18,11 @@ RETRY_S = {
     Reason.OPERATION_CONFLICT: 1,
     Reason.UNREACHABLE: 1,
 }
-"""Reasons that are worth another try, and after how many seconds."""
+"""Reasons that are worth a retry, with the wait in seconds."""
 
 
 def headers_of(error: RlctlError) -> dict[str, str]:
-    """Retry-After where it is worth it, WWW-Authenticate where a token is missing or wrong."""
+    """Return Retry-After for reasons worth a retry, and WWW-Authenticate for a missing or wrong token."""
     headers = {}
     if error.reason in RETRY_S:
         headers["Retry-After"] = str(RETRY_S[error.reason])
@@ -32,12 +32,12 @@ def headers_of(error: RlctlError) -> dict[str, str]:
 
 
 def body_of(error: RlctlError) -> dict[str, Any]:
-    """The error as JSON: message, reason, field, cause, next step and code, and the names that OpenAI has for them."""
+    """Return the error as JSON: message, reason, field, cause, next step and code, and OpenAI's names of these."""
     return {"error": {**error.described(), "type": type(error).__name__, "param": error.field or None}}
 
 
 def error_in(reason: str, body: Any) -> RlctlError:
-    """The error of an answer with the header :data:`REASON`. INTERNAL for a reason that this version does not have."""
+    """Return the error of an answer with the header :data:`REASON`. INTERNAL if this version lacks the reason."""
     given = body.get("error") if isinstance(body, dict) else None
     fields = given if isinstance(given, dict) else {}
     message, field = str(fields.get("cause") or fields.get("message") or reason), str(fields.get("field") or "")

@@ -1,19 +1,19 @@
-"""Headers of requests that are forwarded over HTTP, from a gateway to the data port of a stage, and to its engine."""
+"""Headers of HTTP requests forwarded from a gateway to the data port of a stage, and to its engine."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
 MIN_VERSION = "X-RLCTL-Min-Version"
-"""Of a request: least sequence number of the version that may answer it."""
+"""Request header: least sequence number of the version that may answer."""
 
 WAIT = "X-RLCTL-Wait"
-"""Of a request to a data port: seconds that it may wait for the gate of the stage."""
+"""Request header to a data port: longest wait for the gate of the stage, in seconds."""
 
 SLOT = "X-RLCTL-Slot"
 VERSION = "X-RLCTL-Weight-Version"
 SEQUENCE = "X-RLCTL-Weight-Version-Seq"
-"""Of an answer: slot of the stage, and %-encoded label and sequence number of the version that let the request in."""
+"""Response headers: slot of the stage, and %-encoded label and sequence number of the version at the gate."""
 
 _HOP_BY_HOP = frozenset(
     {
@@ -24,7 +24,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> Iterable[tuple[str, str]]:
-    """The headers that a proxy passes on (RFC 9110, 7.6.1), less those named here in lower case."""
+    """Return the headers that a proxy passes on (RFC 9110, 7.6.1), except ``without``, in lower case."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     dropped = {*_HOP_BY_HOP, *named, *without}
     return ((name, value) for name, value in headers.items() if name.lower() not in dropped)

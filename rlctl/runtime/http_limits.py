@@ -1,8 +1,8 @@
 """Time limits for the callers of an HTTP server: idle and slow connections are closed.
 
-aiohttp bounds neither how long a request may take to come nor how long a caller may take nothing of an answer. So each
-of its connections is looked after by a :class:`Guard` that stands between it and the transport. Bodies are read by
-:mod:`rlctl.runtime.http_bodies`. The gateway and the sidecar for vLLM use it.
+aiohttp bounds neither the time of an arriving request nor the time of a caller that reads nothing of an answer.
+Therefore a :class:`Guard` stands between each of aiohttp's connections and the transport. Bodies are read by
+:mod:`rlctl.runtime.http_bodies`. Used by the gateway and the sidecar for vLLM.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from aiohttp import web
 from rlctl.contract.errors import unbound
 
 HEAD_S = 30.0
-"""Longest from a connection's beginning, or from the first byte after a request, to the end of a request's head."""
+"""Longest time to the end of a request's head, from the connection's start or from the first byte after a request."""
 
 WRITE_S = 60.0
-"""A caller that takes nothing of an answer for so long is gone."""
+"""Longest time in which a caller may read nothing of an answer."""
 
 IDLE_S = 3600.0
-"""A connection without a request is kept for so long: trainers come again after a step."""
+"""Longest idle time of a connection: trainers return after a step."""
 
 _LENGTH = re.compile(rb"(?im)^content-length:[ \t]*(\d{1,18})")
 _CHUNKED = re.compile(rb"(?im)^transfer-encoding:.*chunked")
@@ -33,11 +33,11 @@ _SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 BACKLOG = 4096
-"""Connections that may wait to be taken in: a trainer sends its batch in one go."""
+"""Connections that may wait for acceptance: a trainer sends its batch at once."""
 
 
 class Site(web.BaseSite):
-    """A listener whose connections are guarded."""
+    """A listener with guarded connections."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Site(web.BaseSite):
         share_port: bool = False,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """``share_port``: other processes listen there too (SO_REUSEPORT). The application has :func:`answering`."""
+        """``share_port``: other processes listen there too (SO_REUSEPORT). The application needs :func:`answering`."""
         super().__init__(runner, backlog=BACKLOG, ssl_context=ssl_context)
         self._host = host
         self._port = port
@@ -56,11 +56,11 @@ class Site(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Where it was told to listen."""
+        """Return the URL of the configured address."""
         return f"{'https' if self._ssl_context else 'http'}://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Listen. Raises FIELD_INVALID where that address cannot be bound."""
+        """Listen. Raises FIELD_INVALID if the address cannot be bound."""
         await super().start()
         make = self._runner.server
         assert make is not None
@@ -81,7 +81,7 @@ class Site(web.BaseSite):
 
 
 class Guard(asyncio.Protocol):
-    """One connection of aiohttp's."""
+    """Guard of one connection of aiohttp."""
 
     def __init__(self, inner: asyncio.Protocol) -> None:
         self._inner = inner
@@ -89,18 +89,17 @@ class Guard(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._heads = _Heads()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._answering = 0  # how many requests
-        self._turns = 0  # how often one has begun to be answered, or has been
-        self._seen = 0  # of these, when the head was last looked for
+        self._answering = 0  # number of requests
+        self._turns = 0  # number of starts and ends of answers
+        self._seen = 0  # value of _turns at the last wait for a head
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Await a head."""
         self._transport = cast(asyncio.Transport, transport)
         self._await_head()
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Await the end of a head that has begun, wherever in the data."""
+        """Start the time limit of a head that has begun, anywhere in the data."""
         if self._heads.feed(data):
             self._in_time("head")
         if self._heads.begun and "head" not in self._timers:
@@ -109,7 +108,7 @@ class Guard(asyncio.Protocol):
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[None]:
-        """While a request is answered its connection may be silent."""
+        """Let the connection be silent while a request is answered."""
         self._answering += 1
         self._turns += 1
         try:
@@ -125,7 +124,7 @@ class Guard(asyncio.Protocol):
     def _late(self) -> None:
         assert self._transport is not None
         if self._answering or self._turns != self._seen or "write" in self._timers:
-            self._await_head()  # what came before it has not been answered yet, or only just
+            self._await_head()  # an earlier request is being answered, or was answered just now
         else:
             self._transport.close()
 
@@ -134,7 +133,6 @@ class Guard(asyncio.Protocol):
             self._timers.pop(what).cancel()
 
     def pause_writing(self) -> None:
-        """The caller takes less than it is told."""
         self._await_reading()
         self._inner.pause_writing()
 
@@ -151,40 +149,37 @@ class Guard(asyncio.Protocol):
             self._transport.abort()
 
     def resume_writing(self) -> None:
-        """It has taken what waited."""
         self._in_time("write")
         self._inner.resume_writing()
 
     def eof_received(self) -> bool | None:
-        """It sends nothing more."""
         return self._inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is there."""
         for what in ("head", "write"):
             self._in_time(what)
         self._inner.connection_lost(exc)
 
 
 class _Heads:
-    """Finds the heads of requests in what a connection brings: as much of HTTP/1.1 as that takes.
+    """Finds the heads of requests in a connection's data, with the needed minimum of HTTP/1.1.
 
-    aiohttp's parser does not tell whether it is within a head. Where the two disagree the request is malformed, and
+    aiohttp's parser does not tell whether a head is incomplete. Where the two disagree the request is malformed, and
     aiohttp ends the connection.
     """
 
     def __init__(self) -> None:
-        self._within = "head"  # or "chunk", the line with its size, or "trailer", a line after the last one
-        self._part = b""  # of it, as far as it has come
-        self._skip = 0  # bytes of a body that come before it
+        self._within = "head"  # or "chunk", the line with a chunk's size, or "trailer", a line after the last chunk
+        self._part = b""  # incomplete data of that part
+        self._skip = 0  # bytes of a body before the next part
 
     @property
     def begun(self) -> bool:
-        """Whether a head has begun and not ended."""
+        """Return True if a head has begun and not ended."""
         return self._within == "head" and bool(self._part.strip())
 
     def feed(self, data: bytes) -> bool:
-        """Whether a head has ended in these."""
+        """Return True if a head has ended in these data."""
         ended, at, data = False, 0, self._part + data
         self._part = b""
         while at < len(data):
@@ -217,7 +212,7 @@ class _Heads:
             self._skip = more + len(b"\r\n")
         elif size:
             self._within = "trailer"
-        elif not line or self._within == "chunk":  # the trailers have ended, or it is no HTTP
+        elif not line or self._within == "chunk":  # the trailers have ended, or the data are not HTTP
             self._within = "head"
 
 
@@ -225,7 +220,7 @@ class _Heads:
 async def answering(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The outermost of an application's middlewares: tells a connection's guard of its requests."""
+    """Tell a connection's guard of its requests. The outermost middleware of an application."""
     guard = request.transport.get_protocol() if request.transport is not None else None
     if not isinstance(guard, Guard):
         return await handler(request)

@@ -1,8 +1,8 @@
-"""One large JSON document, parsed by a process of its own: ``python -m rlctl.runtime.large_json < DOCUMENT``.
+"""Parser of one large JSON document in its own process: ``python -m rlctl.runtime.large_json < DOCUMENT``.
 
-The result is in a form that the parent reads fast. Prompts of token ids, which have millions of values, are returned as
-serialized :class:`TokenIds`. The number of other values is bounded, and so is the size of a prompt. A document of
-64 MiB takes 2 GiB at most, as a list of empty objects does; the memory ends with the process.
+The parent reads the form of the result fast. Prompts of token ids, with millions of values, are returned as serialized
+:class:`TokenIds`. The number of other values is bounded, and so is the size of a prompt. A document of 64 MiB takes 2
+GiB at most, for a list of empty objects; the memory ends with the process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import orjson
 from rlctl.v1.rollout_pb2 import TokenIds
 
 MOST_VALUES = 1 << 20
-"""Numbers, texts, objects and lists of a document, without the token ids of prompts."""
+"""Most numbers, texts, objects and lists of a document, without the token ids of prompts."""
 
 MOST_PROMPT_BYTES = 16 << 20
-"""Of one prompt, as a message has it: servers take no larger message."""
+"""Largest prompt in a message: servers accept no larger message."""
 
 _IDS = ("input_ids", "input_tokens", "prompt", "token_ids", "tokens")
 _TEXTS = ("text", "prompt")
@@ -29,7 +29,7 @@ INVALID, TOO_LARGE, PARSED = range(3)
 
 
 def answer(document: bytes) -> tuple[int, Any, str]:
-    """The kind of the result, the value or the error's text, and the field that the error is about."""
+    """Return the kind of the result, the value or the error's text, and the field of the error."""
     try:
         value = orjson.loads(document)
     except ValueError as error:
@@ -49,7 +49,7 @@ def answer(document: bytes) -> tuple[int, Any, str]:
 
 
 def unpacked(value: Any) -> Any:
-    """A value that the process has returned, its prompts of token ids as :class:`TokenIds`."""
+    """Return a value from the process, with prompts of token ids as :class:`TokenIds`."""
     if isinstance(value, dict):
         for name in _IDS:
             given = value.get(name)
@@ -61,7 +61,7 @@ def unpacked(value: Any) -> Any:
 
 
 def _packed(prompts: list[Any]) -> Any:
-    """One prompt of token ids, or a list of those, serialized; anything else as it is."""
+    """Serialize one prompt of token ids, or a list of prompts; return other values unchanged."""
     if prompts and isinstance(prompts[0], list) and len(prompts) <= MOST_VALUES:
         return [_serialized(each) if isinstance(each, list) else each for each in prompts]
     return _serialized(prompts)
@@ -75,7 +75,7 @@ def _serialized(ids: list[Any]) -> Any:
 
 
 def _largest(prompts: Any) -> int:
-    """Bytes of the largest of the prompts."""
+    """Return the bytes of the largest prompt."""
     return max(map(_size, prompts if isinstance(prompts, list) else [prompts]), default=0)
 
 
@@ -86,7 +86,7 @@ def _size(prompt: Any) -> int:
 
 
 def _few(value: Any) -> bool:
-    """Whether a value holds no more than :data:`MOST_VALUES`."""
+    """Return True if a value holds at most :data:`MOST_VALUES` values."""
     pending, seen = [value], 1
     while pending:
         each = pending.pop()
@@ -99,7 +99,7 @@ def _few(value: Any) -> bool:
 
 
 def main() -> None:
-    """Read the document from standard input, and write what becomes of it to standard output."""
+    """Read the document from standard input, and write the result to standard output."""
     gc.disable()  # there are no cycles; a pass over millions of lists takes seconds
     sys.stdout.buffer.write(marshal.dumps(answer(sys.stdin.buffer.read())))
 

@@ -21,7 +21,7 @@ _fields: ContextVar[Mapping[str, str | int]] = ContextVar("log_fields", default=
 
 @contextlib.contextmanager
 def bound(**fields: str | int) -> Iterator[None]:
-    """Name these fields in the JSON lines of this task and of tasks that it starts. Empty ones are left out."""
+    """Add these fields to the JSON lines of this task and its child tasks. Empty fields are left out."""
     token = _fields.set({**_fields.get(), **{name: value for name, value in fields.items() if value not in ("", 0)}})
     try:
         yield
@@ -44,7 +44,6 @@ class JsonFormatter(logging.Formatter):
         self._process = dict(process)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -60,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def message_of(line: str) -> str:
-    """The message of a JSON line; another line as it is."""
+    """Return the message of a JSON line; other lines unchanged."""
     if line.startswith('{"time": '):
         with contextlib.suppress(ValueError):
             return str(json.loads(line).get("message", line))

@@ -1,4 +1,4 @@
-"""Files and directories of one user: journals, state and logs name prompts' models, paths and hosts."""
+"""Files and directories of one user: journals, state and logs contain names of models, paths and hosts."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ DIRECTORY = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """What ``open`` takes as its ``opener``: a file that is made, or was readable by others, is this user's alone."""
+    """Open a file for ``open(opener=)``. A new file, or an own file readable by other users, becomes private."""
     descriptor = os.open(path, flags, FILE)
-    with contextlib.suppress(OSError):  # another user's, or no file: a pipe, say
+    with contextlib.suppress(OSError):  # another user's file, or a pipe
         if os.fstat(descriptor).st_uid == os.geteuid():
             os.fchmod(descriptor, FILE)
     return descriptor
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of this user's alone."""
+    """Write a private file."""
     with open(path, "w", opener=opener) as file:
         file.write(text)
 
 
 def make_directory(path: Path, *, own: bool = False) -> None:
-    """Make a directory of this user's alone where there is none. ``own``: so is the one that is there."""
+    """Make a private directory if it does not exist. ``own``: also make an existing directory private."""
     path.mkdir(mode=DIRECTORY, parents=True, exist_ok=True)
     if own:
         tighten(path, DIRECTORY)
 
 
 def tighten(path: Path, mode: int = FILE) -> None:
-    """Let nobody else read what is there; nothing where it is another user's or not there."""
+    """Remove other users' rights to a path. No-op if the path is missing or has a different owner."""
     with contextlib.suppress(OSError):
         path.chmod(mode)

@@ -1,4 +1,4 @@
-"""The limit on restarts of an engine that fails again and again: beyond it, the engine is left failed."""
+"""The limit on restarts of an engine with repeated failures: beyond the limit, the engine stays failed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WITHIN_S = 1800.0
 
 @dataclass(frozen=True)
 class RestartLimit:
-    """How often an engine may be started again.
+    """The number of restarts of an engine.
 
     Attributes:
         restarts: restarts after failures; 0: no limit.
-        within_s: the time in which they count, seconds.
+        within_s: period of the count, seconds.
     """
 
     restarts: int = RESTARTS
@@ -26,30 +26,29 @@ class RestartLimit:
 
 
 class Failures(Generic[T]):
-    """Failures of one engine within the time of its limit, the earliest first, with a stamp each."""
+    """Failures of one engine within the period of its limit, the earliest first, each with a stamp."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, T]] = deque()
 
     def add(self, now: float, stamp: T, limit: RestartLimit) -> None:
-        """Count a failure at this time, and forget failures before the period."""
+        """Count a failure at this time, and drop failures before the period."""
         self._recent.append((now, stamp))
         while self._recent[0][0] < now - limit.within_s:
             self._recent.popleft()
 
     def exceed(self, limit: RestartLimit) -> bool:
-        """Whether the engine has been started again as often as it may be."""
+        """Return True if no restart remains."""
         return 0 < limit.restarts < len(self._recent)
 
     def forget(self) -> None:
-        """An operator wants it started again."""
+        """Drop all failures when an operator restarts the engine."""
         self._recent.clear()
 
     def __len__(self) -> int:
-        """How many there were."""
         return len(self._recent)
 
     @property
     def first(self) -> T:
-        """Stamp of the earliest."""
+        """Return the stamp of the earliest failure."""
         return self._recent[0][1]

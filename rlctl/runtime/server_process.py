@@ -16,28 +16,27 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 ANNOUNCEMENT = "rlctl"
-"""Key of the one JSON line that a server prints on stdout when others can reach it."""
+"""Key of the single JSON line that a server prints on stdout once callers can reach the server."""
 ENDS_S = 60.0
-"""For a server to end in order once its parent is gone."""
+"""Time for a server to end in order after the end of its parent."""
 
 
 def collect_seldom() -> None:
-    """Have Python look for reference cycles after 10,000 new objects, not after 700.
+    """Let Python look for reference cycles after 10,000 new objects instead of 700.
 
-    A message to hundreds of stages makes thousands that last for as long as it is under way, and none of them is in a
-    cycle: looking was an eighth of a coordinator's processor time, a sixth of a stage server's (docs/benchmarks.md,
-    fanout).
+    A message to hundreds of stages makes thousands of objects that live until its end, without cycles. The search took
+    an eighth of a coordinator's processor time, a sixth of a stage server's (docs/benchmarks.md, fanout).
     """
     gc.set_threshold(10_000)
 
 
 def announce(kind: str, **facts: str | int) -> None:
-    """Say on stdout what was bound, for whoever started the process."""
+    """Print the bound addresses on stdout, for the parent process."""
     print(json.dumps({ANNOUNCEMENT: kind, **facts}), flush=True)  # noqa: T201 - the protocol with the launcher
 
 
 def stop_event() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT, on the running loop."""
+    """Return an event set by SIGTERM or SIGINT, on the running loop."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -46,10 +45,10 @@ def stop_event() -> asyncio.Event:
 
 
 def end(code: int) -> NoReturn:
-    """End this process: what is registered with ``atexit`` is done, the interpreter is not taken apart.
+    """End this process: run the functions of ``atexit``, without a shutdown of the interpreter.
 
-    A daemon thread that comes back from torch while it is (an engine that was still loading, one that is stuck) is
-    ended where it waits for the interpreter's lock, inside C++ that does not allow that: "terminate called without an
+    A daemon thread may return from torch during the interpreter's shutdown (a loading or stuck engine). Python then
+    ends the thread at the interpreter's lock, inside C++ code that does not allow this: "terminate called without an
     active exception", SIGABRT.
     """
     atexit._run_exitfuncs()
@@ -69,10 +68,10 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def dying_with_parent(command: Sequence[str], python: str = sys.executable) -> list[str]:
-    """A command line for somebody else's server: the kernel ends it with this process, however that ends.
+    """Return a command line for an external server that the kernel ends together with this process.
 
-    The thread that starts it must last as long as it is to run (prctl(2), PR_SET_PDEATHSIG). ``python``: interpreter
-    that is asked to see to it.
+    The starting thread must outlive the server (prctl(2), PR_SET_PDEATHSIG). ``python``: the interpreter that sets the
+    signal.
     """
     return [python, "-c", _DIES_WITH_PARENT, str(os.getpid()), *command]
 
@@ -80,8 +79,8 @@ def dying_with_parent(command: Sequence[str], python: str = sys.executable) -> l
 def end_with_parent() -> None:
     """End this process when its standard input ends.
 
-    A launcher keeps the other end of that pipe open: when it dies, however it dies, the kernel closes it. What has not
-    ended in order ENDS_S later is stuck, and nobody is left who would see that.
+    A launcher keeps the other end of that pipe open, and the kernel closes the pipe at the launcher's death. A process
+    that is still running ENDS_S later is stuck, and no parent remains to end it.
     """
 
     def watch() -> None:

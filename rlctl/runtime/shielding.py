@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 
 async def answer(work: Coroutine[Any, Any, T], *, cancellable: bool = False) -> T:
-    """The answer to one call. Cancelled when the caller leaves: ``work`` then goes on, unless it is ``cancellable``
-    (generation), so that a deadline at the caller never leaves a half-applied command behind.
+    """Return the answer to one call.
+
+    Cancelled when the caller disconnects: ``work`` then goes on, unless ``cancellable`` (generation). A deadline at the
+    caller thus never leaves a half-applied command behind.
     """
     caller = Caller()
     CALLER.set(caller)
@@ -26,5 +28,5 @@ async def answer(work: Coroutine[Any, Any, T], *, cancellable: bool = False) -> 
 
 
 def shielded(task: asyncio.Task[T]) -> Awaitable[T]:
-    """A task whose end is waited for, and that goes on when nobody waits any more."""
+    """Await a task that goes on when the waiter is cancelled."""
     return asyncio.shield(task)

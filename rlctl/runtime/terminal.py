@@ -38,7 +38,7 @@ def time_limit(seconds: float | None, doing: str) -> Iterator[None]:
 
 
 def discard_unwritten(stream: TextIO) -> None:
-    """Discard output that a closed stream refuses. Python would write it again at its exit, and exit with 120."""
+    """Discard output that a closed stream refuses. Otherwise Python repeats the write at exit, and exits with 120."""
     try:
         stream.flush()
     except OSError:

@@ -1,7 +1,7 @@
 """The replying end of a ZeroMQ connection over a Unix socket, without libzmq: ZMTP 3.0 with the mechanism NULL.
 
-A parameter server of checkpoint-engine binds a REQ socket and waits for the rank's REP socket. This is that socket: it
-connects, receives one message at a time and replies to it. The size of a message is limited.
+A parameter server of checkpoint-engine binds a REQ socket and waits for the rank's REP socket. This module is that REP
+socket: it connects, receives one message at a time and replies. The size of a message is limited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RETRY_S = 0.05
 
 
 class ReplySocket:
-    """One connection. Each message comes after the reply to the message before."""
+    """One connection. Each message follows the reply to the previous message."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, most_bytes: int) -> None:
         """``name``: of the socket, for errors."""
@@ -55,7 +55,9 @@ class ReplySocket:
             ) from error
 
     async def receive(self, timeout_s: float) -> bytes:
-        """The next message. Raises UNREACHABLE, DEADLINE_EXCEEDED, and FIELD_INVALID if it is not a request."""
+        """Return the next message. Raises UNREACHABLE, DEADLINE_EXCEEDED, and FIELD_INVALID for anything but a
+        request.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 parts = [await self._frame()]
@@ -70,7 +72,7 @@ class ReplySocket:
         return parts[1][1]
 
     async def reply(self, data: bytes) -> None:
-        """Reply to the message that came last. Raises UNREACHABLE."""
+        """Reply to the last message. Raises UNREACHABLE."""
         try:
             self._writer.write(bytes([_MORE, 0]) + _framed(0, data))
             await self._writer.drain()
@@ -78,7 +80,6 @@ class ReplySocket:
             raise Reason.UNREACHABLE.error(f"{self._name}: the connection has ended") from error
 
     def close(self) -> None:
-        """End the connection."""
         self._writer.close()
 
     async def _greet(self) -> None:
@@ -93,7 +94,7 @@ class ReplySocket:
             raise self._invalid("the peer is no REQ socket")
 
     async def _frame(self, most: int | None = None) -> tuple[bool, bytes]:
-        """The next frame of a message, and whether another one follows. Commands are dealt with."""
+        """Return the next frame of a message, and True if more frames follow. Handles commands."""
         while True:
             flags, data = await self._read_frame(self._most_bytes if most is None else most)
             if not flags & _COMMAND:
