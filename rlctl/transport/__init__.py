@@ -16,29 +16,29 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-# Fork support of gRPC is off. With it, a child that was forked while threads of gRPC were at work ended with a
-# segmentation fault (1.85), and asyncio does not survive a fork anyway. gRPC reads this when the first channel is made.
+# Fork support of gRPC is off. With fork support, a child forked during work of gRPC's threads ended with a segmentation
+# fault (1.85), and asyncio does not survive a fork anyway. gRPC reads the variable when the first channel is made.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _CHOICE = "GRPC_EXPERIMENTS"
 _POLLED = "-event_engine_client,-event_engine_listener"
 KNOWN_UP_TO = (1, 85)
-"""The last release that is known to have these experiments. A later one may report unknown names on stderr."""
+"""The last release known to have these experiments. A later release may report unknown names on stderr."""
 
 
 def _known() -> bool:
     try:
         major, minor = version("grpcio").split(".")[:2]
         return (int(major), int(minor)) <= KNOWN_UP_TO
-    except (PackageNotFoundError, ValueError):  # a build without metadata, or with another form of version
+    except (PackageNotFoundError, ValueError):  # a build without metadata, or with a different form of version
         return False
 
 
 def _import() -> bool:
-    """Import gRPC with the polling of releases up to 1.79; return whether this was possible.
+    """Import gRPC with the polling of releases up to 1.79; return True on success.
 
-    There the thread that waits for completions also polls the sockets. Later releases poll on other threads, which
-    wake it for every message: a sixth of the cost of a command.
+    In this mode the thread that waits for completions also polls the sockets. Later releases poll on separate threads
+    and wake the waiting thread for every message: a sixth of the cost of a command.
     """
     if "grpc" in sys.modules or _CHOICE in os.environ or not _known():
         return False
@@ -46,12 +46,12 @@ def _import() -> bool:
     try:
         importlib.import_module("grpc")  # reads the variable
     finally:
-        del os.environ[_CHOICE]  # children of this process may have another release of gRPC
+        del os.environ[_CHOICE]  # children of this process may have a different release of gRPC
     return True
 
 
 POLLED = _import()
-"""Whether gRPC polls so. False if gRPC was imported before, or the environment sets its experiments."""
+"""Whether gRPC polls as in 1.79. False if gRPC was imported before, or the environment sets its experiments."""
 
 import grpc.aio  # noqa: E402
 

@@ -1,6 +1,6 @@
 """The access file: principals with their scopes, hashes of their tokens, and their certificates. JSON.
 
-SHA-256 is enough to keep a token of 32 random bytes: 2^256 values cannot be tried. Slow hashes protect passwords of
+SHA-256 is enough to protect a token of 32 random bytes: 2^256 values cannot be tried. Slow hashes protect passwords of
 little entropy.
 """
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 VERSION = 1
 
 LOOK_S = 1.0
-"""How often a server looks whether the file has changed."""
+"""Interval of a server's checks for changes of the file, seconds."""
 
 ID_LENGTH = 8
 
@@ -37,18 +37,18 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def make_token() -> str:
-    """A new token. The prefix lets scanners of secrets find tokens in logs and commits."""
+    """Return a new token. Its prefix lets scanners of secrets find tokens in logs and commits."""
     return f"rlctl_{secrets.token_urlsafe(32)}"
 
 
 def hash_of(token: str) -> str:
-    """The form in which a token is kept."""
+    """Return the stored form of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class TokenHash:
-    """One token of a principal. ``expires``: when it ends, in seconds since the epoch; None: never."""
+    """One token of a principal. ``expires``: expiry in seconds since the epoch; None: never."""
 
     sha256: str
     created: float
@@ -56,17 +56,16 @@ class TokenHash:
 
     @property
     def id(self) -> str:
-        """The name of the token in lists."""
+        """Return the name of the token in lists."""
         return self.sha256[:ID_LENGTH]
 
     def valid(self, now: float) -> bool:
-        """Whether the token has not expired."""
         return self.expires is None or now < self.expires
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One principal. ``certificates``: URIs of identities in certificates that stand for it."""
+    """One principal. ``certificates``: URIs of the identities that authenticate the principal."""
 
     name: str
     scopes: tuple[Grant, ...]
@@ -75,12 +74,11 @@ class Entry:
 
     @property
     def principal(self) -> Principal:
-        """The principal with its rights."""
         return Principal(self.name, frozenset(self.scopes))
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """The principals of a file by name. Raises FIELD_INVALID, naming the place that is wrong."""
+    """Return the principals of a file by name. Raises FIELD_INVALID with the wrong place."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -103,7 +101,7 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def write(path: Path, entries: Mapping[str, Entry]) -> None:
-    """Replace the file at once, so that a server never reads half of it."""
+    """Replace the file atomically, so that a server never reads half of the file."""
     document = {"version": VERSION, "principals": [_document(entry) for _, entry in sorted(entries.items())]}
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -118,10 +116,10 @@ def write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 @dataclass
 class AccessFile:
-    """The principals of a file, which is read again when it changes. Safe on several threads.
+    """The principals of a file, reread after changes. Safe on several threads.
 
     Attributes:
-        revision: grows whenever the file was read again, or a token has expired.
+        revision: grows with each reread of the file, and when a token expires.
     """
 
     path: Path
@@ -141,23 +139,20 @@ class AccessFile:
         self._looked = time.monotonic()
 
     def of_token(self, token: str) -> Principal | None:
-        """The principal of a token that has not expired."""
         self.refresh()
         found = self._by_hash.get(hash_of(token))
         return found[0] if found is not None and found[1].valid(time.time()) else None
 
     def of_certificate(self, uri: str) -> Principal | None:
-        """The principal of the identity in a certificate."""
         self.refresh()
         return self._by_certificate.get(uri)
 
     def of_name(self, name: str) -> Principal | None:
-        """The principal of this name."""
         self.refresh()
         return self._by_name.get(name)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. A file that cannot be read leaves the earlier content in force."""
+        """Read the file again if it has changed. An unreadable file leaves the earlier content in force."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
@@ -173,7 +168,7 @@ class AccessFile:
             if error.message != self._trouble:
                 log.error("the earlier principals stay in force: %s", error)
             self._trouble = error.message
-            return  # and try again: a file that could not be read may be readable without another change
+            return  # and retry: an unreadable file may become readable without a further change
         self._seen, self._trouble = stamp, ""
         log.info("%s was read again: %d principals", self.path, len(self._by_name))
 

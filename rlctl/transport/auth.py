@@ -1,4 +1,4 @@
-"""Authentication: where the fleet's token comes from, and which principal a call has."""
+"""Authentication: the source of the fleet's token, and the principal of a call."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ from rlctl.transport.tls import identity as tls
 HEADER = "authorization"
 
 ON_BEHALF_OF = "x-rlctl-on-behalf-of"
-"""Principal that a gateway calls for. The access file of the called server has its scopes."""
+"""Principal in whose name a gateway calls. The access file of the called server has the principal's scopes."""
 
 CLIENT, USER = "x-rlctl-client", "x-rlctl-user"
-"""``NAME/VERSION`` of the calling program, and its ``user@host``, as it states them."""
+"""``NAME/VERSION`` of the calling program, and its ``user@host``, as stated by the caller."""
 
 MOST_STATED = 128
-"""Characters of either that are kept."""
+"""Kept characters of each."""
 
 
 def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -> str | None:
-    """The token from a file, RLCTL_TOKEN_FILE or RLCTL_TOKEN, in this order, without space around it; None when none is
-    set.
+    """Return the token from a file, RLCTL_TOKEN_FILE or RLCTL_TOKEN, in this order, stripped; None if not set.
 
-    Raises FIELD_INVALID for a file that cannot be read, for a token that is blank, and as :func:`sendable`: a typo must
-    not switch the guard off.
+    Raises FIELD_INVALID for an unreadable file, for a blank token, and as :func:`sendable`: a typo must not switch the
+    guard off.
     """
     path = file or environment.get("RLCTL_TOKEN_FILE", "")
     if path:
@@ -59,7 +58,7 @@ def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -
 
 
 def sendable(token: str) -> str:
-    """The token. Raises FIELD_INVALID for one that no call can carry."""
+    """Return the token. Raises FIELD_INVALID for a token that no call can carry."""
     if not _sendable(token):
         raise Reason.FIELD_INVALID.error("the token has other than printable ASCII characters", field="token")
     return token
@@ -70,9 +69,7 @@ def _sendable(token: str) -> bool:
 
 
 def token_variables(token: str | None) -> dict[str, str]:
-    """What gives a process that is started this token, "" for none, whatever its environment says; {} where it is to
-    go by that.
-    """
+    """Return the variables of a child process with this token, "" for no token; {} to keep its environment's token."""
     return {} if token is None else {"RLCTL_TOKEN": token, "RLCTL_TOKEN_FILE": ""}
 
 
@@ -82,8 +79,8 @@ _OF_ROLE = {
     tls.Role.WORKER: Scope.FLEET,
     tls.Role.GATEWAY: Scope.GATEWAY,
 }
-"""Scopes of the fleet's own processes by the role in their certificates, unless the access file gives others. Trainers
-and clients need an entry in the file.
+"""Scopes of the fleet's own processes by the role in their certificates; entries in the access file take precedence.
+Trainers and clients need an entry in the file.
 """
 
 
@@ -91,33 +88,33 @@ class Access:
     """Authenticates the callers of one server: the fleet's own token, and the principals of an access file."""
 
     def __init__(self, token: str | None, file: str = "") -> None:
-        """``file``: path of the access file; "": none. Raises FIELD_INVALID."""
+        """``file``: path of the access file, or "". Raises FIELD_INVALID."""
         self._fleet = hash_of(token) if token else ""
         self._file = AccessFile(Path(file)) if file else None
 
     @property
     def guards(self) -> bool:
-        """Whether callers need a token, or a certificate that the access file has."""
+        """Return True if callers need a token, or a certificate of the access file."""
         return bool(self._fleet) or self._file is not None
 
     @property
     def fixed(self) -> bool:
-        """Whether a right to call lasts as long as the server."""
+        """Return True if a right to call lasts as long as the server."""
         return self._file is None
 
     @property
     def revision(self) -> int:
-        """Grows when a caller that was authenticated before may have lost the right to call."""
+        """Return a number that grows when an authenticated caller may have lost the right to call."""
         if self._file is None:
             return 0
         self._file.refresh()
         return self._file.revision
 
     def authenticate(self, metadata: Mapping[str, Any], certificate: tls.Identity | None = None) -> Identity:
-        """The identity of a call, from its metadata or headers and the caller's certificate.
+        """Return the identity of a call, from its metadata or headers and the caller's certificate.
 
-        A token goes before the certificate. Raises TOKEN_MISSING, TOKEN_INVALID, and SCOPE_MISSING for a caller that
-        speaks for another principal without the scope ``gateway``.
+        A token takes precedence over the certificate. Raises TOKEN_MISSING, TOKEN_INVALID, and SCOPE_MISSING for a
+        caller that speaks for another principal without the scope ``gateway``.
         """
         principal = self._principal(metadata, certificate)
         via, other = "", str(metadata.get(ON_BEHALF_OF, ""))
@@ -166,12 +163,12 @@ class Access:
 
 
 def _host(peer: str) -> str:
-    """The host of an address of gRPC, ``ipv4:127.0.0.1:5080``."""
+    """Return the host of a gRPC address, ``ipv4:127.0.0.1:5080``."""
     return peer if peer.startswith("unix") else peer.partition(":")[2].rpartition(":")[0]
 
 
 OPEN = "/grpc.health.v1.Health/Check"
-"""The one method that needs no token: probes of a cluster have none. It tells whether a process serves, and no more."""
+"""The only method without a token: probes of a cluster have no token. It tells only whether a process serves."""
 
 
 def admit(
@@ -182,9 +179,9 @@ def admit(
     denials: Denials,
     certificate: tls.Identity | None = None,
 ) -> Identity:
-    """The identity of a call from ``host`` that may be made as far as is known before its request is read.
+    """Return the identity of a call from ``host``, checked as far as possible before its request is read.
 
-    Raises the refusal, after it was noted: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING.
+    Raises the refusal after noting it: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING.
     """
     identity = None
     try:
@@ -200,7 +197,7 @@ def admit(
 class AccessGuard(grpc.aio.ServerInterceptor):
     """Authenticates every call of every service, and refuses calls beyond the scopes of the principal.
 
-    What depends on the request is decided by the service, with :func:`rlctl.contract.access.refusal` again.
+    Checks that depend on the request are made by the service, with :func:`rlctl.contract.access.refusal` again.
     """
 
     def __init__(
@@ -209,7 +206,7 @@ class AccessGuard(grpc.aio.ServerInterceptor):
         denials: Denials,
         certificate_of: Callable[[grpc.aio.ServicerContext[Any, Any]], tls.Identity | None],
     ) -> None:
-        """``certificate_of``: the identity in the certificate of a call, if it has one."""
+        """``certificate_of``: the identity in the certificate of a call, or None."""
         self.access = access
         self._denials = denials
         self._certificate_of = certificate_of
@@ -219,7 +216,6 @@ class AccessGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of the call behind the checks."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method == OPEN:
             return handler
@@ -229,22 +225,21 @@ class AccessGuard(grpc.aio.ServerInterceptor):
     def admit(
         self, metadata: Mapping[str, Any], method: Method, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Identity:
-        """See :func:`admit`."""
-        certificate = None if HEADER in metadata else self._certificate_of(context)  # a token goes before it
+        certificate = None if HEADER in metadata else self._certificate_of(context)  # a token takes precedence
         return admit(self.access, method, metadata, _host(context.peer() or ""), self._denials, certificate)
 
 
 class Standing:
-    """The right of a call, checked again when the access file has changed while the call lasts."""
+    """The right of a call, checked again when the access file changes during the call."""
 
     def __init__(self, access: Access, admit: Callable[[], object]) -> None:
-        """``admit``: raises the refusal of a call that may not be made any more. Make it before the first check."""
+        """``admit``: raises the refusal of a call that has lost its right. Construct before the first check."""
         self._access = access
         self._admit = admit
         self._revision = access.revision
 
     def check(self) -> None:
-        """Raise the refusal. Cheap: once a second it looks at the file."""
+        """Raise the refusal. Cheap: the file is checked once a second."""
         revision = self._access.revision
         if revision != self._revision:
             self._revision = revision
@@ -252,8 +247,6 @@ class Standing:
 
 
 class _Admission:
-    """The right of one call of gRPC."""
-
     def __init__(self, guard: AccessGuard, metadata: Mapping[str, Any], method: Method) -> None:
         self._guard = guard
         self._metadata = metadata
@@ -261,11 +254,11 @@ class _Admission:
 
     @property
     def lasts(self) -> bool:
-        """Whether the right lasts as long as the call."""
+        """Return True if the right lasts as long as the call."""
         return self._guard.access.fixed
 
     def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> Standing:
-        """Let the call in; what it leads to runs in its name. Raises the refusal."""
+        """Admit the call; further work of the task runs in its name. Raises the refusal."""
         standing = Standing(self._guard.access, lambda: self._admit(context))
         calling.set(self._admit(context))
         return standing
@@ -275,7 +268,7 @@ class _Admission:
 
 
 class _CheckedContext:
-    """The context of a stream, which checks the right of the call before it writes."""
+    """The context of a stream, with a check of the call's right before each write."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], standing: Standing) -> None:
         self._context = context
@@ -323,8 +316,8 @@ async def _enter(
         return admission.enter(context)
     except RlctlError as error:
         if requests is not None:
-            # Not before the first message is there: of a call that ends while a client of Python's writes, that hears
-            # that it has ended, and now and then not why (``_StreamRequestMixin._write``, 1.85).
+            # Wait for the first message. If a call ends while a Python client writes, the client learns of the end, but
+            # sometimes not of the reason (``_StreamRequestMixin._write``, 1.85).
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_S):
                     await anext(aiter(requests), None)
@@ -332,7 +325,7 @@ async def _enter(
 
 
 async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Write the messages that a handler yields. A handler that is a coroutine writes by itself."""
+    """Write the messages that a handler yields. A coroutine handler writes without help."""
     try:
         if not inspect.isasyncgen(answers):
             await answers

@@ -21,23 +21,28 @@ from rlctl.transport.tls.identity import Role
 from rlctl.version import __version__
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Above it gRPC itself refuses; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
+"""Limit of gRPC itself; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
 
 REFUSED_ABOVE_BYTES = 16 << 20
 
 BATCH_BYTES = 1 << 20
-"""Where many things go as one message, another one is begun from this size on."""
+"""Size from which a batch of items continues in a further message."""
 
 AT_ONCE = 16
-"""So many of them are taken in at a time: what the first ones lead to is under way while the rest is taken in.
-Otherwise both sides of a busy stream take turns, and each is idle for half of the time."""
+"""Number of items read at a time, so that work on the first items runs while the rest is read.
+
+Otherwise both sides of a busy stream take turns, and each is idle for half of the time.
+"""
 
 FLOW_CONTROL: tuple[tuple[str, int], ...] = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20))
-"""Of channels and servers. gRPC finds out how much a connection takes by pings, one for each few messages: of what a
-stage sends in a fan-out, more than half of the packets were pings, their answers and new windows (docs/benchmarks.md,
-fanout). The window has the width from the start that it would come to."""
+"""Options of channels and servers.
 
-# A peer that was stopped is noticed after ping_timeout, not after gRPC's 60 s; a peer that came back is found within
+gRPC measures a connection's capacity by pings, one for each few messages. Of a stage's packets in a fan-out, more than
+half were pings, their answers and new windows (docs/benchmarks.md, fanout). Here the window has its final width from
+the start.
+"""
+
+# A stopped peer is noticed after ping_timeout, not after gRPC's 60 s. A peer that is back is found within
 # reconnect_backoff, not after minutes.
 OPTIONS: tuple[tuple[str, int], ...] = (
     *FLOW_CONTROL,
@@ -56,15 +61,14 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 _opened_by: set[int] = set()
-"""Process ids: this one's, and those of the processes that it was forked from."""
+"""Process ids of this process and of the processes that it was forked from."""
 
 
 def open_channel(address: str, tls: Tls | None = None, role: Role = Role.COORDINATOR) -> grpc.aio.Channel:
-    """A channel to ``host:port`` or ``unix:PATH`` on the running loop.
+    """Return a channel to ``host:port`` or ``unix:PATH`` on the running loop.
 
-    ``tls``: None for plain text. ``role``: of the server, which its certificate must name.
-
-    Raises UNSUPPORTED in a process that was forked from one that had channels: nothing would ever come over this one.
+    ``tls``: None for plain text. ``role``: of the server, required in its certificate. Raises UNSUPPORTED in a process
+    forked from a process with channels: no message would arrive on this channel.
     """
     if _opened_by - {os.getpid()}:
         raise Reason.UNSUPPORTED.error(
@@ -79,7 +83,7 @@ def open_channel(address: str, tls: Tls | None = None, role: Role = Role.COORDIN
 
 
 class LastingChannel:
-    """A channel that outlives certificates: gRPC reads them once for each channel.
+    """A channel that outlives certificates: gRPC reads certificates once for each channel.
 
     Attributes:
         stub: of the present channel.
@@ -100,7 +104,7 @@ class LastingChannel:
         self.stub = self._make_stub(self._channel)
 
     def failed(self) -> None:
-        """Open another channel if the certificate has been renewed. Calls on the former one go on."""
+        """Open a new channel if the certificate has been renewed. Calls on the former channel go on."""
         if self._tls is not None and self._tls.material is not self._material:
             self._former.append(self._channel)
             self._open()
@@ -115,32 +119,32 @@ class LastingChannel:
             await self._channel.wait_for_state_change(state)
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Close it, once calls have ended or after so long."""
+        """Close all channels, once calls have ended or after ``grace_s``."""
         for channel in (*self._former, self._channel):
             await channel.close(grace_s)
 
 
 @dataclass(frozen=True)
 class OnBehalf:
-    """The credentials of a gateway that calls for a principal which it has authenticated itself."""
+    """The credentials of a gateway that calls for a principal after authenticating it."""
 
     token: str
     principal: str
 
 
 Credentials = str | OnBehalf | None
-"""What a call is authenticated by: a token, a gateway's token with the principal it speaks for, or nothing."""
+"""Credentials of a call: a token, a gateway's token with the principal, or None."""
 
 
 def bearer(credentials: Credentials) -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries the credentials. Raises FIELD_INVALID for a token that no call can carry."""
+    """Return call metadata with the credentials. Raises FIELD_INVALID for a token that no call can carry."""
     if isinstance(credentials, OnBehalf):
         return (*bearer(credentials.token), (ON_BEHALF_OF, credentials.principal))
     return (("authorization", f"Bearer {sendable(credentials)}"),) if credentials else ()
 
 
 def stated(client: str) -> tuple[tuple[str, str], ...]:
-    """Call metadata that names the calling program, and the user and host that it runs as."""
+    """Return call metadata with the calling program, its user and host."""
     return ((CLIENT, _ascii(f"{client}/{__version__}")), (USER, _ascii(_user())))
 
 
@@ -154,12 +158,12 @@ def _user() -> str:
 
 
 def _ascii(text: str) -> str:
-    """The text as a header can hold it."""
+    """Return the text in a form that a header can hold."""
     return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
 
 
 def refuse_large(name: str, size: int) -> None:
-    """Raise MESSAGE_TOO_LARGE for a message, named by its type, of more bytes than servers take."""
+    """Raise MESSAGE_TOO_LARGE for a message of more bytes than servers accept. ``name``: type of the message."""
     if size > REFUSED_ABOVE_BYTES:
         raise Reason.MESSAGE_TOO_LARGE.error(
             f"{name} has {size} bytes; at most {REFUSED_ABOVE_BYTES} are taken", field=name

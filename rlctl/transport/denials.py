@@ -1,4 +1,4 @@
-"""Reports of refused calls, at a limited rate: no caller can fill a log or a journal with them."""
+"""Reports of refused calls, at a limited rate: no caller can fill a log or a journal with refusals."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from rlctl.contract.scopes import Identity
 log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
-"""After the first of a kind, equal refusals are counted for so long and reported together."""
+"""Time in which equal refusals after the first are counted and reported together."""
 
 MOST_KINDS = 256
-"""Kinds of refusals that are told apart within that time. All others are one kind."""
+"""Kinds of refusals that are distinguished within that time. All further refusals are one kind."""
 
 Later = Callable[[float, Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
 class Denial:
-    """Equal refusals: one caller, one method, one reason. All unauthenticated callers of one host are one caller, for
-    all methods: a caller without a token could otherwise make any number of kinds.
+    """Equal refusals: one caller, one method, one reason.
+
+    All unauthenticated callers of one host are one caller, for all methods: a caller without a token could otherwise
+    make any number of kinds.
 
     Attributes:
         identity: None: the caller was not authenticated.
         method: of the last call. As ``error``.
-        host: where it called from, without the port.
+        host: the caller's host, without the TCP port.
         count: number of calls.
     """
 
@@ -43,17 +45,17 @@ class Denial:
 
 
 class Denials:
-    """Reports the first refusal of a kind at once, and those of the minute after it as one."""
+    """Reports the first refusal of a kind at once, and the refusals of the following minute together."""
 
     def __init__(self, report: Callable[[Denial], None] | None = None, later: Later | None = None) -> None:
-        """``report``: beside the log. ``later``: the running loop's ``call_later``."""
+        """``report``: called beside the log. ``later``: the running loop's ``call_later``."""
         self._report = report
         self._later = later
         self._open: dict[tuple[str, ...], Denial | None] = {}
-        """By kind, the refusals since its first one."""
+        """Refusals since the first of each kind."""
 
     def note(self, identity: Identity | None, method: Method, error: RlctlError, host: str) -> None:
-        """Take in a refusal."""
+        """Count a refusal, and report the first of a kind."""
         denial = Denial(identity, host, method.name, error)
         kind: tuple[str, ...] = ("", host)
         if identity is not None:

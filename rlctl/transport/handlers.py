@@ -1,4 +1,4 @@
-"""Server handlers built from a service's descriptor: parsing, size limit, deadline, errors, for every method alike.
+"""Server handlers built from a service's descriptor: parsing, size limit, deadline, errors, alike for every method.
 
 A method of the service without an implementation answers UNIMPLEMENTED with a typed reason, never success.
 """
@@ -26,13 +26,13 @@ from rlctl.transport.status import abort
 log = logging.getLogger(__name__)
 
 Unary = Callable[[Message, float | None], Awaitable[Message]]
-"""(request, seconds that the caller still waits) → answer. Goes on when the caller leaves."""
+"""(request, seconds that the caller still waits) → answer. Goes on when the caller disconnects."""
 
 Streaming = Callable[[Message, float | None], AsyncIterator[Message]]
-"""(request, seconds that the caller still waits) → answers. Closed when the caller leaves."""
+"""(request, seconds that the caller still waits) → answers. Closed when the caller disconnects."""
 
 Bidirectional = Callable[[AsyncIterator[Message]], AsyncGenerator[Message, None]]
-"""(requests) → answers. Closed when the caller leaves."""
+"""(requests) → answers. Closed when the caller disconnects."""
 
 
 def generic_handler(
@@ -42,11 +42,11 @@ def generic_handler(
     cancellable: bool = False,
     most_streams: Mapping[str, int] = MappingProxyType({}),
 ) -> grpc.GenericRpcHandler:
-    """Handlers for every method of a service.
+    """Return handlers for every method of a service.
 
-    ``cancellable``: unary methods are cancelled when the caller leaves (generation); otherwise they are shielded, so
-    that a deadline at the caller never leaves a half-applied command behind. ``most_streams``: by method that answers
-    with a stream, how many of them the callers of one host may have open.
+    ``cancellable``: unary methods are cancelled when the caller disconnects (generation). Otherwise they are shielded,
+    so that a deadline at the caller never leaves a half-applied command behind. ``most_streams``: by streaming method,
+    most open streams of one host's callers.
     """
     handlers = {
         method.name: _handler(
@@ -67,7 +67,7 @@ class _Streams:
 
     @contextlib.contextmanager
     def one(self, peer: str) -> Iterator[None]:
-        """One more of them. Raises TOO_MANY_STREAMS."""
+        """Count one more stream within the block. Raises TOO_MANY_STREAMS."""
         host = peer if peer.startswith("unix") else peer.rpartition(":")[0]
         if self._most is not None and self._open[host] >= self._most:
             raise Reason.TOO_MANY_STREAMS.error(f"{self._most} streams of {self._method.name} are open from {host}")
@@ -156,7 +156,7 @@ def _message(request_type: type[Message], data: bytes) -> Message:
 
 
 async def _messages(request_type: type[Message], requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
-    async for data in requests:  # not before somebody reads: gRPC warns of one that was made and never read
+    async for data in requests:  # lazily: gRPC warns of an iterator that was made and never read
         yield _message(request_type, data)
 
 

@@ -42,7 +42,7 @@ class GrpcDialer:
         self._method = method
 
     async def dial(self, address: str) -> DialledLink:
-        """Connect. Raises UNREACHABLE, TLS_FAILED, or what the peer refused with."""
+        """Connect. Raises UNREACHABLE, TLS_FAILED, or the peer's refusal."""
         channel = open_channel(address, self._tls, self._role)
         call = getattr(self._stub(channel), self._method)(metadata=bearer(self._token))
         try:
@@ -62,21 +62,21 @@ class GrpcDialer:
 
 
 class _Outbox:
-    """What is to be written, in order, for one writer. As it is never full, it needs none of asyncio.Queue's care."""
+    """Messages to write, in order, for one writer. The outbox is never full and so needs less than asyncio.Queue."""
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
-        self._loop = asyncio.get_running_loop()  # once: in Python 3.11 it costs a system call
+        self._loop = asyncio.get_running_loop()  # once: in Python 3.11 the lookup costs a system call
         self._writer: asyncio.Future[None] | None = None
 
     def put(self, message: Any) -> None:
-        """Never waits."""
+        """Queue a message; never waits."""
         self._messages.append(message)
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
     async def get(self) -> Any:
-        """The next message, once there is one."""
+        """Wait for the next message."""
         while not self._messages:
             self._writer = self._loop.create_future()
             await self._writer
@@ -84,7 +84,7 @@ class _Outbox:
 
 
 class DialledLink:
-    """The dialling end."""
+    """The dialling end of a stream."""
 
     def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
         self._channel = channel
@@ -100,20 +100,19 @@ class DialledLink:
         self._outbox.put(message)
 
     async def receive(self) -> AsyncIterator[Any]:
-        """Messages until the stream ends. Raises what the peer ended it with, if that was an error."""
+        """Yield messages until the stream ends. Raises the peer's error, if an error ended the stream."""
         try:
             async for message in self._call:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
         except asyncio.CancelledError:
-            if not self._ended:  # our own task was cancelled, not the call by close()
+            if not self._ended:  # the own task was cancelled, not the call by close()
                 raise
         finally:
             await self.close()
 
     async def close(self) -> None:
-        """End the stream and its channel."""
         if self._ended:
             return
         self._ended = True
@@ -127,11 +126,11 @@ class DialledLink:
             try:
                 await self._call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader learns why
+                return  # the reader learns the cause
 
 
 class ServedLink:
-    """The serving end, for a handler that yields what was :meth:`sent`."""
+    """The serving end, for a handler that yields the messages of :meth:`sent`."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = requests
@@ -145,7 +144,7 @@ class ServedLink:
         self._outbox.put(message)
 
     async def receive(self) -> AsyncIterator[Any]:
-        """Messages until the stream ends."""
+        """Yield messages until the stream ends."""
         try:
             async for message in self._requests:
                 yield message
@@ -155,25 +154,24 @@ class ServedLink:
             await self.close()
 
     async def close(self) -> None:
-        """End the stream."""
         self.end()
 
     def end(self) -> None:
-        """End the stream once what is queued has been sent."""
+        """End the stream after all queued messages."""
         if not self._ended:
             self._ended = True
             self._outbox.put(None)
 
     async def sent(self) -> Any:
-        """The next message that was sent; None once the link is closed."""
+        """Return the next message to send; None once the link is closed."""
         return await self._outbox.get()
 
 
 def serve_links(
     obey: Callable[[ServedLink], Any],
 ) -> Callable[[AsyncIterator[Any]], AsyncGenerator[Any, None]]:
-    """A handler that lets ``obey`` (a coroutine function) have each link for as long as it stands; what it raises ends
-    the stream.
+    """Return a handler that runs ``obey`` (a coroutine function) for each link. An error of ``obey`` ends the
+    stream.
     """
 
     async def control(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:

@@ -23,16 +23,18 @@ from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.peers import PeerGuard, peer_identity
 
 MAX_PENDING = 100_000
-"""Calls that may wait to be taken in. From gRPC's own 1,000 on some are cancelled by lot, as if by their callers."""
+"""Calls that may wait for acceptance. gRPC's default: from 1,000 on, random calls are cancelled as if by the caller."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     *FLOW_CONTROL,
     ("grpc.so_reuseport", 0),  # two servers must not share a port silently
-    # Clients ping every 10 s; more often than this they would be sent away ("too many pings"), 5 minutes by default.
+    # Clients ping every 10 s. By default gRPC disconnects clients that ping more often than every 5 minutes ("too many
+    # pings").
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # A client whose machine is gone is noticed after a minute, not after gRPC's two hours: a rank without its rank 0
-    # holds a GPU in vain, a stage without its coordinator registers nowhere. One that is only stopped has that long.
+    # A client of a dead machine is noticed after a minute, not after gRPC's two hours. Until then a rank without its
+    # rank 0 holds a GPU in vain, and a stage without its coordinator registers nowhere. A stopped client has the same
+    # time.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.http2.ping_timeout_ms", 30_000),
@@ -47,10 +49,10 @@ GRACE_S = 5.0
 
 
 class _Pool:
-    """The pool of descriptors as reflection reads it, with methods, which `grpcurl describe` asks for by name."""
+    """The pool of descriptors for reflection, with methods: `grpcurl describe` asks for methods by name."""
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """The file that defines a symbol. Raises KeyError."""
+        """Return the file that defines a symbol. Raises KeyError."""
         pool = descriptor_pool.Default()
         service, _, method = symbol.rpartition(".")
         with contextlib.suppress(KeyError):
@@ -76,8 +78,8 @@ class GrpcServer:
         tls: Tls | None = None,
         denials: Denials | None = None,
     ) -> None:
-        """``token``: the fleet's own; ``access_file``: further principals. ``tls``: callers need a certificate whose
-        identity may call the service; None: plain text. Raises FIELD_INVALID for a file that cannot be read.
+        """``token``: the fleet's own; ``access_file``: further principals. ``tls``: callers need a certificate with an
+        identity that may call the service; None: plain text. Raises FIELD_INVALID for an unreadable file.
         """
         access = Access(token, access_file)
         guards: list[grpc.aio.ServerInterceptor] = [AccessGuard(access, denials or Denials(), peer_identity)]
@@ -95,9 +97,9 @@ class GrpcServer:
         reflection.enable_server_reflection(reflected, self._server, pool=cast(DescriptorPool, _Pool()))
 
     async def start(self, listen: str) -> str:
-        """Bind ``host:port`` (port 0: any) or ``unix:PATH`` and serve; returns the bound address.
+        """Bind ``host:port`` (port 0: any) or ``unix:PATH`` and serve; return the bound address.
 
-        Raises INSECURE_BIND, or FIELD_INVALID when the address cannot be bound.
+        Raises INSECURE_BIND, or FIELD_INVALID if the address cannot be bound.
         """
         refuse_insecure(listen, token=self._token, insecure=self._insecure or self._tls is not None)
         refuse_taken(listen)
@@ -116,12 +118,12 @@ class GrpcServer:
         return join(split(listen, "listen")[0], port)
 
     async def serving(self, serving: bool) -> None:
-        """What the health service answers, for the server and each of its services."""
+        """Set the health service's answer for the server and each of its services."""
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, state)
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Say NOT_SERVING, take no new calls, let those in flight finish for so long, then end them."""
+        """Answer NOT_SERVING, accept no new calls, and end running calls after ``grace_s``."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

@@ -13,31 +13,30 @@ from rlctl.contract.errors import DOMAIN, Reason, RlctlError, from_detail, witho
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail
 
 FIRST_S = 1.0
-"""How long a caller that is refused has for the first message of a stream."""
+"""Wait for the first message of a refused stream, seconds."""
 
 DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_VALUE = 500
-"""Characters of one metadata value in a status: trailers have little room. Results carry them whole."""
+"""Characters of one metadata value in a status: trailers have little room. Results carry whole values."""
 
 MAX_MESSAGE = 1500
-"""Bytes of its message, which stands there twice, once with three for each that is not ASCII."""
+"""Bytes of a status message. Trailers contain the message twice, once with three bytes for each non-ASCII byte."""
 
 # Keys of ErrorInfo.metadata that carry the parts of an ErrorDetail.
 _FIELD, _NEXT_STEP = "field", "next_step"
 
 _NOT_GRPC = "Received http2 header with status"
-"""How gRPC begins to say that a web server or a proxy has answered."""
+"""Start of gRPC's text for an answer of a web server or proxy."""
 
 _TOO_LARGE_ANSWERS = ("CLIENT: Received message larger", "SERVER: Sent message larger")
-"""How gRPC says that an answer is too large: what was asked for has been done."""
+"""Starts of gRPC's texts for an answer that is too large: the request was carried out."""
 
 _ENDED = "Internal error from Core"
-"""What Python's gRPC says where a call had been ended, for whatever reason, when it was written to."""
+"""Text of Python's gRPC for a write to a call that had ended for any reason."""
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) -> NoReturn:
-    """End a call with the error."""
     without_frames(error)
     metadata = {key: value[:MAX_VALUE] for key, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=metadata)
@@ -54,9 +53,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) 
 
 
 def from_grpc(error: grpc.RpcError) -> RlctlError:
-    """What a failed call means. Statuses without our ErrorInfo are translated by their code.
+    """Return the error of a failed call. A status without rlctl's ErrorInfo is translated by its code.
 
-    The outcome is REJECTED where the server said no, and UNKNOWN where the call may have got through.
+    The outcome is REJECTED if the server refused, and UNKNOWN if the call may have arrived.
     """
     code: grpc.StatusCode = error.code()
     trailing: Any = error.trailing_metadata() or ()
@@ -88,7 +87,7 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
             answered = any(sign in details for sign in _TOO_LARGE_ANSWERS)
             return Reason.MESSAGE_TOO_LARGE.error(details, outcome=OUTCOME_UNKNOWN if answered else OUTCOME_REJECTED)
         case grpc.StatusCode.UNIMPLEMENTED if details.startswith(_NOT_GRPC):
-            # A 404: nobody has taken the call, so it is not tried again.
+            # A 404: no gRPC server accepted the call, so the call is not retried.
             return Reason.UNREACHABLE.error(f"what answers there is no gRPC server: {details}")
         case grpc.StatusCode.UNIMPLEMENTED:
             return Reason.VERB_UNKNOWN.error(details)
@@ -99,7 +98,7 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
 
 
 def _cause(message: str, detail: ErrorDetail) -> str:
-    """The message without the decoration that ``str(RlctlError)`` put around it."""
+    """Return the message without the decoration of ``str(RlctlError)``."""
     where = f" [{detail.field}]" if detail.field else ""
     message = message.removeprefix(f"{detail.reason}{where}: ")
     return message.removesuffix(f" {detail.next_step}").removesuffix(".") if detail.next_step else message

@@ -1,4 +1,4 @@
-"""The unary verbs of stages and workers: the same handler as the command stream's, for debuggers and tests."""
+"""The unary verbs of stages and workers, by the command stream's handler; for debuggers and tests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def admin_methods(
     *,
     on_link_end: Callable[[ServedLink], None],
 ) -> dict[str, Unary | Bidirectional]:
-    """Implementations of an admin service's methods: every verb of the table, and the command stream.
+    """Return the methods of an admin service: every verb of the table, and the command stream.
 
-    ``executor`` raises while there is nothing to command yet.
+    ``executor`` raises while the process cannot take commands yet.
     """
 
     async def obey(link: ServedLink) -> None:

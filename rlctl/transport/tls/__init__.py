@@ -1,4 +1,4 @@
-"""TLS of every hop: identities in certificates, credentials that are read anew, the check of callers, a private CA.
+"""TLS of every hop: identities in certificates, credentials that are reread, the check of callers, a private CA.
 
 Decides who may call whom, which name a server's certificate must have, and which files a process reads.
 

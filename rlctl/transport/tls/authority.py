@@ -1,6 +1,7 @@
 """A private CA in a directory: ``ca.crt`` and ``ca.key``, and certificates at the paths of their identities.
 
-A fleet with a CA of its own (cert-manager, Vault) needs none of this: ``files.py`` says what a certificate needs.
+A fleet with a CA of its own (cert-manager, Vault) does not need this module: ``files.py`` lists the needs of a
+certificate.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ if TYPE_CHECKING:
 
 CA_DAYS = 3650
 DAYS = 90
-"""Validity of a certificate. Launchers renew theirs in its last third."""
+"""Validity of a certificate. Launchers renew their certificates in the last third."""
 
 _SKEW = datetime.timedelta(minutes=5)
-"""Clocks of other hosts may be late by so much."""
+"""Tolerated delay of other hosts' clocks."""
 
 _CALLED_BY_HOST = (Role.COORDINATOR, Role.GATEWAY)
-"""Roles whose certificates also name this host: clients that know no roles check the host."""
+"""Roles with certificates that also name this host: clients without roles check the host."""
 
 
 class Authority:
-    """The directory. Issues certificates while it has the key of the CA."""
+    """The directory. Issues certificates if the CA's key is present."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.expanduser().absolute()
@@ -44,7 +45,7 @@ class Authority:
 
     @classmethod
     def init(cls, directory: Path, fleet: str, days: int = CA_DAYS) -> Authority:
-        """Make the CA of a fleet. Raises TLS_INVALID, OPERATION_CONFLICT where the directory has one."""
+        """Make the CA of a fleet. Raises TLS_INVALID; OPERATION_CONFLICT if the directory already has a CA."""
         from cryptography import x509
 
         authority = cls(directory)
@@ -71,7 +72,7 @@ class Authority:
     ) -> TlsFiles:
         """Make the certificate of an identity, "stage/actor-0", with these hosts. Raises TLS_INVALID.
 
-        ``begins``: of its validity, by default now.
+        ``begins``: start of its validity, by default now.
         """
         with self._locked():
             return self._issue(path, hosts, days, begins or datetime.datetime.now(datetime.UTC))
@@ -103,14 +104,15 @@ class Authority:
         return files
 
     def files(self, path: str) -> TlsFiles:
-        """Where the certificate of an identity is."""
+        """Return the paths of an identity's certificate."""
         base = self.directory / path
         return TlsFiles(self.certificate, base.with_name(f"{base.name}.crt"), base.with_name(f"{base.name}.key"))
 
     def ensured(self, path: str, *, hosts: Iterable[str] = ()) -> TlsFiles:
-        """The certificate of an identity; with the key of the CA it is issued, or renewed in its last third.
+        """Return the certificate of an identity. With the CA's key, issue a missing one, and renew one in its last
+        third.
 
-        Raises TLS_INVALID where it is missing or cannot be used, and the CA's key is not here.
+        Raises TLS_INVALID if the certificate is missing or unusable, and the CA's key is not here.
         """
         self._ensured[path] = tuple(hosts)
         files = self.files(path)
@@ -118,7 +120,7 @@ class Authority:
             with self._locked():
                 try:
                     fresh = files.cert.exists() and not _ends_soon(files)
-                except RlctlError:  # it has expired
+                except RlctlError:  # the certificate has expired
                     fresh = False
                 return files if fresh else self._issue(path, hosts, DAYS, datetime.datetime.now(datetime.UTC))
         if not files.cert.exists():
@@ -147,12 +149,10 @@ class Authority:
 
     @property
     def certificate(self) -> Path:
-        """Of the CA."""
         return self.directory / "ca.crt"
 
     @property
     def key(self) -> Path:
-        """Of the CA."""
         return self.directory / "ca.key"
 
     def _ca(self) -> x509.Certificate:
@@ -179,7 +179,7 @@ class Authority:
 
 
 def certificate_variables(authority: Authority | None, path: str, hosts: Iterable[str] = ()) -> dict[str, str]:
-    """The environment of a process of this identity. It replaces the TLS variables of the parent."""
+    """Return the environment of a process of this identity, in place of the parent's TLS variables."""
     return PLAIN_TEXT if authority is None else authority.ensured(path, hosts=hosts).variables
 
 
@@ -210,7 +210,7 @@ def _dns_names(identity: Identity) -> list[Any]:
         return []
     roles = [identity.role]
     if identity.role is Role.COORDINATOR:
-        roles.append(Role.TRAINER)  # embedded in a trainer, which leads its ranks
+        roles.append(Role.TRAINER)  # embedded in a trainer that leads its ranks
     return [x509.DNSName(server_name(identity.fleet, role)) for role in roles]
 
 
@@ -289,7 +289,7 @@ def _builder(
 def _write(
     certificate: Path, key_path: Path, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, signing: Any
 ) -> None:
-    """Put both files in place, the key first: a reader between the two sees a pair that does not match, and waits.
+    """Put both files in place, the key first. A reader between the two sees a pair that does not match, and waits.
 
     Raises TLS_INVALID.
     """

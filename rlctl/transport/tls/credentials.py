@@ -1,7 +1,7 @@
-"""The credentials of one process: for gRPC channels and servers, and for HTTP. All of them are made here.
+"""All credentials of one process: for gRPC channels and servers, and for HTTP.
 
-Servers look at the files at every handshake and channels when they are opened, so a renewed certificate is used for
-the next connection.
+Servers look at the files at every handshake and channels when they are opened, so the next connection uses a renewed
+certificate.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ class Tls:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises TLS_INVALID, UNSUPPORTED."""
+        """Read the files. Raises TLS_INVALID, UNSUPPORTED."""
         self._material = TlsMaterial(files)
         self.identity: Identity = self._material.now().identity
         self._contexts: dict[tuple[bool, bool], tuple[Material, ssl.SSLContext]] = {}
 
     @property
     def files(self) -> TlsFiles:
-        """Paths."""
         return self._material.files
 
     @property
     def material(self) -> Material:
-        """The present content of the files."""
+        """Return the present content of the files."""
         return self._material.now()
 
     def require(self, *roles: Role, name: str = "") -> None:
-        """Raise TLS_INVALID unless the certificate is of one of the roles, and of the name if one is set."""
+        """Raise TLS_INVALID unless the certificate has one of the roles, and the name if set."""
         mine = self.identity
         if mine.role not in roles or (name and mine.name != name):
             needed = " or ".join(f"{role}/{name}" if name else str(role) for role in roles)
@@ -52,16 +51,16 @@ class Tls:
             )
 
     def peer_name(self, role: Role) -> str:
-        """DNS name that a peer of this role has in its certificate."""
+        """Return the DNS name in the certificate of a peer of this role."""
         return server_name(self.identity.fleet, role)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a new channel."""
+        """Return credentials for a new channel."""
         now = self.material
         return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server: callers need a certificate of the CA."""
+        """Return credentials for a server: callers need a certificate of the CA."""
         used = self.material
 
         def configuration(now: Material) -> Any:
@@ -78,11 +77,11 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(configuration(used), renewed, require_client_authentication=True)
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client of HTTP. Another one after the files have changed."""
+        """Return the context of an HTTP client; a new context after the files change."""
         return self._context(serves=False)
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """For a server of HTTP; ``mutual``: callers need a certificate of the CA, otherwise they may have one."""
+        """Return the context of an HTTP server; ``mutual``: a caller's certificate is required, otherwise optional."""
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._context(serves=True, mutual=mutual)
@@ -116,19 +115,19 @@ class Tls:
         return context
 
     def http_refusal(self, transport: asyncio.BaseTransport | None, service: str) -> RlctlError | None:
-        """Why the caller at the other end may not use a service of HTTP; None if it may."""
+        """Return the refusal of the caller of an HTTP service at the other end, or None."""
         return refusal(self.identity, http_identity(transport), service)
 
 
 def http_identity(transport: asyncio.BaseTransport | None) -> Identity | None:
-    """The identity in the certificate of a caller of HTTP; None without TLS or without exactly one identity."""
+    """Return the identity in an HTTP caller's certificate; None without TLS or without exactly one identity."""
     peer = None if transport is None else transport.get_extra_info("peercert")
     names: Iterable[tuple[str, str]] = (peer or {}).get("subjectAltName", ())
     return only_identity(value for kind, value in names if kind == "URI")
 
 
 def load_tls(environment: Mapping[str, str] = os.environ, *, ca: str = "", cert: str = "", key: str = "") -> Tls | None:
-    """TLS by flags, else by RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY; None where none is set.
+    """Return TLS from flags, else from RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY; None if all are empty.
 
     Raises FIELD_REQUIRED, TLS_INVALID, UNSUPPORTED.
     """

@@ -1,4 +1,4 @@
-"""Why a connection cannot be established: gRPC retries and names the cause in words of its library, if at all."""
+"""The cause of a failed connection: gRPC retries, and names the cause in words of its TLS library, if at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXPIRED, _NOT_YET, _NAME, _IP = 10, 9, 62, 64  # X509_V_ERR_*
 
 
 async def handshake_failure(address: str, tls: Tls | None, role: Role) -> RlctlError | None:
-    """Why a peer and this process do not get on: TLS_FAILED; None where TLS is not the reason."""
+    """Return TLS_FAILED with the cause between a peer and this process; None if TLS is not the cause."""
     return await asyncio.to_thread(_failure, address, tls, role)
 
 
@@ -46,7 +46,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _without(address: str, connection: socket.socket) -> RlctlError | None:
-    """Whether the peer accepts TLS, which this process does not use."""
+    """Return the error if the peer accepts TLS, which this process does not use."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def _with(address: str, connection: socket.socket, tls: Tls, role: Role) -> Rlct
         context.set_alpn_protocols(["h2"])
         with context.wrap_socket(connection, server_hostname=name) as wrapped:
             reached = True
-            if wrapped.recv(1):  # in TLS 1.3 a refusal of the own certificate comes after the handshake
+            if wrapped.recv(1):  # in TLS 1.3 a refusal of the own certificate follows the handshake
                 return None
             why = f"it refused {files.cert} ({tls.identity})"
     except ssl.SSLCertVerificationError as error:

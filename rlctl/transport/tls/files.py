@@ -1,4 +1,4 @@
-"""The files of one process: its certificate, its key and the CA of its peers, read, checked and read again."""
+"""The files of one process: its certificate, its key and the CA of its peers, read, checked and reread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Time until the same files are read again that could not be used."""
+"""Wait before a reread of files that could not be used, if they have not changed."""
 
 VARIABLES = {"ca": "RLCTL_TLS_CA", "cert": "RLCTL_TLS_CERT", "key": "RLCTL_TLS_KEY"}
 """Setting → environment variable."""
@@ -32,9 +32,9 @@ class TlsFiles:
     """Paths of PEM files.
 
     Attributes:
-        ca: certificates of the authorities that peers are checked against.
-        cert: certificate of this process, with intermediate certificates after it.
-        key: its private key.
+        ca: certificates of the authorities that check peers.
+        cert: certificate of this process, followed by intermediate certificates.
+        key: private key of this process.
     """
 
     ca: Path
@@ -43,20 +43,20 @@ class TlsFiles:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of a process that uses these files."""
+        """Return the environment of a process that uses these files."""
         return {variable: str(getattr(self, name)) for name, variable in VARIABLES.items()}
 
 
 PLAIN_TEXT = dict.fromkeys(VARIABLES.values(), "")
-"""The environment of a process without TLS. It replaces the TLS variables of the parent."""
+"""The environment of a process without TLS, in place of the parent's TLS variables."""
 
 
 def tls_files(
     environment: Mapping[str, str] = os.environ, *, ca: str = "", cert: str = "", key: str = ""
 ) -> TlsFiles | None:
-    """The files of flags, else of RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY; None where all are empty.
+    """Return the files of flags, else of RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY; None if all are empty.
 
-    Raises FIELD_REQUIRED where one is missing: a typing error must not switch TLS off.
+    Raises FIELD_REQUIRED if only some are set: a typing error must not switch TLS off.
     """
     given = {"ca": ca, "cert": cert, "key": key}
     paths = {name: given[name] or environment.get(variable, "") for name, variable in VARIABLES.items()}
@@ -79,7 +79,7 @@ class Material:
     Attributes:
         ca: PEM. As ``cert`` and ``key``.
         identity: in the certificate.
-        expires: end of its validity.
+        expires: end of the certificate's validity.
     """
 
     ca: bytes = field(repr=False)
@@ -90,25 +90,24 @@ class Material:
 
 
 class TlsMaterial:
-    """The files, read anew when they change. Content that cannot be used is logged, and the earlier one stays in use.
+    """The files, reread after changes. Unusable content is logged, and the earlier content stays in use.
 
     Attributes:
-        files: their paths.
+        files: paths of the files.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read. Raises TLS_INVALID, with the file, the cause and the next step; UNSUPPORTED without the extra."""
+        """Read the files. Raises TLS_INVALID, with file, cause and next step; UNSUPPORTED without the extra."""
         self.files = files
         self._lock = threading.Lock()  # servers read in threads of gRPC
         self._stamp = self._stamps()
         self._now = read(files)
         self._failed: list[tuple[int, int, int]] | None = None
-        """Stamps of files that could not be used at the last attempt."""
+        """Stamps of the files at the last failed attempt."""
         self._retry = 0.0
         self._trouble = ""
 
     def now(self) -> Material:
-        """The present content."""
         with self._lock:
             stamp = self._stamps()
             if stamp == self._stamp or (stamp == self._failed and time.monotonic() < self._retry):
@@ -116,7 +115,7 @@ class TlsMaterial:
             try:
                 self._now = self._again()
             except RlctlError as error:
-                # Files that could not be read may be readable without another change.
+                # Unreadable files may become readable without a further change.
                 self._failed, self._retry = stamp, time.monotonic() + RETRY_S
                 if error.message != self._trouble:
                     log.error("%s; the earlier certificate stays in use until %s", error, self._now.expires)
@@ -157,7 +156,7 @@ def read(files: TlsFiles) -> Material:
     key = _content(files.key, "key")
     try:
         private = load_pem_private_key(key, None)
-    except (ValueError, TypeError) as error:  # TypeError: it is encrypted
+    except (ValueError, TypeError) as error:  # TypeError: an encrypted key
         raise _invalid(files.key, "key", f"it has no private key without a passphrase: {error}") from None
     own = chain[0]
     if private.public_key() != own.public_key():

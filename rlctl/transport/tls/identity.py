@@ -1,4 +1,4 @@
-"""Identities in certificates: their form, the name of a server, and which identity may call which service."""
+"""Identities in certificates: their form, the name of a server, and the services that an identity may call."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rlctl.contract.errors import Reason, RlctlError
 
 SCHEME = "rlctl://"
 DOMAIN = "rlctl.internal"
-"""Suffix of the DNS names that stand for roles; ICANN reserves .internal for private use."""
+"""Suffix of the DNS names of roles; ICANN reserves .internal for private use."""
 
 DATA_PORT = "data port"
-"""Stands for the data port of a stage, which is no gRPC service."""
+"""Name of a stage's data port, which is no gRPC service."""
 
 GATEWAY = "gateway"
-"""Stands for the HTTP of a gateway."""
+"""Name of a gateway's HTTP interface."""
 
 _FLEET = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 
 
 class Role(enum.StrEnum):
-    """What a process is in a fleet."""
+    """The role of a process in a fleet."""
 
     COORDINATOR = "coordinator"
     STAGE = "stage"
@@ -40,7 +40,7 @@ class Identity:
 
     Attributes:
         fleet: DNS label that all certificates of a fleet share.
-        role: what the process is.
+        role: role of the process.
         name: slot of a stage or worker, name of a gateway, trainer or client; "" for the coordinator.
     """
 
@@ -53,12 +53,12 @@ class Identity:
 
     @property
     def path(self) -> str:
-        """The part after the fleet, "stage/actor-0"."""
+        """Return the part after the fleet, "stage/actor-0"."""
         return f"{self.role}/{self.name}" if self.name else str(self.role)
 
     @property
     def server_name(self) -> str:
-        """DNS name that a certificate of this identity has."""
+        """Return the DNS name in a certificate of this identity."""
         return server_name(self.fleet, self.role)
 
     @classmethod
@@ -71,7 +71,7 @@ class Identity:
 
     @classmethod
     def parse(cls, fleet: str, path: str) -> Identity:
-        """The identity of a path, "stage/actor-0", in a fleet. Raises TLS_INVALID."""
+        """Return the identity of a path, "stage/actor-0", in a fleet. Raises TLS_INVALID."""
         role, slash, name = path.partition("/")
         if not _FLEET.fullmatch(fleet):
             raise Reason.TLS_INVALID.error(f"fleet {fleet!r} is no DNS label in lower case", field="fleet")
@@ -84,7 +84,7 @@ class Identity:
 
 
 def server_name(fleet: str, role: Role) -> str:
-    """DNS name that a caller requires in the certificate of a server of this role.
+    """Return the DNS name that a caller requires in the certificate of a server of this role.
 
     Hosts of stages change with every placement; roles do not. Nomad and Consul name their servers alike.
     """
@@ -92,7 +92,7 @@ def server_name(fleet: str, role: Role) -> str:
 
 
 def only_identity(uris: Iterable[str]) -> Identity | None:
-    """The identity among the URIs of a certificate; None unless exactly one URI is an identity."""
+    """Return the identity among the URIs of a certificate; None unless exactly one URI is an identity."""
     found = [uri for uri in uris if uri.startswith(SCHEME)]
     try:
         return Identity.of(found[0]) if len(found) == 1 else None
@@ -101,7 +101,7 @@ def only_identity(uris: Iterable[str]) -> Identity | None:
 
 
 _USERS = frozenset({Role.COORDINATOR, Role.GATEWAY, Role.TRAINER, Role.CLIENT})
-"""A coordinator uses its own fleet where it is embedded in a trainer."""
+"""A coordinator embedded in a trainer uses its own fleet."""
 
 _CALLERS = {
     "rlctl.v1.CoordinatorService": _USERS,
@@ -112,7 +112,7 @@ _CALLERS = {
     DATA_PORT: _USERS,
     GATEWAY: _USERS,
 }
-"""Service → roles that may call it. Health and reflection are for every identity of the fleet."""
+"""Service → roles that may call the service. Health and reflection are open to every identity of the fleet."""
 
 _OF_STAGES = {
     "/rlctl.v1.CoordinatorService/RegisterStage": frozenset({Role.STAGE}),
@@ -122,7 +122,7 @@ _OF_STAGES = {
 
 
 def refusal(server: Identity, caller: Identity | None, service: str, method: str = "") -> RlctlError | None:
-    """Why a caller may not call a method of a service at a server; None if it may."""
+    """Return the refusal of a caller's call to a method of a service at a server, or None."""
     if caller is None:
         why = "the caller has no certificate with an identity (one URI rlctl://FLEET/ROLE)"
     elif caller.fleet != server.fleet:

@@ -19,18 +19,18 @@ _CALLER: ContextVar[Identity | None] = ContextVar("caller", default=None)
 
 
 def peer_identity(context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
-    """The identity in the certificate of a call's peer; None without TLS or without exactly one identity."""
+    """Return the identity in the certificate of a call's peer; None without TLS or without exactly one identity."""
     uris = context.auth_context().get("peer_uri", ())
     return only_identity(uri.decode(errors="replace") for uri in uris)
 
 
 def caller() -> Identity | None:
-    """The identity of the call that runs in this task; None without TLS."""
+    """Return the identity of the running task's call; None without TLS."""
     return _CALLER.get()
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls of identities that may not call the method. The last interceptor, next to the handlers."""
+    """Refuses calls of identities without a right to the method. The last interceptor, next to the handlers."""
 
     def __init__(self, server: Identity) -> None:
         self._server = server
@@ -41,7 +41,6 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler behind a check of its caller."""
         name = handler_call_details.method
         if name not in self._guarded:
             handler = await continuation(handler_call_details)
