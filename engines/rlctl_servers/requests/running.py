@@ -1,6 +1,5 @@
 """Requests that have not ended: how each kind is ended."""
 
-
 from __future__ import annotations
 
 import abc
