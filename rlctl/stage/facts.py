@@ -1,6 +1,6 @@
-"""The facts of a stage, the state that follows from them, and their change by verbs. Pure: no I/O, no time.
+"""The facts of a stage, the state derived from them, and their change by verbs. Pure: no I/O, no time.
 
-The state is never stored: it is derived from the facts, so that two of them cannot disagree.
+The state is derived and never stored, so facts and state cannot disagree.
 """
 
 from __future__ import annotations
@@ -33,35 +33,34 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import Adapter
 
 POSSIBLY_DONE = (OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
-"""Outcomes after which the effect must be assumed wherever assuming it is the safe side."""
+"""Outcomes after which the effect must be assumed where that is the safe side."""
 
 
 class Weights(enum.Enum):
-    """What the weights in memory are."""
+    """Condition of the weights in memory."""
 
-    WHOLE = enum.auto()  # one version, completely
+    WHOLE = enum.auto()  # one complete version
     MIXED = enum.auto()  # partly written
-    LOST = enum.auto()  # released by an engine that did not keep them, or never loaded
+    LOST = enum.auto()  # never loaded, or released without keeping the content
 
 
 @dataclass
 class OpenUpdate:
-    """The update that a stage takes part in.
+    """The open update of a stage.
 
     Attributes:
-        update_id: which.
-        version: version that it leads to.
-        at: the version of what had been generated when it opened; of a mixture, none.
-        checkpoint: checkpoint that it loaded, when it came from disk.
-        touched: a byte of what serves may have been written.
-        committed: this stage has finished it; it waits for the version's admission.
-        full: it writes everything.
-        spoilt: what it leaves as it was, or what it had written, is not what it was: its end makes nothing whole.
-        staged: it fills a shadow copy.
-        prepared: that copy, or the adapter, is complete and sealed.
-        digest: model digest of that copy, hex, once somebody has computed it.
-        adapter: what an adapter update leads to: nothing that is served changes before its commit. None: no such.
-        pauses: an adapter update that stops the requests with the adapter only when it is sealed.
+        version: version after the update.
+        at: version of the tokens generated before the update opened; empty for a mixture.
+        checkpoint: checkpoint loaded by the update, for an update from disk.
+        touched: a byte of the served weights may have been written.
+        committed: the stage has finished the update and waits for the version's admission.
+        full: the update writes every parameter.
+        spoilt: weights were damaged during the update, so a commit leaves a mixture.
+        staged: the update fills a shadow copy.
+        prepared: the shadow copy, or the adapter, is complete and sealed.
+        digest: model digest of the shadow copy, hex; empty until computed.
+        adapter: the adapter after an adapter update, or None. Nothing served changes before the commit.
+        pauses: an adapter update stops the requests with the adapter only at the seal.
     """
 
     update_id: str
@@ -80,7 +79,7 @@ class OpenUpdate:
 
     @property
     def aside(self) -> bool:
-        """Whether it has left alone what serves: the stage is what it would be without this update."""
+        """Whether the update has changed nothing that is served. The state of the stage ignores such an update."""
         return (self.staged or self.adapter is not None) and not (self.touched or self.committed)
 
     @property
@@ -92,7 +91,7 @@ class OpenUpdate:
 
 @dataclass
 class Facts:
-    """Everything that the state of a stage depends on."""
+    """All values that the state of a stage depends on."""
 
     joined: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
@@ -117,7 +116,6 @@ class Facts:
 
     @property
     def state(self) -> StageState.ValueType:
-        """The state that follows."""
         if not self.joined:
             return common_pb2.STAGE_STATE_JOINING
         if self.update is not None and not self.update.aside:
@@ -132,33 +130,33 @@ class Facts:
 
     @property
     def at_admitted_version(self) -> bool:
-        """Whether the weights are one of the versions that may be served."""
         return self._admits(self.version)
 
     @property
     def _generated_at(self) -> WeightVersion:
-        """The version of what was generated last, also by weights that have been released since."""
+        """Version of the tokens generated last, also by weights that were released since."""
         return self.released_at if self.weights is Weights.LOST else self.version
 
     def _admits(self, version: WeightVersion) -> bool:
         sequence, label = version.sequence, version.label
         if sequence > 0:
-            for admitted in self.admitted:  # any() takes twice as long, and every command asks
+            for admitted in self.admitted:  # any() takes twice as long, and every command calls this
                 if admitted.sequence == sequence and admitted.label == label:
                     return True
         return False
 
     @property
     def vouched(self) -> bool:
-        """Whether what the weights have generated may be told, be it in a pause, in an update or asleep: they are at an
-        admitted version, or were when the update opened that writes them now.
+        """Whether tokens of running requests may be sent, also during a pause, during an update or asleep.
+
+        The weights must be at an admitted version. During an update that writes them, the version at its begin counts.
         """
         if self.update is None or self.update.aside:
             return self._admits(self._generated_at)
         return self._admits(self.update.at)
 
     def refuse(self, verb: Verb, request: Message) -> None:
-        """Raise why the verb is not carried out now, before any rank hears of it; or return."""
+        """Raise the reason for refusing the verb now, before any rank receives the command."""
         fence = request.header.fence  # type: ignore[attr-defined]
         if verb.mutates(request) and fence.fleet_epoch != self.fleet_epoch:
             reason = Reason.EPOCH_FENCED if fence.fleet_epoch else Reason.EPOCH_REQUIRED
@@ -186,9 +184,9 @@ class Facts:
         staging = self.update is not None and self.update.aside
         if staging or _of_staged(request):
             self._refuse_staged(request)
-        # The steps of an update that leaves alone what serves are carried out in whatever state the stage is.
+        # Steps of an update that changes nothing served are allowed in every state.
         a_step = staging and (verb.in_update or _of_staged(request) or self._checks_update(request))
-        if _continues_adapter(request):  # nothing goes on with weights that may not be served: the state sees to that
+        if _continues_adapter(request):  # to continue, the weights must be servable: the state decides
             verb = VERBS["PauseGeneration"]
         if not a_step and not verb.allows(self.state):
             state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
@@ -216,9 +214,12 @@ class Facts:
             )
 
     def _refuse_staged(self, request: Message) -> None:
-        """What only such an update has, only in one, and in its order: written, sealed, then committed."""
+        """Refuse steps outside a staged update, for another update, or out of order.
+
+        The order is write, seal, commit.
+        """
         update = self.update
-        shadow = isinstance(request, verbs_pb2.CheckWeightsRequest)  # an adapter is checked by its name
+        shadow = isinstance(request, verbs_pb2.CheckWeightsRequest)  # a check of an adapter names the adapter
         if update is None or not update.aside or (shadow and _of_staged(request) and not update.staged):
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open: there is no shadow copy")
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow:
@@ -235,7 +236,7 @@ class Facts:
             raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")
 
     def _checks_update(self, request: Message) -> bool:
-        """Whether a request digests the adapter that the open update has staged."""
+        """Whether a request digests the adapter staged by the open update."""
         update = self.update
         if not isinstance(request, verbs_pb2.CheckWeightsRequest) or update is None or update.adapter is None:
             return False
@@ -253,13 +254,15 @@ class Facts:
             raise Reason.WEIGHTS_DIRTY.error("only a full update can start from weights that are not whole")
 
     def contradiction(self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]) -> RlctlError | None:
-        """Why what a check has found cannot be, if nothing was written meanwhile: weights that are whole are not what
-        they were when they were digested last.
+        """Return the error for a check that contradicts the facts, or None.
+
+        Whole weights must have the digest of the last check. Assumes that no write ran during the check.
         """
         if request.shadow or request.adapter or self.weights is not Weights.WHOLE:
             return None
         torn = sorted({name for result in results for name in result.check.inconsistent})
-        verifying = self.update is not None and self.update.committed  # which judges, and says which rank it was
+        # the verification judges this, and names the rank
+        verifying = self.update is not None and self.update.committed
         if torn and not verifying:
             return Reason.DIGEST_MISMATCH.error(
                 f"replicas of {torn[0]} differ between ranks ({len(torn)} tensors do): an update has missed one, or "
@@ -285,7 +288,7 @@ class Facts:
         )
 
     def digest_key(self, request: verbs_pb2.CheckWeightsRequest) -> bytes:
-        """Key by which the ranks digest for a check; b"": SHA-256."""
+        """Return the key of the digest for a check; b"" for SHA-256."""
         if request.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
             return key_of(self.model_digest)
         return request.digest_key or key_of(request.expected_digest)
@@ -299,10 +302,10 @@ class Facts:
         *,
         steady: bool = True,
     ) -> bool:
-        """Take in what became of a verb. Where the outcome leaves it open, the side is assumed that serves nothing.
+        """Apply the outcome of a verb to the facts, and return whether any fact may have changed.
 
-        ``steady``: nothing was written while it was carried out, to what serves or to a shadow copy. Returns whether
-        any fact may have changed.
+        If the outcome leaves the effect open, assume the case that serves nothing. ``steady``: no write to served
+        weights or shadow copy ran during the verb.
         """
         applied = outcome == OUTCOME_APPLIED
         possible = outcome in POSSIBLY_DONE
@@ -315,7 +318,7 @@ class Facts:
                 if applied:
                     self.paused_adapters.pop(request.adapter, None)
             case verbs_pb2.PauseGenerationRequest() if possible:
-                # Whoever pauses by name takes an update's pause over; an update does not take over theirs.
+                # A pause by name replaces the pause of an update, but not the reverse.
                 if not self.paused or not request.header.fence.update_id:
                     self.paused_by = request.header.fence.update_id
                 self.paused, self.pause_mode = True, request.mode or common_pb2.PAUSE_MODE_ABORT
@@ -351,7 +354,7 @@ class Facts:
                 load_id = self.update.adapter.load_id if self.update.adapter is not None else ""
                 self.update.adapter = next(told, self.update.adapter)
                 if self.update.adapter is not None:
-                    self.update.adapter.load_id = load_id  # which an engine does not know of
+                    self.update.adapter.load_id = load_id  # unknown to engines
             case verbs_pb2.UnloadAdapterRequest() if possible:
                 self.adapters.pop(request.name, None)
             case verbs_pb2.CommitUpdateRequest() if self.update is not None and self.update.adapter is not None:
@@ -360,7 +363,7 @@ class Facts:
                 if applied:
                     self._committed(self.update, request.version)
                 if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
-                    self.adapters.clear()  # some ranks may have
+                    self.adapters.clear()  # some ranks may have dropped theirs
             case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
                 self._aborted(self.update, applied=applied)
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
@@ -368,22 +371,22 @@ class Facts:
                 if self.update is not None and not self.update.aside:
                     self.update.spoilt = True
             case verbs_pb2.CheckWeightsRequest() if outcome == OUTCOME_DIRTY and not request.shadow:
-                self._mixed()  # what is held is not what was confirmed: somebody else has written to it
+                self._mixed()  # written by another program: the bytes are not the confirmed bytes
                 if self.update is not None and not self.update.full:
                     self.update.spoilt = True
             case verbs_pb2.CheckWeightsRequest() if applied and steady and _of_all(request):
                 self._digested(request, results)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
-                # A part of a checkpoint, or one of another format, is not what the stage could be started with.
+                # A part of a checkpoint, or another load format, is not a checkpoint that the stage could start with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
             case _ if isinstance(request, _FILLS) and possible and self.update is not None and self.update.checkpoint:
-                self.update.checkpoint = ""  # something was written over what had been read
+                self.update.checkpoint = ""  # the bytes read from disk were overwritten
             case _:
                 changed = False
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
         beside = self.update is not None and self.update.adapter is not None
-        # A write of a staged update reaches what serves only if the engine itself says that it has gone wrong so far.
+        # A write of a staged update affects the served weights only if the engine reports DIRTY.
         spared = beside or (self.is_aside(verb, request) and outcome != OUTCOME_DIRTY)
         if verb.writes_weights and possible and not finished and not spared:
             if self.update is not None:
@@ -393,14 +396,14 @@ class Facts:
         return changed
 
     def closes(self, request: Message) -> str:
-        """Name of the adapter whose requests a step of its update is about to stop, or ""."""
+        """Return the name of the adapter whose requests a step of its update is about to stop, or ""."""
         if isinstance(request, verbs_pb2.PrepareUpdateRequest):
             return "" if request.pause else request.adapter.name
         sealing = isinstance(request, verbs_pb2.SealUpdateRequest) and self.update is not None
         return self.update.adapter.name if sealing and self.update and self.update.adapter is not None else ""
 
     def is_aside(self, verb: Verb, request: Message) -> bool:
-        """Whether a verb, a step of a staged update, leaves alone what serves, whatever becomes of it."""
+        """Whether a verb is a step of a staged update and so changes nothing served, with any outcome."""
         if isinstance(request, verbs_pb2.PrepareUpdateRequest):
             return request.apply == verbs_pb2.APPLY_MODE_STAGED or request.kind == verbs_pb2.UPDATE_KIND_ADAPTER
         staging = self.update is not None and self.update.aside
@@ -408,7 +411,7 @@ class Facts:
 
     @property
     def servable_adapters(self) -> dict[str, str]:
-        """Version by name of the adapters that may be generated with: held, and the ones that are admitted."""
+        """Version by name of the servable adapters: adapters of the stage at the admitted version."""
         admitted = self.admitted_adapters
         return {
             name: held.version
@@ -423,7 +426,7 @@ class Facts:
         adapters: Iterable[Adapter] = (),
         withheld_adapters: Iterable[str] = (),
     ) -> None:
-        """Take in which versions may be served, and optionally which one the weights at hand are."""
+        """Set the admitted versions and adapters, and with ``adopt`` the version of the present weights."""
         self.admitted = tuple(admitted)
         self.admitted_adapters = {adapter.name: adapter for adapter in adapters}
         self.withheld_adapters = frozenset(withheld_adapters)
@@ -449,7 +452,7 @@ class Facts:
         self.checkpoint = ""
 
     def _digested(self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]) -> None:
-        """Keep the digest of an update's verification. A SHA-256 of another check is kept beside it."""
+        """Keep the digest of an update's verification. The SHA-256 of another check is kept beside it."""
         update, digests = self.update, _digests(results)
         verifies = update is not None and request.header.fence.update_id == update.update_id
         if len(digests) != 1:
@@ -472,7 +475,7 @@ class Facts:
                 self.sha256_digest = digest
 
     def _put_adapter(self, adapter: Adapter, *, applied: bool, possible: bool) -> None:
-        """An adapter's commit: it takes the place of the old one; what ranks may disagree about is held by none."""
+        """Commit an adapter in place of the old adapter. If ranks may disagree, remove the adapter."""
         if applied:
             self.adapters[adapter.name] = adapter
             self.update = None
@@ -480,13 +483,13 @@ class Facts:
             self.adapters.pop(adapter.name, None)
 
     def _aborted(self, update: OpenUpdate, *, applied: bool) -> None:
-        # Finished or not: nobody vouches for what was written.
+        # Finished or not, the written bytes are unverified.
         if update.touched or update.committed:
             update.touched, update.committed = True, False
             self._mixed()
         if applied:
             self.update = None
-        else:  # open at some ranks, and gone at others: it can only be aborted again
+        else:  # open at some ranks only: a further abort is the only way out
             update.prepared = False
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
@@ -495,7 +498,7 @@ class Facts:
             self.update = None
             self._mixed()
             return
-        self.weights = Weights.WHOLE  # one that was not full began with whole ones
+        self.weights = Weights.WHOLE  # an update that was not full began with whole weights
         self.version = version
         self.model_digest, self.sha256_digest = update.digest, ""
         self.checkpoint = update.checkpoint
@@ -510,23 +513,23 @@ _FILLS = (
 )
 
 _WRITES = (*_FILLS, verbs_pb2.SealUpdateRequest)
-"""What fills the weights or the shadow copy, its completion among it."""
+"""Requests that fill the weights or the shadow copy, including the seal."""
 
 
 def _of_staged(request: Message) -> bool:
-    """Whether a request has no meaning without a shadow copy."""
+    """Whether a request needs a shadow copy."""
     return isinstance(request, verbs_pb2.SealUpdateRequest) or (
         isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow
     )
 
 
 def _of_all(request: verbs_pb2.CheckWeightsRequest) -> bool:
-    """Whether a check looks at all base weights."""
+    """Whether a check covers all base weights."""
     return not (request.skip_tensors or request.adapter)
 
 
 def _digests(results: Sequence[RankResult]) -> set[str]:
-    """Model digests that ranks have found, those that were not the expected one among them."""
+    """Return the model digests that ranks computed, including unexpected digests."""
     mismatch = Reason.DIGEST_MISMATCH.name
     unlike = {result.error.metadata.get("found", "") for result in results if result.error.reason == mismatch}
     return ({result.check.model_digest for result in results} | unlike) - {""}

@@ -28,12 +28,11 @@ class StageMetrics:
         self.exposition = Exposition(m.of(m.STAGE), self._state)
 
     def generation(self, engine: Callable[[], Engine]) -> Generation:
-        """Counts the requests of a RolloutService."""
         return _MeasuredGeneration(engine, self._serving, self._clock, self)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[GenerateResponse], None]]:
-        """Count a request. Yields the function that takes each part of the answer."""
+        """Count a request. Yields a function to call with each part of the answer."""
         started, first, outcome = self._clock.now(), True, "ok"
         tokens = 0
 
@@ -78,7 +77,6 @@ class _MeasuredGeneration(Generation):
         self._metrics = metrics
 
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
-        """What is new, message by message."""
         with self._metrics.request() as take:
             async with contextlib.aclosing(super().stream(request, remaining_s)) as parts:
                 async for part in parts:

@@ -1,4 +1,4 @@
-"""Rank 0's relay: one command to every rank of the stage, one result from each."""
+"""Relay of rank 0: sends a command to every rank of the stage and collects one result from each."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.worker.worker import Worker
 
 SETTLE_S = 1.0
-"""Kept back of a command's time, at most a fifth of it, to withdraw it where it will not be ordered."""
+"""Seconds kept back of a command's time, at most a fifth of it, to withdraw a command that is not ordered."""
 
 
 REMEMBERED = 1024
-"""Ordered commands of which it is known how far they have come: one that nobody waits for any more may be in the stream
-yet."""
+"""Number of ordered commands whose progress is kept. A command without a caller may still be in the stream."""
 
 
 class Rank(Protocol):
-    """One rank as its stage sees it."""
+    """A rank as its stage sees it."""
 
     @property
-    def coordinates(self) -> WorkerCoordinates:
-        """Where it stands."""
+    def coordinates(self) -> WorkerCoordinates: ...
 
     def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
-        """Start a command: (accepted, results). Neither fails with anything but RlctlError."""
+        """Start a command and return futures of its acceptance and results. They fail with RlctlError only."""
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command that was not ordered."""
+        """Withdraw a command that was not ordered."""
 
 
 class LocalRank:
@@ -54,14 +52,12 @@ class LocalRank:
 
     @property
     def coordinates(self) -> WorkerCoordinates:
-        """Where it stands."""
         return self._worker.coordinates
 
     def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
-        """Start a command on the local worker."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         now = self._clock.now()
-        deadline = now + taken_along(call.deadline - now)  # to say what became of it before nobody listens any more
+        deadline = now + taken_along(call.deadline - now)  # answers before the caller stops waiting
         local = Call(call.command_id, deadline, call.update_id, accept=lambda: _done(accepted))
         task = asyncio.create_task(self._worker.carry_out(request, local))
         self._tasks.add(task)
@@ -70,12 +66,11 @@ class LocalRank:
         return accepted, task
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command that was not ordered."""
         await self._worker.withdraw(command_id)
 
 
 class RemoteRank:
-    """A follower, over its link. Once lost it stays lost: an engine whose rank is gone must be restarted."""
+    """A follower behind its link. A lost follower stays lost: an engine with a lost rank must be restarted."""
 
     def __init__(self, coordinates: WorkerCoordinates, commander: Commander) -> None:
         self._coordinates = coordinates
@@ -83,11 +78,9 @@ class RemoteRank:
 
     @property
     def coordinates(self) -> WorkerCoordinates:
-        """Where it stands."""
         return self._coordinates
 
     def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
-        """Send a command to the follower."""
         packed = Any()
         packed.Pack(request)
         issued: Issued = self._commander.issue(call.command_id, "", packed, call.deadline)
@@ -95,22 +88,21 @@ class RemoteRank:
         accepted: asyncio.Future[None] = loop.create_future()
         results: asyncio.Future[list[RankResult]] = loop.create_future()
         issued.result.add_done_callback(lambda answer: _translate(answer, results))
-        # Not before the results: one that has answered instead would pass for one that holds the command.
+        # After the callback of the result: a rank that answers without acceptance must not pass as accepted.
         issued.accepted.add_done_callback(lambda _: _done(accepted))
         return accepted, results
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command that was not ordered."""
         self._commander.cancel(command_id)
 
 
 @dataclass
 class _Ordering:
-    """How far an ordered command has come.
+    """Progress of an ordered command.
 
     Attributes:
-        begun: rank 0 has been told to order it: it alone knows whether the stream has it.
-        withdrawn: nobody is to order it any more.
+        begun: rank 0 was told to order the command. Only rank 0 knows whether the stream has the command.
+        withdrawn: the command must not be ordered any more.
     """
 
     begun: bool = False
@@ -130,10 +122,10 @@ class Relay:
         self._orderings: dict[str, _Ordering] = {}
 
     async def run(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:
-        """One entry per rank, rank 0 first; a rank that does not answer by the deadline is an UNKNOWN entry.
+        """Return one entry per rank, rank 0 first; UNKNOWN for a rank without an answer by the deadline.
 
-        Ordered verbs go in two steps: every rank accepts, then rank 0 orders. Unless all accept, all withdraw and
-        nobody carries it out.
+        Ordered verbs go in two steps: every rank accepts, then rank 0 orders. Unless all accept, all withdraw and no
+        rank runs the command.
         """
         started = [rank.issue(request, call) for rank in self._ranks]
         accepted = [a for a, _ in started]
@@ -147,8 +139,10 @@ class Relay:
         return one_per_rank(self._workers, entries)
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command at every rank, unless the stream has it: a follower that forgot what the stream is about to
-        reach would be lost to the others.
+        """Withdraw a command at every rank, or only at rank 0's engine once ordering has begun.
+
+        A follower must not forget a command that the stream is about to reach: the other ranks would lose that
+        follower.
         """
         ordering = self._orderings.get(command_id, _Ordering())
         ordering.withdrawn = True
@@ -171,7 +165,7 @@ class Relay:
             del self._orderings[next(iter(self._orderings))]
         remaining = call.deadline - self._clock.now()
         await self._wait(accepted, call.deadline - min(SETTLE_S, remaining / 5))
-        remaining = call.deadline - self._clock.now()  # none where this process was stopped
+        remaining = call.deadline - self._clock.now()  # not positive if this process was stopped
         held = all(a.done() for a in accepted) and not any(r.done() for r in results)
         if held and remaining > 0 and not ordering.withdrawn:
             ordering.begun = True
@@ -180,8 +174,8 @@ class Relay:
                     await self._engine.order(call.command_id)
                 return
             except TimeoutError:
-                return  # the stream may have it: whoever has not answered is UNKNOWN
-            except Exception:  # noqa: BLE001 - an engine that cannot order has failed, and says so in its results
+                return  # the stream may have the command: a silent rank is UNKNOWN
+            except Exception:  # noqa: BLE001 - an engine that cannot order has failed, and its results say so
                 pass
         if not all(r.done() for r in results):
             await self._withdraw(call.command_id)
@@ -220,6 +214,6 @@ def _translate(answer: asyncio.Future[CommandResult], results: asyncio.Future[li
     error = answer.exception()
     if error is not None:
         results.set_exception(error)
-        results.exception()  # retrieved: the relay may have given up waiting
+        results.exception()  # marked as retrieved: the relay may have stopped waiting
     else:
         results.set_result([answer.result().rank])

@@ -1,4 +1,4 @@
-"""A stage server as a process: engine, ranks, admin and rollout servers, and its place with the coordinator."""
+"""A stage server as a process: engine, ranks, admin and rollout servers, and registration with the coordinator."""
 
 from __future__ import annotations
 
@@ -61,40 +61,39 @@ REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
 START_S = 1800.0
 FOLLOWER_STARTS_S = 60.0
-"""How long a follower may say nothing while its engine starts: imports and forks keep a busy host's loops waiting."""
+"""Seconds that a follower may be silent while its engine starts. Imports and forks block the loops of a busy host."""
 RESTART_AFTER_S = 1.0
 RESTART_AT_MOST_S = 60.0
 LOG_LINES = 20
 MOST_LOG_LINE = 500
 """Most lines of a failed engine's log in a report, and most characters of a line."""
 STEADY_S = 60.0
-"""An engine that ran for so long is started again at once when it fails; before that, later and later."""
+"""An engine that ran this long restarts at once after a failure. Earlier failures are retried with growing delay."""
 
 
 @dataclass(frozen=True)
 class StageConfig:
-    """How a stage server is started.
+    """Configuration of a stage server.
 
     Attributes:
         slot: stable identity in the topology.
-        model: model that it serves.
         engine: name of the plug-in.
-        engine_config: how its rank 0 is started.
+        engine_config: configuration of rank 0.
         followers: addresses of the WorkerServices of ranks 1 and up, in rank order.
-        listen: where StageService binds; port 0 takes any.
-        rollout_listen: where RolloutService binds.
-        data_listen: where the data port binds, of an engine that has one; "": any port of the host of rollout_listen.
-        advertise: host under which others reach the three listeners; "": the host that they bind.
-        coordinator: address of the coordinator, or "" when one will come and attach by itself.
+        listen: address of StageService; TCP port 0 takes any.
+        rollout_listen: address of RolloutService.
+        data_listen: address of the data port, if the engine has one; "": any TCP port of the host of rollout_listen.
+        advertise: host under which peers reach the three listeners; "": the host of the address.
+        coordinator: address of the coordinator; "": the coordinator attaches by itself.
         weight_version: label of the model's first version.
         frozen: the model never receives weights.
-        worker_type: what the engine is for: regular, prefill, decode or encoder.
+        worker_type: role of the engine: regular, prefill, decode or encoder.
         token: bearer token that guards every service and is sent to every peer.
-        access_file: further principals, who may generate.
-        insecure: bind where others can reach it though there is no token.
+        access_file: further principals that may generate.
+        insecure: allow addresses that other hosts reach, without a token.
         tls: certificate of this slot's stage; None for plain text.
-        metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
-        restarts: how often an engine that it can start again is started after failures, and within which time.
+        metrics: ``host:port`` of the Prometheus metrics; TCP port 0 takes any. "": no metrics.
+        restarts: restart limit of an engine that this process can start again.
     """
 
     slot: str
@@ -119,7 +118,7 @@ class StageConfig:
 
 
 class StageServer:
-    """One engine's rank 0 with everything around it."""
+    """Rank 0 of one engine with its servers."""
 
     def __init__(self, config: StageConfig) -> None:
         if config.tls is not None:
@@ -134,7 +133,7 @@ class StageServer:
         self._executor: Executor | None = None
         self._failure: RlctlError | None = None
         self._lost: dict[int, RlctlError] = {}
-        """What has become of followers: they may be lost before there is a stage that is told."""
+        """Errors of lost followers. A follower may be lost before the stage exists."""
         self._engine = self._new_engine()
         self._rollout_loop = LoopThread(f"rollout {config.slot}")
         self._tasks: list[asyncio.Task[None]] = []
@@ -161,7 +160,7 @@ class StageServer:
         self._metrics = self._new_metrics() if config.metrics else None
 
     async def start(self) -> None:
-        """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
+        """Bind, load, and register. Both servers answer while the engine loads, but serve nothing."""
         if self.config.coordinator:
             refuse_unreachable(self.config.coordinator, "coordinator")
         for follower in self.config.followers:
@@ -178,7 +177,7 @@ class StageServer:
         self._register()
 
     async def stop(self) -> None:
-        """Leave the fleet, let calls in flight finish, end the engine."""
+        """Deregister, let running calls finish, and stop the engine."""
         tasks = [*self._tasks, *(task for task in (self._registering, self._restarting) if task is not None)]
         for task in tasks:
             task.cancel()
@@ -232,7 +231,7 @@ class StageServer:
             await self._data_port.stop()
 
     async def _start_data_port(self, routes: Sequence[HttpRoute]) -> str:
-        from rlctl.stage.data_port.server import DataPort  # aiohttp comes with engines that are servers
+        from rlctl.stage.data_port.server import DataPort  # aiohttp is installed with server engines only
 
         config = self.config
         port = DataPort(
@@ -264,7 +263,7 @@ class StageServer:
         worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if own else ())
         ranks: list[Rank] = [LocalRank(worker, self._clock), *([] if own else map(RemoteRank, workers[1:], followers))]
         if own:
-            pids = [os.getpid()] * len(workers)  # who answers for them
+            pids = [os.getpid()] * len(workers)  # the process that answers for the ranks
             hosts = [self.config.engine_config.node, *(each.report.ranks[0].coordinates.node for each in joined)]
             for place in workers:
                 place.node = hosts[place.rank * len(hosts) // len(workers)]
@@ -314,7 +313,7 @@ class StageServer:
             self._follower_lost(rank, Reason.ENGINE_FAILED.error(status.reason))
 
     def _follower_lost(self, rank: int, error: RlctlError) -> None:
-        """A rank, or, of a server with ranks of its own, a node with all of its ranks: the server ends with it."""
+        """Mark a rank as lost; for a server engine, a node with all of its ranks. The server ends with the node."""
         self._lost.setdefault(rank, error)
         if self._stage is None:
             return
@@ -335,7 +334,7 @@ class StageServer:
         log.error("engine failed: %s", error)
         if engine is not self._engine:
             return
-        self._failure = error  # it may come before there is a stage that is told
+        self._failure = error  # may happen before the stage exists
         if self._stage is None:
             return
         self._worker.failure = error
@@ -347,7 +346,7 @@ class StageServer:
             self._restarting = asyncio.create_task(self._restart(self._stage))
 
     async def _restart(self, old: Stage) -> None:
-        """Start the engine again in this process: a new incarnation, which knows nothing of the one before."""
+        """Start the engine again in this process, as a new incarnation without the state of the earlier incarnation."""
         if self._clock.now() - self._started_at > STEADY_S:
             self._pause_s, self._failures = 0.0, 0
         self._report_failure(old, self._failure)
@@ -360,7 +359,7 @@ class StageServer:
                 async with asyncio.timeout(START_S):
                     await self._start_engine()
                 break
-            except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
+            except Exception as error:  # noqa: BLE001 - for any error: no other process restarts the engine
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
                 self._report_failure(old, error)
         else:
@@ -454,7 +453,7 @@ class StageServer:
             worker_type=common_pb2.WorkerType.Value(f"WORKER_TYPE_{self.config.worker_type.upper()}"),
         )
 
-    # Its place with the coordinator.
+    # Registration with the coordinator.
 
     def _register(self) -> None:
         if self._registering is not None:
@@ -463,7 +462,7 @@ class StageServer:
             self._registering = asyncio.create_task(self._stay_registered())
 
     async def _stay_registered(self) -> None:
-        """Register, and again whenever no coordinator has been attached for a while: it may have been replaced."""
+        """Register, and repeat while no coordinator is attached: the coordinator may have been replaced."""
         stage, told = self._stage, ""
         assert stage is not None
         while True:
@@ -489,7 +488,7 @@ class StageServer:
         if stage is None or not self.config.coordinator or not stage.incarnation:
             return
         request = DeregisterStageRequest(slot=self.config.slot, boot_id=stage.registration.boot_id, force=True)
-        # A coordinator that cannot be reached sees the link end.
+        # An unreachable coordinator sees the link end.
         with contextlib.suppress(RlctlError):
             await self._call_coordinator("DeregisterStage", request, timeout_s=2.0)
 
@@ -514,5 +513,5 @@ class StageServer:
 
 
 def host_name() -> str:
-    """Name of this host, for coordinates."""
+    """Return the name of this host, for worker coordinates."""
     return socket.gethostname()

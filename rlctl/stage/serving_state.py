@@ -1,4 +1,4 @@
-"""The gate of a stage: what it may generate and send now. Every request reads it, also from another thread."""
+"""The gate of a stage: permission to generate and to send. Every request reads the gate, also from another thread."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ _OUT_OF_SERVICE = (STAGE_STATE_JOINING, STAGE_STATE_STALE, STAGE_STATE_DIRTY)
 
 
 class Serving(NamedTuple):
-    """What generation needs to know of the stage; immutable, read from another thread.
+    """The state of a stage as generation needs it; immutable, read from another thread.
 
     Attributes:
-        state: the stage's.
-        version: what the weights are at.
-        vouched: whether what they have generated may be told, whatever the state.
-        lease_until: until when it may serve, on the clock's ``now``.
-        obstacle: why it must not be routed to though it answers, or None.
-        adapters: version by name of the adapters that may be generated with.
-        held: names of the adapters that the ranks hold.
+        version: version of the weights.
+        vouched: tokens of running requests may be sent, in any state.
+        lease_until: end of the serving lease, on the clock's ``now``.
+        obstacle: reason to serve nothing although the stage answers, or None.
+        adapters: version by name of the servable adapters.
+        held: names of the adapters at the ranks.
         awaited: names of the adapters that the fleet serves, here or elsewhere.
-        spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
-        closed_adapter: adapter that an update is about to replace, and that takes no new request. "": none.
-        sealed: the engine generates nothing with that adapter until the update ends.
-        paused_adapters: adapters that are paused by name, or are about to be.
+        spoiling: verb under way that removes what ranks need to generate, or "".
+        closed_adapter: adapter that an update is about to replace and that takes no new request, or "".
+        sealed: the engine generates nothing with ``closed_adapter`` until the update ends.
+        paused_adapters: adapters paused by name, or about to be paused.
         withheld_adapters: adapters that may not be served until the stage has paused them.
     """
 
@@ -56,7 +55,7 @@ class Serving(NamedTuple):
     withheld_adapters: frozenset[str] = frozenset()
 
     def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
-        """Raise why nothing is generated now, or return."""
+        """Raise the reason for refusing a new request now."""
         if model and model != self.model:
             raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
         if self.obstacle is not None:
@@ -94,17 +93,17 @@ class Serving(NamedTuple):
         )
 
     def refuse_ongoing(self, now: float, adapter: str = "") -> None:
-        """Raise STAGE_NOT_SERVING when nothing more may be told of what is being generated.
+        """Raise STAGE_NOT_SERVING if no further tokens of a running request may be sent.
 
-        What was generated before a pause may still be told; what comes from weights that nobody vouches for, or that
-        are not to be served any more, may not.
+        Tokens from before a pause may still be sent. Tokens of unverified weights, or of weights no longer admitted,
+        may not.
         """
         if self.obstacle is not None:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
         if self.state in _OUT_OF_SERVICE or not self.vouched:
             name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
-        # Between the publication of its next version and the commit here, the engine generates nothing with an adapter.
+        # Between the publication of a version and the commit here, the engine generates nothing with the adapter.
         replaced = self.sealed and adapter == self.closed_adapter and adapter in self.held
         if adapter and adapter not in self.adapters and not replaced and self.state != STAGE_STATE_UPDATING:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")

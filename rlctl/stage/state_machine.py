@@ -38,17 +38,17 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.version import CONTRACT_VERSION
 
 MOST_AHEAD = 100
-"""Most that the epoch of a commander may exceed the epoch at the registration: restarts raise it."""
+"""Highest excess of a commander's epoch over the epoch at registration. Restarts raise the epoch."""
 
 MOST_EPOCH = 1 << 63
-"""Highest epoch that is accepted. No fleet reaches it, and a higher epoch can still follow."""
+"""Highest accepted epoch. No fleet reaches this epoch, and a higher epoch can still follow."""
 
 _LOOKED = (OUTCOME_APPLIED, OUTCOME_REJECTED)
-"""Outcomes of a check that has looked: it may have found something else than was expected."""
+"""Outcomes of a completed check, also with an unexpected result."""
 
 
 class Stage:
-    """One stage. Everything but ``serving`` belongs to the admin event loop."""
+    """One stage. All state but ``serving`` belongs to the admin event loop."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Stage:
         self.registration = registration
         self.incarnation = 0
         self.home_epoch: int | None = None
-        """Epoch of the stage's own coordinator at the last registration; None: the stage has none."""
+        """Epoch of the stage's own coordinator at the last registration; None without such a coordinator."""
         self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
         self.attached = asyncio.Event()
         self.left = asyncio.Event()
-        """A coordinator holds the stage; none does. Exactly one of the two is set: who waits for one after the other
-        misses nothing, however soon a link ends again.
+        """``attached`` is set while a coordinator is attached, ``left`` otherwise. Exactly one event is set: a task
+        that waits for both in turn misses no change, however short a link lives.
         """
         self.left.set()
         self._engine = engine
@@ -75,7 +75,7 @@ class Stage:
         self._clock = clock
         self._link: Link[ControlResponse, ControlRequest] | None = None
         self._turn = asyncio.Lock()
-        self._waiting: dict[str, bool] = {}  # command ids that wait their turn; True once withdrawn
+        self._waiting: dict[str, bool] = {}  # ids of waiting commands; True once withdrawn
         self._lease_until = float("-inf")
         self._grant_number = 0
         self._confirmed_grant = 0
@@ -83,31 +83,30 @@ class Stage:
         self._engine_failure: EngineFailure | None = None
         self._spoiling = self._closing = self._pausing = ""
         self._aborting = 0
-        """Aborts of updates that are under way at the ranks, some of which may have let their requests go on."""
+        """Aborts of updates that are under way at the ranks. Some ranks may have let their requests continue."""
         self._writing = self._written = 0
-        """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
+        """Numbers of running and of ended commands that write weights, including the shadow copy."""
         self._revision = 0
         self._reported: bytes = b""
         self._standing: tuple[object, ...] = ()
-        """What a grant can change of what was reported last."""
+        """The part of the last report that a grant can change."""
         self.serving = self._serving()
 
-    # What the coordinator does to the stage.
+    # Calls of the coordinator.
 
     async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
-        """Accept a coordinator of the same or a higher epoch; the link of an earlier one is closed."""
+        """Accept a coordinator of the same or a higher epoch, and close the link of the earlier coordinator."""
         try:
-            if not attach.incarnation:  # somebody who wants to know what to register
+            if not attach.incarnation:  # a query of the registration
                 return Attached(registration=self.registration, report=self.report())
             self._refuse_attach(attach)
         except RlctlError as error:
             return Attached(error=error.detail())
         former, self._link = self._link, link
         if attach.fleet_epoch > self.facts.fleet_epoch:
-            self._confirmed_grant = 0  # every coordinator counts its own grants
+            self._confirmed_grant = 0  # each coordinator counts its own grants
         if former is not link:
-            # Grants count over the link that was accepted last only. A number from another link would keep every later
-            # grant from being heard.
+            # Grant numbers count per link. A number of an earlier link would make the stage ignore all later grants.
             self._grant_number = 0
         self.facts.fleet_epoch = attach.fleet_epoch
         self.facts.joined = True
@@ -116,7 +115,7 @@ class Stage:
         self.attached.set()
         self._changed(tell=False)
         if former is not None and former is not link:
-            await former.close()  # last: a higher epoch may attach meanwhile, and nothing of this one comes after it
+            await former.close()  # last: a higher epoch may attach meanwhile, and nothing of this epoch may follow
         return Attached(registration=self.registration, report=self.report())
 
     def _refuse_attach(self, attach: Attach) -> None:
@@ -144,23 +143,22 @@ class Stage:
             )
 
     def obeys(self, link: object) -> bool:
-        """Whether this is the coordinator's link."""
         return self._link is not None and link is self._link
 
     def detached(self, link: object) -> None:
-        """A stream has ended. If it was the coordinator's, the lease runs out by itself."""
+        """Forget the coordinator's link after its end. The lease runs out by itself."""
         if link is self._link:
             self._link = None
             self.attached.clear()
             self.left.set()
 
     async def leave(self) -> None:
-        """End the coordinator's stream from this side."""
+        """Close the coordinator's stream from this side."""
         if self._link is not None:
             await self._link.close()
 
     def grant(self, grant: ServingGrant) -> None:
-        """Take a serving grant; one of another epoch, or that a later one has overtaken, is ignored."""
+        """Take a serving grant. Ignore a grant of another epoch, or an overtaken grant."""
         if grant.fleet_epoch != self.facts.fleet_epoch or grant.number <= self._grant_number:
             return
         self._grant_number = grant.number
@@ -175,7 +173,7 @@ class Stage:
         self._changed(granted=adopt is None)
 
     async def carry_out(self, request: Message, call: Call) -> CommandResult:
-        """Check, relay, aggregate, take in."""
+        """Check a command, relay it to the ranks, aggregate the results and apply the outcome."""
         started = self._clock.now()
         try:
             result = await self._carry_out(of_request(request), request, call)
@@ -185,24 +183,26 @@ class Stage:
         return result
 
     def refuse(self, error: RlctlError) -> CommandResult:
-        """A result for a command that was refused before it was looked at."""
+        """Return the result of a command that was refused before any check."""
         return self._refused(error)
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command that waits its turn or was not ordered yet."""
+        """Withdraw a command that waits for its turn or is not ordered yet."""
         if command_id in self._waiting:
             self._waiting[command_id] = True
         await self._relay.withdraw(command_id)
 
-    # What happens to the stage by itself.
+    # Events at the stage itself.
 
     def rank_seen(self, rank: int, pid: int) -> None:
-        """A follower said who it is."""
         self._ranks[rank].pid = pid
         self._changed()
 
     def rank_lost(self, rank: int, error: RlctlError) -> None:
-        """A rank's process or engine is gone: nothing is served and nothing changed until the engine is restarted."""
+        """Mark a rank whose process or engine is gone.
+
+        The stage serves and changes nothing until the engine restarts.
+        """
         status = self._ranks[rank]
         status.alive = False
         status.reason = status.reason or error.message
@@ -211,19 +211,18 @@ class Stage:
         self._changed()
 
     def engine_failed(self, failure: EngineFailure) -> None:
-        """Take in the failure of an engine whose ranks are lost."""
+        """Report the failure of an engine whose ranks are lost."""
         self._engine_failure = failure
         self._changed()
 
-    # What it says about itself.
+    # State and reports.
 
     @property
     def state(self) -> StageState.ValueType:
-        """FAILED if a rank is lost, else the state that follows from the facts."""
+        """FAILED if a rank is lost, otherwise the state derived from the facts."""
         return common_pb2.STAGE_STATE_FAILED if self._obstacle is not None else self.facts.state
 
     def report(self) -> StageReport:
-        """The facts."""
         facts = self.facts
         return StageReport(
             incarnation=self.incarnation,
@@ -256,7 +255,6 @@ class Stage:
 
     @property
     def _closed_adapter(self) -> str:
-        """The adapter for which the stage takes no new requests, or ""."""
         update = self.facts.update
         return self._closing or (update.closed_adapter if update is not None else "")
 
@@ -281,7 +279,10 @@ class Stage:
         )
 
     def _changed(self, *, tell: bool = True, granted: bool = False) -> None:
-        """``granted``: by a grant alone, most of which only prolong the lease."""
+        """Update ``serving`` and report changes.
+
+        ``granted``: the cause is a grant, and most grants only prolong the lease.
+        """
         self.serving = self._serving()
         held = self._clock.now() < self._lease_until
         standing = (self.serving.state, held, self._confirmed_grant, self.facts.update is None)
@@ -322,10 +323,10 @@ class Stage:
             if unpaused is not None:
                 raise unpaused
         if mutates and self._obstacle is not None:
-            raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
+            raise self._obstacle.with_traceback(None)  # the traceback would hold every request that raised this error
         if not mutates or not verb.waits or verb.interrupts:
             return await self._relayed(verb, request, call)
-        if self._turn.locked() or self._waiting:  # a turn that is free may be promised to who waits already
+        if self._turn.locked() or self._waiting:  # a free turn may be promised to a waiting command
             await self._wait_for_turn(call)
         else:
             await self._turn.acquire()
@@ -351,9 +352,9 @@ class Stage:
         self.facts.refuse(verb, request)
         self._place(request)
         aside, spoiling = self.facts.is_aside(verb, request), spoils(request)
-        if spoiling:  # a rank may have done it long before the last one answers
+        if spoiling:  # a rank may be done long before the last rank answers
             self._spoiling = verb.name
-        # Close the adapter first: the ranks would otherwise have to stop requests that came meanwhile.
+        # Close the adapter first. Otherwise the ranks would have to stop requests that arrive meanwhile.
         closing = self.facts.closes(request)
         pausing = request.adapter if isinstance(request, verbs_pb2.PauseGenerationRequest) else ""
         if closing:
@@ -380,7 +381,7 @@ class Stage:
             if pausing:
                 self._pausing = ""
             if spoiling:
-                self._spoiling = ""  # seen once it is settled what has become of it
+                self._spoiling = ""  # takes effect once the outcome is settled
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         if isinstance(request, verbs_pb2.GetModelInfoRequest):
             self._name_version(results)
@@ -397,7 +398,10 @@ class Stage:
     def _contradicted(
         self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]
     ) -> common_pb2.Outcome.ValueType | None:
-        """The outcome of a check that has found what cannot be; its results are made to say why. None of any other."""
+        """Return the outcome of a check that contradicts the facts, or None.
+
+        The error is added to each rank result.
+        """
         contradiction = self.facts.contradiction(request, results)
         if contradiction is None:
             return None
@@ -407,18 +411,19 @@ class Stage:
         return contradiction.outcome
 
     def _name_version(self, results: Sequence[RankResult]) -> None:
-        """The version that a rank names is the stage's: ranks are written and confirmed together.
+        """Replace the version in rank results by the stage's version: ranks are written and confirmed together.
 
-        An engine names the version that it was told last, also where the weights are a mixture now. Followers are told
-        none.
+        An engine names the last version set, even if the weights are a mixture now. Followers have no version.
         """
         for result in results:
             if result.HasField("model_info"):
                 result.model_info.weight_version.CopyFrom(self.facts.version)
 
     def _place(self, request: Message) -> None:
-        """Tell the ranks what only the stage knows: where it begins among a group's members, which are named for the
-        whole fleet, and the key of the digest that a check computes.
+        """Add values to a request that only the stage knows.
+
+        These are the stage's place among the members of a group, named for the whole fleet, and the digest key of a
+        check.
         """
         if isinstance(request, verbs_pb2.CheckWeightsRequest):
             request.digest_key = self.facts.digest_key(request)
@@ -439,7 +444,7 @@ class Stage:
         results: Sequence[RankResult],
         error: common_pb2.ErrorDetail | None,
     ) -> CommandResult:
-        # Filled in place: a message that is put into another one is copied, and every command has such a result.
+        # Filled in place: protobuf copies a message that is assigned to a field, and every command has such a result.
         answer = CommandResult()
         result, header = answer.stage, answer.stage.header
         header.fleet_epoch = self.facts.fleet_epoch

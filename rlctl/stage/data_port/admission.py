@@ -1,4 +1,4 @@
-"""Requests that wait for the gate: one poll of the state serves all of them."""
+"""Requests that wait for the gate. One poll of the state serves all waiting requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlctl.ports import Clock
 from rlctl.stage.serving_state import Serving
 
 LOOK_S = 0.02
-"""How often the state of the stage is read while requests wait. It changes on another event loop."""
+"""Seconds between reads of the stage's state while requests wait. The state changes on another event loop."""
 
 
 class Admission:
-    """Lets requests in when the gate opens. For one event loop."""
+    """Admits requests when the gate opens. For one event loop."""
 
     def __init__(self, serving: Callable[[], Serving], clock: Clock) -> None:
         self._serving = serving
@@ -24,10 +24,10 @@ class Admission:
         self._leased = False
 
     async def admit(self, wait_s: float, *, model: str, min_version_seq: int, adapter: str) -> Serving:
-        """The state at which a request is let in.
+        """Wait for the gate and return the state at the admission of a request.
 
-        Raises as :meth:`Serving.refuse`: STAGE_NOT_SERVING and VERSION_TOO_OLD after ``wait_s`` seconds, others at
-        once.
+        Raises as :meth:`Serving.refuse`: STAGE_NOT_SERVING and VERSION_TOO_OLD after ``wait_s`` seconds, other reasons
+        at once.
         """
         until = self._clock.now() + wait_s
         while True:
@@ -42,13 +42,13 @@ class Admission:
             await self._change(serving, until - now)
 
     async def _change(self, seen: Serving, within_s: float) -> None:
-        """Return when the state of the stage is another one than ``seen``, or the time is up."""
+        """Return when the state of the stage differs from ``seen``, or after ``within_s`` seconds."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
             self._seen, self._leased = seen, seen.lease_until > self._clock.now()
             self._look_later()
         elif seen != self._seen:
-            return  # it has changed since the others looked
+            return  # changed since the last poll
         await asyncio.wait([self._changed], timeout=within_s)
 
     def _look_later(self) -> None:

@@ -1,4 +1,4 @@
-"""The data port: one HTTP listener on the event loop of generation."""
+"""The data port: an HTTP listener on the event loop of generation."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from rlctl.transport.tls.identity import DATA_PORT
 log = logging.getLogger(__name__)
 
 _of_aiohttp = logging.getLogger(f"{__name__}.aiohttp")
-_of_aiohttp.setLevel(logging.CRITICAL)  # a traceback for every request that is no HTTP
+_of_aiohttp.setLevel(logging.CRITICAL)  # a traceback for every request that is not HTTP
 
 BODY_BYTES = 64 << 20
 """Most bytes of a body: a batch of long prompts as token ids, or of images."""
 
 WAIT_S = 30.0
 MOST_WAIT_S = 600.0
-"""How long a request waits for the gate unless it says so, and at most: longer than most pauses of an update."""
+"""Default and longest wait of a request for the gate, in seconds: longer than most pauses of an update."""
 
 ANSWER_S = 3600.0
-"""Longest that an answer may take."""
+"""Longest time of an answer, in seconds."""
 
 _HEALTH = ("/health", "/health_generate", "/ready")
-"""Answered by the gate, as health checks for a proxy in front of the stages."""
+"""Answered by the gate: health checks for a proxy in front of the stages."""
 
 _NOT_PASSED = frozenset(
     {
@@ -59,7 +59,7 @@ _OWN = "x-rlctl-"
 
 _NUMBER = re.compile(r"\d{1,18}(\.\d{1,6})?", re.ASCII)
 _PRINTABLE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
-"""Beside letters and digits, the characters of a label that stand in a header as they are. Others are %-encoded."""
+"""Characters of a label, besides letters and digits, that a header carries unchanged. The rest is %-encoded."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -78,7 +78,7 @@ class DataPort:
         insecure: bool = False,
         tls: Tls | None = None,
     ) -> None:
-        """``engine``: the engine that runs now; ``serving``: the present state of the stage; ``tls``: of the stage."""
+        """``engine`` returns the running engine, ``serving`` the present state of the stage. ``tls`` is the stage's."""
         self._tls = tls
         self._engine = engine
         self._serving = serving
@@ -94,7 +94,7 @@ class DataPort:
         self._routes: list[str] = []
 
     async def start(self, listen: str, routes: Iterable[HttpRoute]) -> str:
-        """Listen, and return the address. Raises INSECURE_BIND, FIELD_INVALID."""
+        """Listen and return the address. Raises INSECURE_BIND, FIELD_INVALID."""
         refuse_insecure(listen, token=self._token, insecure=self._insecure or self._tls is not None)
         host, port = split(listen, "data_listen")
         app = web.Application(middlewares=[http_limits.answering, self._outermost], client_max_size=BODY_BYTES)
@@ -119,7 +119,7 @@ class DataPort:
         return join(host, self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """End the requests that run, and close the listener."""
+        """End running requests and close the listener."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -175,7 +175,7 @@ class DataPort:
         return web.Response(headers=_version_headers(serving))
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
-        """Pass a request on whose answer does not depend on the weights."""
+        """Forward a request whose answer does not depend on the weights."""
         self._serving()
         with closing(Body(request, self._bodies)) as body:
             exchange = await self._engine().exchange(await self._read(request, body, gated=False))
@@ -185,8 +185,8 @@ class DataPort:
                 return await _answer(request, head, {}, parts)
 
     async def _gated(self, request: web.Request) -> web.StreamResponse:
-        """Pass a request on that the engine computes with its weights."""
-        standing = Standing(self._access, lambda: self._admit(request))  # it was admitted just now
+        """Forward a request that the engine computes with its weights."""
+        standing = Standing(self._access, lambda: self._admit(request))  # admitted just now
         with closing(Body(request, self._bodies)) as body:
             exchange, serving = await self._admitted(request, await self._read(request, body, gated=True))
             ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
@@ -194,13 +194,13 @@ class DataPort:
                 async with aclosing(exchange.answer()) as parts:
                     head = await ongoing.next(parts)
                     assert isinstance(head, HttpHead)
-                    body.close()  # the engine has it
+                    body.close()  # the engine has read the body
                     return await _answer(request, head, _version_headers(serving), _watched(ongoing, parts, standing))
             finally:
                 self._ongoing.end(ongoing)
 
     async def _admitted(self, request: web.Request, passed: HttpRequest) -> tuple[HttpExchange, Serving]:
-        """The request as the engine has read it, once the gate has let it in."""
+        """Return the request as read by the engine, once the gate has admitted it."""
         min_version, wait_s = _number(request, MIN_VERSION, 0), _number(request, WAIT, WAIT_S)
         while True:
             engine = self._engine()
@@ -211,7 +211,7 @@ class DataPort:
                 min_version_seq=int(min_version),
                 adapter=exchange.adapter,
             )
-            if self._engine() is engine:  # otherwise it was started again meanwhile
+            if self._engine() is engine:  # otherwise the engine was restarted meanwhile
                 return exchange, serving
 
     async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpRequest:
@@ -223,13 +223,13 @@ class DataPort:
 
 
 def _route(request: web.Request) -> str:
-    """The name of the route for logs. A path is the choice of a caller that may have no right to write there."""
+    """Return the route's name for logs. A path comes from a caller that may have no right to write there."""
     resource = request.match_info.route.resource
     return "unknown route" if resource is None else f"{request.method} {resource.canonical}"
 
 
 def _target(request: web.Request) -> str:
-    """Path and query as the engine gets them: the path is that of the route, however the caller has written it."""
+    """Return path and query for the engine. The path is that of the route, in canonical form."""
     route = request.match_info.route.resource
     assert route is not None
     path = route.canonical.format_map({name: quote(value, safe="") for name, value in request.match_info.items()})
@@ -238,7 +238,7 @@ def _target(request: web.Request) -> str:
 
 
 def _number(request: web.Request, name: str, default: float) -> float:
-    """A header's value, a number of at least 0. Raises FIELD_INVALID."""
+    """Return a header's number of at least 0. Raises FIELD_INVALID."""
     value = request.headers.get(name)
     if value is None:
         return default
@@ -255,7 +255,7 @@ def _version_headers(serving: Serving) -> dict[str, str]:
 async def _watched(
     ongoing: OngoingRequest, parts: AsyncGenerator[HttpHead | bytes, None], standing: Standing
 ) -> AsyncGenerator[HttpHead | bytes, None]:
-    """The rest of an answer, each piece checked by the gate, and the right of its caller with it."""
+    """Yield the rest of an answer. Check the gate and the caller's right before each piece."""
     while (part := await ongoing.next(parts)) is not None:
         standing.check()
         yield part
@@ -278,14 +278,14 @@ async def _answer(
         if response.content_type == "text/event-stream":
             await response.write(b"data: " + orjson.dumps(http_errors.body_of(without_frames(error))) + b"\n\n")
         if request.transport is not None:
-            request.transport.close()  # without the last chunk, so that no client takes the answer for whole
+            request.transport.close()  # without the last chunk, so that no client takes the answer as complete
         return response
     await response.write_eof()
     return response
 
 
 def _refusal(error: RlctlError) -> web.Response:
-    """The answer of the stage itself."""
+    """Return an error response of the stage itself."""
     headers = {**http_errors.headers_of(error), http_errors.REASON: error.reason.name}
     return web.Response(
         status=error.http_status,

@@ -1,4 +1,4 @@
-"""Checks the gate for all running requests of a stage while their engine sends nothing."""
+"""Checks the gate for all running requests of a stage while the engine is silent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlctl.stage.serving_state import Serving
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""How often the stage's state is looked at. It may change on another event loop, which tells nobody here."""
+"""Seconds between reads of the stage's state. The state changes on another event loop without notice."""
 
 
 class Ongoing:
-    """All of them.
+    """The running requests of a stage, with one timer for all.
 
-    A timer for each request's gate would be the dearest part of thousands of quiet streams, and a task or a timer for
-    each part of an answer that of short ones (docs/benchmarks.md, rollout).
+    A timer for each request's gate would dominate the cost of thousands of quiet streams. A task or a timer for each
+    part of an answer would dominate the cost of short streams (docs/benchmarks.md, rollout).
     """
 
     def __init__(self, serving: Callable[[], Serving], clock: Clock) -> None:
@@ -30,7 +30,7 @@ class Ongoing:
         self._looking: asyncio.TimerHandle | None = None
 
     def begin(self, deadline: float, adapter: str) -> OngoingRequest:
-        """One of them, to be ended. ``deadline`` is a time of the clock, in seconds."""
+        """Register a request; the caller must call :meth:`end`. ``deadline`` is a time of the clock, in seconds."""
         loop = asyncio.get_running_loop()
         request = OngoingRequest(self._serving, self._clock, deadline, adapter)
         left = deadline - self._clock.now()
@@ -42,7 +42,7 @@ class Ongoing:
         return request
 
     def end(self, request: OngoingRequest) -> None:
-        """It has ended, however it did."""
+        """Remove a request after its end."""
         self._requests.discard(request)
         if request.limit is not None:
             request.limit.cancel()
@@ -59,10 +59,10 @@ class Ongoing:
 
 
 class OngoingRequest:
-    """One of them: waits for what the engine says next, no longer than the stage may tell of it.
+    """A running request. Waits for the next part of the engine only while the stage may send it.
 
     Attributes:
-        limit: ends it when its time is up.
+        limit: timer that ends the request at its deadline.
     """
 
     def __init__(self, serving: Callable[[], Serving], clock: Clock, deadline: float, adapter: str) -> None:
@@ -71,15 +71,15 @@ class OngoingRequest:
         self._serving = serving
         self._clock = clock
         self._deadline = deadline
-        self._task: asyncio.Task[object] | None = None  # while it waits
+        self._task: asyncio.Task[object] | None = None  # while the request waits
         self._cancelled = 0
         self._error: RlctlError | None = None
 
     async def next(self, parts: AsyncGenerator[T, None]) -> T | None:
-        """What the engine says next; None: it has said everything.
+        """Return the next part of the engine's answer, or None at its end.
 
-        Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING when nothing more may be told of what is being generated,
-        ENGINE_FAILED where the engine gives the request up without a word, and what it fails with.
+        Raises DEADLINE_EXCEEDED; STAGE_NOT_SERVING if no further tokens may be sent; ENGINE_FAILED if the engine
+        cancels the request without an error; and the engine's own error.
         """
         if self._clock.now() >= self._deadline:
             raise _late()
@@ -89,23 +89,23 @@ class OngoingRequest:
         return part
 
     def time_up(self) -> None:
-        """It has taken too long."""
+        """Cut the request at its deadline."""
         self.cut(_late())
 
     def cut(self, error: RlctlError) -> None:
-        """If it waits now: its wait is over, and fails with this."""
+        """End the present wait of the request, if any, with an error."""
         if self._task is not None and self._error is None:
             self._error = error
             self._task.cancel()
 
     def __enter__(self) -> None:
-        """Wait, in the task that runs."""
+        """Begin a wait in the current task."""
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelled, self._error = task, task.cancelling(), None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tell apart who has cancelled it: the stage, the caller, who goes before, or the engine."""
+        """Distinguish cancellation by the stage, the caller and the engine. The caller takes precedence."""
         task, self._task = self._task, None
         assert task is not None
         cancelled = task.cancelling() if self._error is None else task.uncancel()
@@ -113,7 +113,7 @@ class OngoingRequest:
             return
         if self._error is not None:
             raise self._error from None
-        if kind is asyncio.CancelledError:  # which would end the caller's request as if it had been the caller's wish
+        if kind is asyncio.CancelledError:  # would look like a cancellation by the caller
             raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why") from None
 
 

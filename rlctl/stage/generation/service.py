@@ -23,8 +23,9 @@ from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateReq
 
 
 class Generation:
-    """The service's methods. ``engine`` gives the one that runs now; ``serving`` the stage's present state, which is
-    read at every message.
+    """The methods of RolloutService.
+
+    ``engine`` returns the running engine. ``serving`` returns the present state of the stage, read at every message.
     """
 
     def __init__(self, engine: Callable[[], Engine], serving: Callable[[], Serving], clock: Clock) -> None:
@@ -36,7 +37,7 @@ class Generation:
         self._closed = False
 
     async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
-        """All samples of a prompt, whole."""
+        """Return all samples of a prompt in one message."""
         whole = Merged()
         async with contextlib.aclosing(self.stream(request, remaining_s)) as parts:
             async for part in parts:
@@ -44,7 +45,7 @@ class Generation:
         return whole.message()
 
     async def many(self, requests: AsyncIterator[Message]) -> AsyncGenerator[GenerateManyResponse, None]:
-        """Many requests of one caller: what is new of each."""
+        """Yield the new parts of many requests of one caller."""
         together = Multiplexed(self.stream)
         self._many.add(together)
         if self._closed:
@@ -57,13 +58,13 @@ class Generation:
             self._many.discard(together)
 
     def close(self) -> None:
-        """The stage ends: streams of many requests end with the last of those that run."""
+        """Accept no more requests on streams of many requests. Each stream ends with its last running request."""
         self._closed = True
         for together in self._many:
             together.end()
 
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
-        """What is new, message by message. When the time is up the request is aborted at the engine."""
+        """Yield new parts of an answer. At the deadline, the request is aborted at the engine."""
         request = cast(GenerateRequest, request)
         check(request)
         started = self._clock.now()
@@ -87,7 +88,7 @@ class Generation:
             self._ongoing.end(ongoing)
 
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
-        """End requests early."""
+        """Abort requests by rid, or all."""
         request = cast(AbortRequest, request)
         if request.abort_all == bool(request.rids):
             raise Reason.FIELD_CONFLICT.error("set either rids or abort_all", field="rids")
