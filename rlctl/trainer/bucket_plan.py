@@ -1,4 +1,4 @@
-"""Plans the buckets of all sources of an update: whether the tensors fit the checkpoint, their buckets and order."""
+"""Plans the buckets of all sources of an update: check against the checkpoint, buckets and order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rlctl.weights.tensor.unknown_names import refuse_unknown
 
 @dataclass(frozen=True)
 class Offered:
-    """What one source sends.
+    """The tensors of one source.
 
     Attributes:
-        metas: its tensors, in its order.
-        together: names of what must not be split over buckets, list by list.
-        host_id: host that it runs on.
-        room: bytes that its segments may take in the host's shared memory; None: it does not say.
-        spares: names of tensors that come under others too, with these.
+        metas: tensors in the source's order.
+        together: atomic lists of names.
+        host_id: host id of the source.
+        room: bytes for the source's segments in the host's shared memory; None if not reported.
+        spares: further names of tensors, with the names behind each.
     """
 
     metas: list[TensorMeta]
@@ -41,7 +41,7 @@ class Offered:
 
     @classmethod
     def of(cls, offer: Offer) -> Offered:
-        """What a trainer rank says that it sends."""
+        """Return the tensors of a trainer rank's offer."""
         return cls(
             [from_proto(info) for info in offer.tensors],
             [tuple(names.names) for names in offer.together],
@@ -52,12 +52,14 @@ class Offered:
 
     @property
     def usual(self) -> set[str]:
-        """Names that are not spare ones."""
+        """Names that are not spare names."""
         return {meta.name for meta in self.metas}.difference(self.spares)
 
     def of_checkpoint(self, wanted: Collection[str], elsewhere: Set[str]) -> Offered:
-        """Without spare names that another source has as its own, ``elsewhere``, and without the names that a
-        checkpoint with the tensors ``wanted`` has the same contents under others for.
+        """Return the offer without redundant spare names.
+
+        Removed are spare names that a different source sends itself (``elsewhere``), and spare names whose contents the
+        checkpoint, with the tensors ``wanted``, has under other names.
         """
         spares = {name: spare for name, spare in self.spares.items() if name not in elsewhere}
         dropped = left_out(spares, wanted) | (self.spares.keys() & elsewhere)
@@ -70,12 +72,14 @@ class Offered:
         )
 
     def fits(self, parts: int) -> bool:
-        """Whether so many times its largest tensor fits into shared memory."""
+        """Whether ``parts`` times the largest tensor fits into shared memory."""
         return self.room is None or parts * self.largest <= self.room
 
     @property
     def largest(self) -> int:
-        """Bytes of its largest tensor; a spare name, all experts of a layer in one say, may not be sent."""
+        """Bytes of the largest tensor, without spare names: these, such as all experts of a layer in one, may not be
+        sent.
+        """
         return largest([meta for meta in self.metas if meta.name not in self.spares])
 
 
@@ -84,15 +88,14 @@ class Published:
     """The version that a publisher sent last.
 
     Attributes:
-        version: which.
-        digests: hex digest of each of its tensors, by name; empty when not all are known.
+        digests: hex digest of each tensor, by name; empty if some are unknown.
     """
 
     version: WeightVersion = field(default_factory=WeightVersion)
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def refuse_as_base(self, label: str) -> None:
-        """Raise BASE_MISMATCH when nobody here knows what a version of this label consists of."""
+        """Raise BASE_MISMATCH if the publisher does not know the digests of a version with this label."""
         if label != self.version.label or not self.digests:
             known = f"the last that it sent is {self.version.label!r}" if self.digests else "it knows of none"
             raise Reason.BASE_MISMATCH.error(
@@ -101,10 +104,10 @@ class Published:
 
 
 def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial: bool) -> list[Offered]:
-    """What each source sends, in its own order and the reference's dtypes. Raises before anything is paused.
+    """Return each source's tensors, in the source's order and the reference's dtypes. Raises before any pause.
 
-    FIELD_INVALID for a name or shape that the reference does not have, or a name that comes from two sources,
-    WEIGHTS_INCOMPLETE for names that a full update lacks. An engine that lists no reference checks by itself.
+    Raises FIELD_INVALID for a name or shape that is not in the reference, and for a name from two sources. Raises
+    WEIGHTS_INCOMPLETE for names that a full update lacks. An engine without a reference checks by itself.
     """
     wanted = {meta.name: meta for meta in reference}
     usual = set[str]().union(*(offered.usual for offered in offers))
@@ -135,7 +138,7 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
 
 
 def refuse_full(offers: Sequence[Offered]) -> None:
-    """Raise SHARED_MEMORY_FULL for a source whose largest tensor cannot lie in its shared memory."""
+    """Raise SHARED_MEMORY_FULL for a source whose largest tensor exceeds its shared memory."""
     for number, offered in enumerate(offers):
         if not offered.fits(1):
             raise Reason.SHARED_MEMORY_FULL.error(
@@ -146,7 +149,7 @@ def refuse_full(offers: Sequence[Offered]) -> None:
 
 
 def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int) -> list[verbs_pb2.TensorBucket]:
-    """Every source's buckets, interleaved so that all sources come to their ends together."""
+    """Return the buckets of all sources, interleaved so that all sources end together."""
     placed = []
     for source, offered in enumerate(wire):
         planned = buckets.plan(in_lists(offered.metas, offered.together), bucket_bytes=bucket_bytes)
@@ -158,7 +161,7 @@ def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int)
 
 
 def by_members(plan: BeginWeightUpdateResponse) -> list[list[str]]:
-    """The groups of an attempt by who is in them beside the source, each list in the order of the sources."""
+    """Return the groups of an attempt by target slots, each list in the order of the sources."""
     names: dict[tuple[str, ...], list[str]] = {}
     for group in sorted(plan.groups, key=lambda group: group.source):
         names.setdefault(tuple(member.slot for member in group.members), []).append(group.group_name)
@@ -166,7 +169,7 @@ def by_members(plan: BeginWeightUpdateResponse) -> list[list[str]]:
 
 
 def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
-    """Devices of the ranks that are fed through shared memory in the present pass."""
+    """Return the devices of the ranks that receive through shared memory in the present pass."""
     reached = plan.batch.slots or [target.slot for target in plan.targets]
     return {
         worker.device
@@ -177,7 +180,10 @@ def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
 
 
 def digests_of(sent: Iterable[Sent], key: bytes = b"") -> dict[str, str]:
-    """Hex digest of every tensor that the sources digested, by name. Raises SOURCE_FAILED for one without the key."""
+    """Return the hex digest of every digested tensor, by name.
+
+    Raises SOURCE_FAILED for digests of a different function.
+    """
     digests = {tensor.name: tensor.sha256 for part in sent for tensor in part.digests}
     digits = KEYED_DIGITS if key else SHA256_DIGITS
     if any(len(digest) != digits for digest in digests.values()):
@@ -188,12 +194,14 @@ def digests_of(sent: Iterable[Sent], key: bytes = b"") -> dict[str, str]:
 
 
 def combined(digests: Mapping[str, str], key: bytes = b"") -> str:
-    """Digest over a set of tensors, given theirs and their key; "" for none."""
+    """Return the digest over tensors from the digests and the key; "" without tensors."""
     return combine(digests, key) if digests else ""
 
 
 def changed(wire: list[Offered], before: Mapping[str, str], now: Mapping[str, str]) -> list[Offered]:
-    """Of what each source has, what differs from what was sent before: of what belongs together, all or nothing."""
+    """Return each source's tensors that differ from the version sent before; an atomic list is sent whole or not at
+    all.
+    """
     names = {name for name, digest in now.items() if before.get(name) != digest}
     for together in (list_ for offered in wire for list_ in offered.together):
         if not names.isdisjoint(together):

@@ -1,7 +1,7 @@
 """The lead's side of an update: from the sources' offers to the coordinator's answer, attempt by attempt.
 
-Trainer rank 0 opens the update with the coordinator, has every source join its group and send, commits, and tells the
-other trainer ranks how it ended. A trainer of one process is a lead without members.
+Trainer rank 0 opens the update at the coordinator, lets every source join a group and send, commits, and tells the
+other trainer ranks the end. A trainer of one process is a lead without members.
 """
 
 from __future__ import annotations
@@ -59,24 +59,25 @@ from rlctl.weights.tensor.source import WeightSource, atomic_lists, spares_of
 from rlctl.weights.tensor.tensors import TensorMeta, from_proto
 
 ABORT_S = 60.0
-"""How long the coordinator may take to end an update that is given up, while the update's time is not up."""
+"""Longest time for the coordinator to end an aborted update within the deadline, in seconds."""
 
 RENEW_S = 2.0
-"""Longest time between two renewals of the lease: after a failed write a coordinator waits 5 s for the owner."""
+"""Longest interval of lease renewals, in seconds: after a failed write a coordinator waits 5 s for the owner."""
 
 LATE_S = 5.0
-"""And after that: a trainer does not wait for a coordinator that is gone."""
+"""Longest time after the deadline, in seconds: a trainer does not wait for a lost coordinator."""
 
 HEAD_START_S = 0.002
-"""The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
-makes the targets ready, which takes longer than that, is on its way first."""
+"""Seconds between the commands and the pass. The thread of the pass blocks this loop for 5 ms at a time, so the command
+that prepares the targets, which takes longer, is sent first.
+"""
 
 LINGERS_S = 1.0
-"""How long the store of an attempt that broke off stays, for ranks that were told to come there."""
+"""Seconds that the store of an interrupted attempt stays open, for ranks on their way there."""
 
 
 class Leading:
-    """Runs the updates of one model, one after the other."""
+    """Runs the updates of one model in sequence."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Leading:
         trainer: Trainer,
         bucket_bytes: int,
     ) -> None:
-        """``part``: this process's own; ``host``: address at which new groups meet."""
+        """``part``: part of this process; ``host``: address of the store of new groups."""
         self._fleet = fleet
         self._model = model
         self._part = part
@@ -117,9 +118,9 @@ class Leading:
         finite_only: bool,
         deadline_s: float,
     ) -> tuple[Operation, Sent]:
-        """Lead an update, inside of :meth:`Members.update`, from the offers to its end, and tell the members of it.
+        """Run an update from the offers to the end, inside of :meth:`Members.update`, and tell the members the end.
 
-        ``finite_only``: weights with values that are not finite are refused.
+        ``finite_only``: refuse weights with values that are not finite.
         """
         self._progress, self._passes = progress, 0
         self._going_on = progress.watched
@@ -133,14 +134,14 @@ class Leading:
             else:
                 operation, sent = await self._broadcast(source, offers, request, deadline)
         except BaseException:
-            # Our groups may be gone: the next update must not count on any.
+            # Our groups may be gone: the next update must not reuse any.
             self._renew_identity()
             raise
         self._members.end(JoinResponse(ended=operation))
         return operation, sent
 
     async def _offers(self, source: WeightSource) -> list[Offered]:
-        """What each source sends, once every trainer rank has come to this update."""
+        """Return the offer of each source, once every trainer rank has joined the update."""
         found: dict[int, Offered] = {}
         self._local = local_values(source) is not None
         if self._part.source is not None:
@@ -166,7 +167,7 @@ class Leading:
         checkpoint: str,
         deadline: float,
     ) -> tuple[Operation, Sent]:
-        """The sources only digest what the checkpoint must contain."""
+        """Update from a checkpoint. The sources only digest the tensors that the checkpoint must contain."""
         wire = fit(self._model, offers, await self._ask_reference(), partial=False)
         metas = [meta for offered in wire for meta in offered.metas]
         digests = await self._digest(source, metas, last=True)
@@ -187,7 +188,10 @@ class Leading:
     async def _digest(
         self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool, key: bytes = b""
     ) -> dict[str, str]:
-        """A pass of the sources in which they only digest what they have, in these dtypes; ``last``: the only one.
+        """Digest the weights in the dtypes of ``metas``, in a pass of the sources.
+
+        ``last``: no further pass follows.
+
         Raises WEIGHTS_NOT_FINITE.
         """
         listed = [buckets.to_proto(Bucket(0, list(metas), True))]
@@ -195,8 +199,9 @@ class Leading:
         return digests_of(_all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas), key)
 
     async def _refuse_not_finite(self, source: WeightSource, metas: Sequence[TensorMeta]) -> None:
-        """Raise WEIGHTS_NOT_FINITE. The trainer's ranks look at what they hold themselves, or in a pass of the sources
-        where one of them only has its weights by gathering.
+        """Raise WEIGHTS_NOT_FINITE for values that are not finite.
+
+        The trainer's ranks check local values. If a rank gets weights only by gathering, the sources make a pass.
         """
         attempt = Attempt(
             number=self._next_pass(),
@@ -208,7 +213,6 @@ class Leading:
         _all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas)
 
     def _next_pass(self) -> int:
-        """Number of the next pass of this update through the sources."""
         self._passes += 1
         return self._passes
 
@@ -223,7 +227,7 @@ class Leading:
         hosts = {offered.host_id for offered in offers}
         if request.path == DATA_PATH_IPC:
             refuse_full(offers)
-        # Broadcasting is better than segments that fill up what others need.
+        # Broadcasting is better than segments that fill up shared memory needed elsewhere.
         roomy = request.path == DATA_PATH_IPC or all(offered.fits(SHARES * len(offers)) for offered in offers)
         if request.path != DATA_PATH_BROADCAST and len(hosts) == 1 and roomy:
             request.host_ids.extend(hosts)
@@ -246,7 +250,7 @@ class Leading:
                     wire = changed(wire, self._sent.digests, digests)
                 elif self._finite:
                     await self._refuse_not_finite(source, metas)
-                while True:  # once; batch by batch when it rolls in place
+                while True:  # once, or once per batch of a rolling update in place
                     plan, sent = await self._deliver(source, wire, plan, request, deadline)
                     taken = digests_of(sent, plan.digest_key)
                     digests |= taken
@@ -276,29 +280,29 @@ class Leading:
             ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline, cause)))
             self._progress.told = ended
             if ended is not None and ended.state == OPERATION_STATE_OK:
-                # It was being committed: the coordinator has seen it to its end, and only its answer is missing.
+                # The commit was under way: the coordinator has completed the update, and only the answer is missing.
                 self._note(request, ended, digests)
                 if isinstance(error, Exception):
                     return ended, sent[0]
             if ended is not None and _failed_at_the_fleet(error):
                 if ended.weight_version.sequence:
-                    # It rolled in place, and the batches before serve the version.
+                    # A rolling update in place: earlier batches serve the version.
                     self._renew_identity()
                     return ended, Sent()
                 itself = isinstance(error, OperationFailed) and error.operation.operation_id == ended.operation_id
                 if not itself and reason not in ended.error.message:
-                    # It had been ended by its lease, an operator or another trainer: that is why we were cut off.
+                    # The lease, an operator or a different trainer ended the update, and that cut our sends.
                     refuse_unpublished(ended)
             raise
 
     def _note(self, request: BeginWeightUpdateRequest, operation: Operation, digests: dict[str, str]) -> None:
-        """What the version consists of, for a delta to it. With an adapter the base weights stay what they are."""
+        """Record the digests of the version as base of a delta. An adapter update leaves the base weights unchanged."""
         if request.kind != verbs_pb2.UPDATE_KIND_ADAPTER:
             partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
             self._sent = Published(operation.weight_version, {} if partial else digests)
 
     async def _begin(self, request: BeginWeightUpdateRequest, deadline: float) -> BeginWeightUpdateResponse:
-        """Open the update. One given up before its plan is here may be open: a repeat of the call tells of it."""
+        """Open the update. If cancelled before the plan arrives, repeat the call to find and abort the open update."""
 
         async def take_back() -> None:
             with contextlib.suppress(RlctlError):
@@ -320,8 +324,9 @@ class Leading:
         request: BeginWeightUpdateRequest,
         deadline: float,
     ) -> tuple[BeginWeightUpdateResponse, list[Sent]]:
-        """Send, and send again without the targets that are gone, as often as was asked for: the plan of the attempt
-        that went well, and what each source sent.
+        """Send, and repeat without lost targets up to ``retries`` times.
+
+        Returns the plan of the successful attempt and the parts that the sources sent.
         """
         while True:
             try:
@@ -346,7 +351,7 @@ class Leading:
         request: BeginWeightUpdateRequest,
         deadline: float,
     ) -> list[Sent]:
-        """One attempt: form the groups, let every source send and every target rank receive."""
+        """Run one attempt: form the groups, let every source send and every target rank receive."""
         if not any(offered.metas for offered in wire):
             return [Sent()]
         store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
@@ -377,8 +382,8 @@ class Leading:
             sent = await self._take_turns(source, attempt, ship, fleet)
         except BaseException:
             if store is not None:
-                # SGLang's ranks, on their way to a store that has gone, come back to it until they are given up as
-                # stuck: one that is there, and goes, ends their waiting.
+                # SGLang's ranks retry a lost store until declared stuck. A store that answers first and closes later
+                # ends the wait.
                 asyncio.get_running_loop().call_later(LINGERS_S, store.close)
             raise
         finally:
@@ -388,13 +393,14 @@ class Leading:
         return sent
 
     def _say_delivered(self) -> None:
-        """No rank's weights are needed for another attempt any more."""
+        """Tell all ranks that no further attempt needs the weights."""
         self._progress.sent.set()
         self._members.tell(JoinResponse(delivered=True))
 
     def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
-        """The buckets of all sources, for the groups of some members after those of others; those of the last update
-        again where nothing has changed.
+        """Return the buckets of all sources, ordered by the members of their groups.
+
+        Reuses the buckets of the last update if nothing changed.
         """
         if self._ordered[0] != (wire, names):
             ordered = [bucket for group in names or [[]] for bucket in in_one_order(wire, group, self._bucket_bytes)]
@@ -402,7 +408,7 @@ class Leading:
         return self._ordered[1]
 
     async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
-        """What the coordinator is asked for in an attempt: the groups in their order, then to take in what comes."""
+        """Send the coordinator the commands of an attempt: form the groups in order, then receive the buckets."""
         loop = asyncio.get_running_loop()
         for group in plan.groups:
             if group.formed:
@@ -431,7 +437,10 @@ class Leading:
     async def _take_turns(
         self, source: WeightSource, attempt: Attempt, ship: Ship, fleet: asyncio.Task[None] | None = None
     ) -> list[Sent]:
-        """Every trainer rank does its part; what each sent, the lead's first. Whoever fails first ends the others."""
+        """Run the attempt at every trainer rank and return the results, the lead's first.
+
+        The first failure ends the attempt at all ranks.
+        """
         self._members.tell(JoinResponse(attempt=attempt))
         own = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
@@ -441,7 +450,7 @@ class Leading:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             causes = [cause for task in done if (cause := task.exception()) is not None]
             if causes and fleet is not None and all(cut_off(cause) for cause in causes):
-                # That a broadcast of ours was cut off explains less than what the ranks are about to say.
+                # An interrupted broadcast of ours explains less than the ranks' next answer.
                 await asyncio.wait({fleet})
                 told = fleet.exception()
                 causes = [told] if told is not None else causes
@@ -459,7 +468,7 @@ class Leading:
         return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
 
     async def _forward(self, attempt: int, ship: Ship) -> None:
-        """Let the ranks take in what members have shipped in this attempt, one shipment after the other."""
+        """Forward the shipments of members to the ranks in this attempt, in sequence."""
         while True:
             said = await self._members.shipments.get()
             if not self._members.waits(said, attempt):
@@ -472,7 +481,7 @@ class Leading:
             self._members.answer(said.rank, JoinResponse(shipped=answer))
 
     async def _get_reference(self, plan: BeginWeightUpdateResponse) -> list[TensorMeta]:
-        """What updates of this model carry, asked for again when a target is another one: it may have another."""
+        """Return the reference of the model. Ask again if a target changed: the reference may differ."""
         key = " ".join(f"{target.slot}/{target.incarnation}" for target in plan.targets)
         if self._reference[0] != key:
             self._reference = (key, await self._ask_reference(plan.targets[0].slot))
@@ -505,10 +514,10 @@ class Leading:
         key: bytes,
         deadline: float,
     ) -> None:
-        """A tensor that is cut up turned out wrong: let the sources digest the ranks' parts, and say whose it is.
+        """Name the ranks with a wrong part of a tensor, by digests of the sources over the same parts.
 
-        That takes their weights once more. Where a rank of the trainer goes on as soon as they are sent, they are no
-        longer there for it, and the ranks that may be wrong are all that is said.
+        This takes a further pass through the weights. If a trainer rank may overwrite weights once sent, the report
+        only lists the suspected ranks.
         """
         parts = parts_in_question(operation)
         left = deadline - asyncio.get_running_loop().time()
@@ -523,7 +532,7 @@ class Leading:
             digest_key=key,
             timeout=duration(left),
         )
-        # What cannot be found out does not change what became of the update.
+        # A failure to find the ranks does not change the result of the update.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(left):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
@@ -531,7 +540,7 @@ class Leading:
     async def _abort(
         self, plan: BeginWeightUpdateResponse, reason: str, deadline: float, cause: RlctlError | None = None
     ) -> Operation | None:
-        """The update as it has ended; None when the coordinator does not say."""
+        """Abort the update and return the operation, or None without an answer of the coordinator."""
         request = AbortWeightUpdateRequest(
             update_id=plan.update_id,
             fencing_token=plan.fencing_token,
@@ -539,7 +548,7 @@ class Leading:
             error=cause.detail() if cause else None,
         )
         timeout_s = min(max(deadline - asyncio.get_running_loop().time(), LATE_S), ABORT_S)
-        # Best effort: an update that nobody renews is aborted by its lease.
+        # Best effort: without renewals, the lease ends the update.
         with contextlib.suppress(RlctlError):
             operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, timeout_s)
             return operation
@@ -563,31 +572,31 @@ class Leading:
             task.cancel()
 
     def _renew_identity(self) -> None:
-        """Groups are kept while this stays: after a failure on our side the coordinator must not count on any."""
+        """Draw a new boot id, so that the coordinator reuses no group. Groups are kept under an unchanged boot id."""
         self._trainer.boot_id = new_uuid7()
 
 
 def _worth_retrying(error: RlctlError) -> bool:
-    """Whether a group failed, rather than a source or what was asked for."""
+    """Whether a group failed, and not a source or the request."""
     if isinstance(error, OperationFailed) and error.operation.stage_results:
         lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
         return any(result.outcome in lost for result in error.operation.stage_results)
-    return error.reason is Reason.GROUP_FAILED  # also of a write that was not let in, since another one had failed
+    return error.reason is Reason.GROUP_FAILED  # also the reason of a write refused after the failure of a group
 
 
 def _failed_at_the_fleet(error: BaseException) -> bool:
-    """Whether targets failed, or too few of them are left, rather than a source."""
+    """Whether targets failed or too few remain, and not a source."""
     reasons = (Reason.GROUP_FAILED, Reason.QUORUM_NOT_MET, Reason.NO_TARGETS, Reason.UPDATE_NOT_FOUND)
     return isinstance(error, OperationFailed) or (isinstance(error, RlctlError) and error.reason in reasons)
 
 
 def _more_batches(plan: BeginWeightUpdateResponse) -> bool:
-    """Whether the sources go through their weights again for targets that wait for theirs."""
+    """Whether the sources must make a further pass for the next batch of targets."""
     return bool(plan.batch.number) and not plan.batch.last
 
 
 def _all_finite(sent: list[Sent], metas: Sequence[TensorMeta]) -> list[Sent]:
-    """What the sources sent, if none found values that are not finite. Raises WEIGHTS_NOT_FINITE."""
+    """Return the results if all values are finite. Raises WEIGHTS_NOT_FINITE."""
     names = {name for each in sent for name in each.not_finite}
     if names:
         raise finite.refusal(names, len(metas))

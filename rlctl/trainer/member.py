@@ -1,4 +1,4 @@
-"""A trainer rank's side of an update that its lead runs."""
+"""A member's side of an update that the lead runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SAYS_LITTLE = (
     Reason.LINK_LOST,
     Reason.TRAINER_RANK_LOST,
 )
-"""With these the lead may have failed, or gone, while the update was being committed."""
+"""With these errors the lead may have failed, or ended, during the commit."""
 
 
 async def follow(
     lead: Lead, part: Part, source: WeightSource, version: str, update: int, progress: Progress
 ) -> tuple[Operation, Sent]:
-    """Take part in an update, ``update`` by :meth:`Lead.update`: (the operation as it ended, what this rank sent).
+    """Take part in an update and return the ended operation and this rank's results.
 
-    Raises what this rank failed with, what the lead says, or TRAINER_RANK_LOST.
+    ``update``: number from :meth:`Lead.update`. Raises this rank's error, the lead's error, or TRAINER_RANK_LOST.
     """
     sent, number = Sent(), 0
     attempt: asyncio.Task[Sent] | None = None
@@ -61,7 +61,7 @@ async def follow(
                     progress.decided = True
                     lead.say(update, number, sent=sent)
                 elif cut_off(failure):
-                    lead.say(update, number, failed=detail(failure))  # the lead may try again
+                    lead.say(update, number, failed=detail(failure))  # the lead may retry
                 else:
                     lost = asyncio.ensure_future(_lost(hearing))
                     try:
@@ -82,7 +82,7 @@ async def follow(
                 case "shipped":
                     if shipped is not None and not shipped.done():
                         if said.shipped.HasField("error"):
-                            # As a group that failed: the lead may try again.
+                            # Reported as a failed group: the lead may retry.
                             why = f"what was shared was not taken in: {said.shipped.error.message}"
                             shipped.set_exception(Reason.GROUP_FAILED.error(why))
                         else:
@@ -106,7 +106,7 @@ async def follow(
 
 
 async def _lost(hearing: asyncio.Task[JoinResponse]) -> None:
-    """Raise what the lead says next, if it is a failure."""
+    """Raise the lead's next message if that is a failure."""
     said = await asyncio.shield(hearing)
     for name in ("stop", "failed"):
         if said.HasField(name):

@@ -1,7 +1,7 @@
 """The ranks of one trainer: a stream from every member to the lead, which alone talks to the coordinator.
 
-A stream, not the trainer's own collectives: a rank that is gone breaks its stream at once, on every kind of group, and
-a rank that has failed can say so whatever the others are doing.
+A stream, and not the trainer's own collectives: the loss of a rank breaks the stream at once, on every kind of group,
+and a failed rank can report at any time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
 
 
 _FOR_GOOD = (1 << 31) - 1
-"""Stands for every attempt, those to come too: this rank takes part in none of them."""
+"""Attempt number for all attempts, also later attempts: this rank takes part in no attempt."""
 
 _MISSED = 8
-"""Updates that a member did not come to, of which it is told when it does."""
+"""Missed updates per member whose end is kept for the member."""
 
 _IN_CONFLICT = ("", Reason.FIELD_CONFLICT.name)
-"""Why a call failed whose member was told that rank 0 updates to another version; "" while it has not said so."""
+"""Reasons of a failed call after the lead reported a version conflict; "" before the member's report."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class _Call:
     """A member's call of update.
 
     Attributes:
-        number: by the member's own count.
-        version: label that it was called with.
-        said: what the member said last.
+        number: the member's own count.
+        version: label of the call.
+        said: the member's last message.
     """
 
     number: int
@@ -61,18 +61,17 @@ class _Call:
 class Members:
     """The lead's side: every other rank of the trainer.
 
-    An update is one call at every rank. Which calls belong together is found by their order: a member's oldest that has
-    not been answered is its part in the lead's present update. Ranks may count differently, because one of them was not
-    called or failed before it could come: a call that was given up is not taken for a part in an update to another
-    version, also when word of that comes after the lead has begun it, and a member that comes too late to an update is
-    told how that ended.
+    An update is one call at every rank. Calls belong together by order: a member's oldest unanswered call is the part
+    in the lead's present update. Counts of ranks may differ, because a rank was not called or failed before joining. A
+    failed call is not taken as a part in an update to a different version, also if the failure arrives after the begin.
+    A member that is late for an update is told the end.
 
     Attributes:
-        shipments: segments that members have written, in the order in which they came.
+        shipments: segments written by members, in order of arrival.
     """
 
     def __init__(self, size: int) -> None:
-        """``size``: ranks of the trainer, the lead included."""
+        """``size``: number of trainer ranks, including the lead."""
         self._ranks = range(1, size)
         self._links: dict[int, ServedLink] = {}
         self._version = ""
@@ -86,7 +85,7 @@ class Members:
         self._server: GrpcServer | None = None
 
     async def start(self, host: str, tls: Tls | None = None) -> tuple[str, str]:
-        """Serve on a free port of ``host``; returns the address and the token for the members. Raises TLS_INVALID."""
+        """Serve on a free TCP port of ``host`` and return the address and the members' token. Raises TLS_INVALID."""
         if tls is not None:
             tls.require(Role.TRAINER, Role.COORDINATOR)
         token = secrets.token_urlsafe(32)
@@ -95,7 +94,7 @@ class Members:
         return await self._server.start(join_address(host, 0)), token
 
     async def close(self) -> None:
-        """Let the members go."""
+        """Close the streams of the members."""
         if self._server is not None:
             for link in self._links.values():
                 link.end()
@@ -103,7 +102,7 @@ class Members:
 
     @contextlib.contextmanager
     def update(self, version: str, progress: Progress) -> Iterator[None]:
-        """The lead's part in an update; what it raises every member is told, or that it ended well all the same."""
+        """Run the lead's part in an update. Members are told the error, or a good end all the same."""
         self._version, self._present = version, {}
         try:
             yield
@@ -114,17 +113,17 @@ class Members:
             raise
 
     def tell(self, message: JoinResponse) -> None:
-        """Send a message to every member that has come; one that is gone shows when its answer is collected."""
+        """Send a message to every member that has joined. A lost member shows when answers are collected."""
         for rank in self._present:
             self.answer(rank, message)
 
     def answer(self, rank: int, message: JoinResponse) -> None:
-        """Send a message to one member, if it has come."""
+        """Send a message to one member, if the member has joined."""
         if rank in self._present:
             self._send(rank, self._present[rank].number, message)
 
     def end(self, message: JoinResponse) -> None:
-        """Tell every member how the update has ended; those that have not come, when they do."""
+        """Tell every member the end of the update. A member that has not joined is told on joining."""
         for rank in self._ranks:
             waiting = self._waiting[rank]
             if rank not in self._present and waiting and waiting[0].version == self._version:
@@ -135,23 +134,25 @@ class Members:
         self._present = {}
 
     async def offers(self) -> dict[int, Offer]:
-        """What every member brings to the update, by rank.
+        """Return the offer of every member, by rank.
 
-        Raises FIELD_CONFLICT where one waits in an update to another version, or what the first said that cannot go on.
+        Raises FIELD_CONFLICT if a member waits in an update to a different version, or the first error of a member.
         """
         return {rank: said.offer for rank, said in (await self._collect(0)).items()}
 
     async def sent(self, attempt: int) -> dict[int, Sent]:
-        """What every member sent in an attempt, by rank. Raises what the first said that cannot go on."""
+        """Return the results of every member in an attempt, by rank. Raises the first error of a member."""
         return {rank: said.sent for rank, said in (await self._collect(attempt)).items()}
 
     async def stopped(self, attempt: int) -> None:
-        """Wait until every member has ended an attempt, well or not. Raises TRAINER_RANK_LOST."""
+        """Wait until every member has ended an attempt, with any result. Raises TRAINER_RANK_LOST."""
         while not all(call.said.attempt >= attempt for call in self._present.values()):
             await self._more()
 
     def waits(self, shipped: JoinRequest, attempt: int) -> bool:
-        """Whether who has shipped this waits for an answer: it is of this attempt, not of one that was stopped."""
+        """Whether the member waits for an answer to this shipment: the shipment belongs to this attempt, not to a
+        stopped attempt.
+        """
         call = self._present.get(shipped.rank)
         return call is not None and (shipped.update, shipped.attempt) == (call.number, attempt)
 
@@ -171,10 +172,10 @@ class Members:
             await self._more()
 
     def _take_in(self) -> None:
-        """Take the members' calls for parts in the present update.
+        """Match the members' calls with the present update.
 
-        Whether one for another version is still waited in, its member alone knows: it is told of the conflict, and says
-        that it has failed with that or, of a call that it had given up before, with something else.
+        Only the member knows whether a call still waits for a different version. The lead reports the conflict. The
+        member fails with the conflict or, if the call ended before, with a different reason.
         """
         for rank, waiting in self._waiting.items():
             if self._is_elsewhere(rank) and self._present[rank].said.failed.reason not in _IN_CONFLICT:
@@ -197,7 +198,7 @@ class Members:
         )
 
     async def _more(self) -> None:
-        """Wait for something new. Raises TRAINER_RANK_LOST once a member is gone."""
+        """Wait for a message. Raises TRAINER_RANK_LOST after the loss of a member."""
         if self._lost is not None:
             raise self._lost
         self._news.clear()
@@ -248,7 +249,7 @@ def _drained(queue: deque[tuple[str, JoinResponse]]) -> Iterator[tuple[str, Join
 
 
 class Lead:
-    """A member's side: its stream to the lead."""
+    """A member's side: the stream to the lead."""
 
     def __init__(self, rank: int, link: DialledLink) -> None:
         self._rank = rank
@@ -264,13 +265,13 @@ class Lead:
         return cls(rank, await dialer.dial(address))
 
     async def close(self) -> None:
-        """Leave; updates under way fail on every rank."""
+        """Close the stream. Updates under way fail on every rank."""
         self._listening.cancel()
         await self._link.close()
 
     @contextlib.contextmanager
     def update(self, version: str) -> Iterator[int]:
-        """This rank's part in an update; what it raises the lead is told. Yields the update's number."""
+        """Run this rank's part in an update and report an error to the lead. Yields the update's number."""
         self._updates += 1
         update = self._updates
         try:
@@ -291,7 +292,7 @@ class Lead:
         shipment: Shipment | None = None,
         version: str = "",
     ) -> None:
-        """Tell the lead. Raises TRAINER_RANK_LOST."""
+        """Send a message to the lead. Raises TRAINER_RANK_LOST."""
         try:
             self._link.send(
                 JoinRequest(
@@ -309,14 +310,14 @@ class Lead:
             raise _lead_lost(error.message) from None
 
     async def hear(self, update: int) -> JoinResponse:
-        """The next message of this update; those of earlier ones have nothing to say any more.
+        """Return the next message of this update; messages of earlier updates are dropped.
 
-        Raises TRAINER_RANK_LOST when the lead is gone.
+        Raises TRAINER_RANK_LOST if the lead is gone.
         """
         while True:
             heard = await self._heard.get()
             if isinstance(heard, RlctlError):
-                self._heard.put_nowait(heard)  # for whoever asks again
+                self._heard.put_nowait(heard)  # for the next call
                 raise heard
             if heard.update == update:
                 return heard
@@ -332,9 +333,9 @@ class Lead:
 
 
 def share(group: dist.ProcessGroup, text: str) -> str:
-    """Hand a short text from rank 0 of a process group to all of its ranks; every rank calls it. Blocks.
+    """Send a short text from rank 0 of a process group to all ranks. Every rank calls this. Blocks.
 
-    A group without a backend for the host takes it over the GPU that is the calling thread's current one.
+    A group without a backend for the host sends over the GPU that is the calling thread's current device.
     """
     device = torch.device("cpu")
     if "cpu:" not in dist.get_backend_config(group):

@@ -1,4 +1,4 @@
-"""Names the rank with a wrong part of a tensor, once the sources have digested the same parts. Pure."""
+"""Names the rank with a wrong part of a tensor, after the sources have digested the same parts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlctl.v1.verbs_pb2 import TensorPart
 
 
 def parts_in_question(operation: Operation) -> list[TensorPart]:
-    """Parts of tensors that differ, of which the ranks' answers leave open whether they do; each once."""
+    """Return the parts of wrong tensors for which the ranks' answers leave this open; each once."""
     found = {
         _key(part): part for result in operation.stage_results for part in map(_open_part, result.rank_results) if part
     }
@@ -19,10 +19,10 @@ def parts_in_question(operation: Operation) -> list[TensorPart]:
 
 
 def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Sequence[Sent]) -> None:
-    """Say in the results which ranks' parts differ, given what the sources found when they digested them.
+    """Name the ranks whose parts differ in the results, by the sources' digests of the same parts.
 
-    ``digests`` are the hex digests of the tensors as they were sent, by name: what the sources have changed since then
-    proves nothing.
+    ``digests`` are the hex digests of the sent tensors, by name. Tensors that changed at the sources since then prove
+    nothing and are ignored.
     """
     now = {tensor.name: tensor.sha256 for sent in answers for tensor in sent.digests}
     right = {
@@ -49,7 +49,7 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
 
 
 def _errors_about(operation: Operation, result: StageResult, tensor: str) -> list[ErrorDetail]:
-    """The stage's own error and, when it tells of this tensor at this stage too, the operation's."""
+    """Return the stage's own error and, if that names this tensor at this stage too, the operation's error."""
     told = tensor in operation.error.message and result.slot in operation.error.message
     return [result.error, operation.error] if told else [result.error]
 

@@ -1,4 +1,4 @@
-"""An update that is under way while the trainer goes on: how far it has come, waiting for it, giving it up."""
+"""An update that runs while the trainer continues: progress, waits and cancellation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rlctl.weights.tensor.cuda_ordering import Ordering
 
 
 class Progress:
-    """How far an update has come at this trainer rank. Belongs to the publisher's event loop.
+    """Progress of an update at this trainer rank. Belongs to the publisher's event loop.
 
     Attributes:
-        ordering: after what on the trainer's stream the weights are read.
-        begun: its first step was made; it has its number among the trainer's updates.
-        sent: the tensors of this rank may be overwritten: they were read for the last time, whatever follows.
-        decided: it can no longer be cancelled from here.
-        told: how it has ended, by the coordinator, where it was given up.
-        ended: set once it has ended, well or not.
-        watched: whoever started it goes on, and may be told that the tensors were sent before it has ended.
+        ordering: work of the trainer's stream that precedes the reads of the weights.
+        begun: the first step was made, and the update has a number at the trainer.
+        sent: set after the last read of this rank's tensors, which may then be overwritten.
+        decided: the update can no longer be cancelled from this rank.
+        told: the coordinator's operation after an abort.
+        ended: set after the update has ended, with any result.
+        watched: the caller continues, and may learn that the tensors were sent before the update has ended.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None, *, watched: bool = False) -> None:
-        """``stream``: the trainer's. What it was given so far comes before the update. Raises FIELD_INVALID."""
+        """``stream``: the trainer's stream. Work queued so far precedes the update. Raises FIELD_INVALID."""
         self.ordering = Ordering(stream)
         self.begun = False
         self.sent = asyncio.Event()
@@ -42,20 +42,20 @@ class Progress:
 
     @property
     def outcome(self) -> Outcome.ValueType:
-        """What its being given up means for the version, as far as this rank knows."""
+        """Outcome of a cancelled update for the version, as far as this rank knows."""
         ended = self.told is not None and self.told.state in (OPERATION_STATE_FAILED, OPERATION_STATE_CANCELLED)
         return OUTCOME_UNKNOWN if self.decided and not ended else OUTCOME_REJECTED
 
 
 class AsyncPending:
-    """An update that :meth:`AsyncPublisher.update_async` has started.
+    """An update started by :meth:`AsyncPublisher.update_async`.
 
     Attributes:
-        ended: done once the update has ended, for whoever waits in another thread.
+        ended: done once the update has ended, for waits in other threads.
     """
 
     def __init__(self, update: Coroutine[Any, Any, UpdateResult], progress: Progress) -> None:
-        """Starts it. Use :meth:`AsyncPublisher.update_async`."""
+        """Start the update. Use :meth:`AsyncPublisher.update_async`."""
         self._task = asyncio.create_task(update)
         self._task.add_done_callback(lambda _: progress.ended.set())
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -63,14 +63,14 @@ class AsyncPending:
         self._progress = progress
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the update has ended, with any result."""
         return self._task.done()
 
     async def wait_sent(self) -> None:
         """Return as soon as this rank's tensors may be overwritten: device work is done, not merely enqueued.
 
-        The version is not served yet. With ``retries`` that is when every target has taken the weights in, since
-        sources may have to go through them again until then. Raises what the update has failed with.
+        The version is not served yet. With ``retries``, this waits until every target has received the weights, since
+        sources may have to repeat the pass until then. Raises the error of the update.
         """
         sent = asyncio.create_task(self._progress.sent.wait())
         try:
@@ -81,33 +81,33 @@ class AsyncPending:
             self.outcome()
 
     async def wait(self) -> UpdateResult:
-        """The published update; raises what it failed with. Cancelling the wait leaves the update alone."""
+        """Return the published update, or raise the error. Cancelling the wait does not affect the update."""
         await asyncio.wait({self._task})
         return self.outcome()
 
     def cancel(self) -> bool:
-        """Give the update up: it is aborted, and the waits raise CANCELLED, on every rank of the trainer.
+        """Abort the update. The waits raise CANCELLED on every rank of the trainer.
 
-        False: it has ended, or is being committed, or (at ranks other than 0) this rank has sent all that it has; it
-        goes on, and :meth:`wait` says how it ends.
+        Returns False if the update has ended, is being committed, or (at ranks other than 0) this rank has sent
+        everything. The update then continues, and :meth:`wait` gives the result.
         """
         if self._task.done() or self._progress.decided:
             return False
         if not self._progress.begun:
-            # The other ranks wait for this one, and count this update: they are told by its own first step.
+            # The other ranks wait for this rank and count this update: the first step here must tell all ranks.
             asyncio.get_running_loop().call_soon(self._task.cancel)
             return True
         return self._task.cancel()
 
     async def close(self) -> None:
-        """Give it up, or see it to its end where it is too late for that; never longer than its deadline."""
+        """Cancel the update, or wait for the end if too late; never longer than the deadline."""
         self.cancel()
         await asyncio.wait({self._task})
         if not self._task.cancelled():
-            self._task.exception()  # retrieved: whoever closes does not ask
+            self._task.exception()  # marks the error as retrieved: a caller of close does not ask
 
     def outcome(self) -> UpdateResult:
-        """What :meth:`wait` says, of an update that has ended."""
+        """Return the result of :meth:`wait` for an update that has ended."""
         if self._task.cancelled():
             raise Reason.CANCELLED.error("the update was cancelled", outcome=self._progress.outcome)
         return self._task.result()
@@ -121,7 +121,7 @@ class Pending:
         self._loop = loop
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the update has ended, with any result."""
         return self.aio.done()
 
     def wait_sent(self) -> None:
@@ -130,17 +130,17 @@ class Pending:
             try:
                 self._loop.call(self.aio.wait_sent())
             except RlctlError:
-                self._loop.wait(self.aio.ended)  # where its fleet is closed, this wait ends before the update has
+                self._loop.wait(self.aio.ended)  # after the fleet was closed, this wait ends before the update does
         if self.aio.done():
             self.aio.outcome()
 
     def wait(self) -> UpdateResult:
-        """The published update; raises what it failed with. An interrupt leaves the update alone."""
+        """Return the published update, or raise the error. An interrupt does not affect the update."""
         self._loop.wait(self.aio.ended)
         return self.aio.outcome()
 
     def cancel(self) -> bool:
-        """Give the update up; see :meth:`AsyncPending.cancel`."""
+        """Abort the update; see :meth:`AsyncPending.cancel`."""
         return not self.aio.done() and self._loop.call(_cancel(self.aio))
 
 

@@ -1,4 +1,4 @@
-"""Prompts and their log probabilities, which a trainer passes with an update so that every engine computes them."""
+"""Prompts with log probabilities, passed with an update so that every engine must reproduce the log probabilities."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class Probe:
 
     Attributes:
         prompts: token ids, at least two per prompt.
-        logprobs: for each prompt the natural logarithm of the probability of every token but the first, after those
-            before it, at temperature 1.
-        tolerance: largest difference that passes, above zero. Engines round differently: choose it for the dtype that
-            they compute in.
+        logprobs: for each prompt the natural logarithm of the probability of every token but the first, given the
+            tokens before, at temperature 1.
+        tolerance: largest accepted difference, above zero. Engines round differently: choose by the compute dtype.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -33,7 +32,7 @@ class Probe:
     @classmethod
     @torch.no_grad()
     def of(cls, model: nn.Module, prompts: Sequence[Sequence[int]], *, tolerance: float = TOLERANCE) -> Probe:
-        """The probe that these weights pass: runs a causal language model whose output has ``logits``.
+        """Return the probe that these weights pass. Runs a causal language model whose output has ``logits``.
 
         Raises FIELD_INVALID for prompts that are not token ids.
         """
@@ -53,7 +52,7 @@ class Probe:
         return cls([list(prompt) for prompt in prompts], logprobs, tolerance)
 
     def to_proto(self) -> verbs_pb2.Probe:
-        """The probe as it travels. Raises ValueError when there are not as many logprobs as prompts."""
+        """Return the probe as a message. Raises ValueError if the numbers of logprobs and prompts differ."""
         prompts = [
             verbs_pb2.ProbePrompt(token_ids=tokens, logprobs=values)
             for tokens, values in zip(self.prompts, self.logprobs, strict=True)

@@ -1,8 +1,8 @@
-"""Sending a model's weights from a trainer process to every rank of its engines, as one update.
+"""Sends a model's weights from a trainer to every rank of the engines, as one update.
 
-``publisher.update(model, version="step-42")`` opens the update with the coordinator, joins (or keeps) a process group
-with every target rank, broadcasts bucket by bucket while the ranks put their slices into place, digests what it sends,
-and commits: the version is served once every target has proved that it holds it.
+``publisher.update(model, version="step-42")`` opens the update at the coordinator and forms a process group with every
+target rank, or keeps the group of the last update. The publisher broadcasts and digests the tensors bucket by bucket
+while the ranks place their parts, and commits. The version is served once every target has proved the weights.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ GRACE_S = 5.0
 
 
 class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
-    """Sends one model's weights. Make one per trainer process and keep it: its groups are kept between updates.
+    """Sends one model's weights. Create one publisher per trainer process: its groups outlive an update.
 
-    A trainer of several processes makes one in each. All call :meth:`update` together; rank 0 of the trainer's group
-    leads and talks to the coordinator, sources send what they hold, the others go through their weights because
-    gathering takes every rank.
+    In a multi-process trainer, all ranks call :meth:`update` together. Rank 0 of the trainer's group is the lead and
+    calls the coordinator. Sources send their tensors. All other ranks iterate over their weights too, because gathering
+    takes every rank.
     """
 
     def __init__(
@@ -100,23 +100,30 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         trainer: str = "",
         incarnation: int = 0,
     ) -> None:
-        """``fleet``: None at trainer ranks other than 0.
+        """Raises FIELD_CONFLICT and FIELD_INVALID for unusable settings.
 
-        ``trainer_group``: torch process group of all trainer ranks; None for a trainer of one process. ``source``:
-        which source this rank is, counted from 0 without gaps; None for a rank that only takes part in gathering
-        (by default rank 0 is the only source). ``path``: broadcast, ipc (shared memory, for engines on this host), or
-        auto (ipc where every rank of an engine shares memory with every source and /dev/shm has room for four times the
-        largest tensor, broadcast for the others). Segments are as large as /dev/shm has room for; ``bucket_bytes`` is
-        for what is broadcast. Shared memory lies on the GPU where the source's current CUDA device is that of all ranks
-        that read it. ``backend``: of the groups that broadcast: gloo, through the hosts' memory, or nccl, from the
-        source's current CUDA device to the ranks', which must all be different ones; vllm_nccl, the same to vLLM
-        servers that were attached to without rlctl's extension, by vLLM's own engine, over a group for each; of
-        several, each engine gets the first that it offers, in groups apart that one pass through the weights feeds.
-        ``host``: address of this process as the engines' ranks and the other trainer ranks reach it (by default
-        127.0.0.1); the groups' store and the source bind it. ``network``: in its place an interface ("eth0") or a
-        network ("10.0.0.0/8", the same on every host of the trainer) in which this process has an address. ``trainer``:
-        name for messages. ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones
-        are fenced from then on.
+        Args:
+            fleet: the fleet at trainer rank 0, None at all other ranks.
+            trainer_group: torch process group of all trainer ranks; None for a trainer of one process.
+            source: number of this rank as a source, from 0 without gaps. None for a rank that only takes part in
+                gathering. By default rank 0 is the only source.
+            path: broadcast, ipc (shared memory, for engines on this host) or auto. auto takes ipc for an engine whose
+                ranks all share memory with every source, and broadcast otherwise. auto needs room in /dev/shm for four
+                times the largest tensor per source. Shared memory is on the GPU if the source's current CUDA device is
+                the device of all ranks that read it.
+            backend: backend of the broadcast groups. gloo goes through the hosts' memory. nccl goes from the source's
+                current CUDA device to the devices of the ranks, and all of these devices must differ. vllm_nccl does
+                the same for attached vLLM servers without rlctl's extension, by vLLM's own engine, in one group per
+                server. From several backends, each engine gets the first that it offers. One pass through the weights
+                feeds the groups of all backends.
+            bucket_bytes: size of a broadcast bucket. Segments are as large as /dev/shm has room for.
+            host: address of this process, as reached by the engines' ranks and the other trainer ranks; 127.0.0.1 by
+                default. The groups' store and the source bind the address.
+            network: in place of ``host``, an interface ("eth0") or a network ("10.0.0.0/8") with an address of this
+                process. A network can be the same text on every host of the trainer.
+            trainer: name for messages.
+            incarnation: number to raise when training resumes from an older checkpoint. Lower numbers are fenced from
+                then on.
         """
         self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
         if (self._rank == 0) != (fleet is not None):
@@ -135,7 +142,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if host and network:
             raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
         self._path = _PATHS[path]
-        # gloo alone is what every engine is asked for that says nothing of groups.
+        # The coordinator reads an empty list as gloo.
         self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
         self._host = address_on(network, field="network") if network else own_address(host or "127.0.0.1")
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
@@ -183,45 +190,60 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
     ) -> UpdateResult:
         """Make ``weights`` the version that the fleet serves.
 
-        ``weights``: a module, an iterable of (checkpoint name, full tensor), or a WeightSource. ``checkpoint``: the
-        engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``adapter``:
-        the weights are those of the LoRA adapter of this name, under PEFT's names, and ``version`` is its version; the
-        base weights and theirs stay. ``adapter_config``: its PEFT config (r, lora_alpha, target_modules, ...).
-        ``adapters``: keep or drop those that are loaded when the base weights change; "" keeps. ``pause``: abort,
-        retract, in_place, drain, or "" to refuse while requests are active (with ``adapter``: requests that use it);
-        None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``: None empties
-        the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: evidence of
-        the bytes that ranks hold: "" for the highest level that each target reaches, or expected, replica, received,
-        none; probe asks for the probe alone. ``digest``: function of the digests: "" for SHA-256, or keyed: each rank
-        digests its own parts (docs/digests.md). ``probe``: log probabilities that the new weights give; every target
-        computes them before it serves, at every level of ``verify``. ``decode_check``: every target compares decode
-        with prefill before it serves (docs/decode-check.md); None: each target that can, where the check costs less
-        than a tenth of the update. ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the
-        sources go through their weights again after a group failed, without the targets that are gone. ``partial``:
-        not every parameter is sent. ``finite``: before anything is paused, refuse weights that hold NaN or infinite
-        values, by name; every rank of the trainer looks at what it holds itself, or the weights are gone through once
-        more where a source has no ``local``.
-        ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
-        from it are sent, after a pass that digests all. ``selector``: of engines that have a draft model: target,
-        draft, or all; "" for all. ``apply``: in_place, under the pause, or staged: into a second copy of the weights
-        while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets have the version at
-        once, :func:`rolling` batch by batch: staged out of the copies, in place by a pass of the sources for each
-        batch, in which they must give the same again. ``stream``: weights on a GPU are read after what this stream was
-        given before the call; None: after what the caller's current stream was given. ``progress``: what
-        :meth:`update_async` follows it by; leave it out.
+        On return the source tensors may be overwritten. Settings count at rank 0; ``deadline_s`` and ``stream`` count
+        at every rank.
 
-        On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
-        RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
-        version is served, unless it rolled in place and a source failed after the first batch: that batch serves it,
-        and the operation ended PARTIAL. An error whose outcome is UNKNOWN came while the update was committed: the
-        version may be served. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
-        Settings count at rank 0; ``deadline_s`` and ``stream`` at every rank.
+        Args:
+            weights: a module, an iterable of (checkpoint name, full tensor), or a WeightSource.
+            version: label of the version, or of the adapter's version.
+            checkpoint: directory that the engines read instead, with the path as the engines see it. ``weights`` then
+                only give the expected content.
+            adapter: name of the LoRA adapter that ``weights`` contain, under PEFT's names. Base weights and base
+                version stay.
+            adapter_config: PEFT config of the adapter (r, lora_alpha, target_modules, ...).
+            adapters: keep or drop loaded adapters when the base weights change; "" keeps.
+            pause: abort, retract, in_place, drain, or "" to refuse while requests are active. With ``adapter``, only
+                requests with the adapter count. None: retract, for an adapter in_place, so that all other requests lose
+                nothing.
+            flush: None empties the caches; False keeps KV entries of the old weights.
+            after: resume or stay_paused.
+            verify: level of verification of the bytes at the ranks: expected, replica, received or none; "" for the
+                highest level that each target reaches; probe for the probe alone.
+            digest: "" for SHA-256, or keyed: each rank digests its own parts (docs/digests.md).
+            probe: log probabilities of the new weights. Every target must reproduce the log probabilities before
+                serving, at every level of ``verify``.
+            decode_check: every target compares decode with prefill before serving (docs/decode-check.md). None: each
+                target that can, if the check costs less than a tenth of the update.
+            quorum: number of targets that must confirm, 0 for all.
+            retries: number of further attempts after a group failed, without the lost targets. The sources iterate over
+                their weights again.
+            partial: only some of the parameters are sent.
+            finite: refuse weights with NaN or infinite values, by name, before any pause. Every trainer rank checks
+                local values, or all iterate over the weights once more if a source has no ``local``.
+            base: label of the version that this publisher sent last and that every target has. Only tensors that differ
+                from the base are sent, after a pass that digests all tensors.
+            selector: target, draft or all, for engines with a draft model; "" for all.
+            apply: in_place, under the pause; or staged, into a shadow copy during generation, with a pause for the swap
+                only.
+            rollout: None brings all targets to the version at once, :func:`rolling` batch by batch. A staged batch
+                swaps shadow copies. A batch in place takes a further pass, in which the sources must give the same
+                tensors again.
+            stream: weights on a GPU are read after the work queued on this stream before the call. None: the caller's
+                current stream.
+            progress: used by :meth:`update_async`; omit.
+
+        Raises OperationFailed (with the operation), or a different RlctlError if the update was refused or a source
+        failed, on every rank of the trainer. The version is then not served, with two exceptions. If a source failed
+        after the first batch of a rolling update in place, that batch serves the version and the operation ended
+        PARTIAL. An error with the outcome UNKNOWN arose during the commit: the version may be served.
+
+        Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
         """
         started = time.perf_counter()
         if progress is None:
             progress = self._next(stream)
-        timeout = duration(deadline_s)  # raises for what is no time: nothing has begun yet
-        if not isinstance(version, str):  # a step's number, say
+        timeout = duration(deadline_s)  # raises for an invalid time before anything begins
+        if not isinstance(version, str):  # for example the number of a step
             raise Reason.FIELD_INVALID.error(f"version is {version!r}; it must be a text", field="version")
         if checkpoint and digest not in ("", "sha256"):
             raise Reason.FIELD_CONFLICT.error("a checkpoint is digested by SHA-256", field="digest")
@@ -274,11 +296,11 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                         )
         except TimeoutError:
             if not limit.expired():
-                raise  # the source's own
+                raise  # raised by the source
             operation, sent = _in_the_end(progress, deadline_s), Sent()
         finally:
             try:
-                # The trainer's next collectives must not meet those of a pass that is still going on.
+                # The trainer's next collectives must not overlap those of a running pass.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(limit.when()):
                         await self._part.settle(STOP_S)
@@ -308,12 +330,11 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
     def update_async(
         self, weights: Weights, *, version: str, stream: torch.cuda.Stream | None = None, **settings: Any
     ) -> AsyncPending:
-        """Start :meth:`update`, with its settings, and return at once; every rank of the trainer calls it.
+        """Start :meth:`update`, with its settings, and return at once. Every rank of the trainer calls this.
 
-        The weights must stay as they are until the pending update's ``wait_sent`` has returned. They are not gone
-        through again to name the rank whose part of a tensor turned out to differ, as in :meth:`update`. Raises
-        UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended; what else goes wrong is raised by
-        the waits.
+        The weights must not change until the pending update's ``wait_sent`` has returned. A mismatch does not name the
+        rank, as :meth:`update` does, because that takes a further pass through the weights. Raises UPDATE_IN_PROGRESS
+        while an earlier update of this publisher has not ended. The waits raise all other errors.
         """
         progress = self._next(stream, watched=True)
         update = self.update(weights, version=version, progress=progress, **settings)
@@ -321,7 +342,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         return self._pending
 
     def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> Progress:
-        """Progress of another update. One at a time: groups and segments are kept from one to the next."""
+        """Return the progress of a new update. One update at a time: groups and segments are reused."""
         if self._fleet is not None:
             self._fleet.connection.check_loop()
         if self._progress is not None and not self._progress.ended.is_set():
@@ -331,14 +352,14 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         return Progress(trainer_stream(stream), watched=watched)
 
     async def committed(self) -> None:
-        """Wait for the end of an update that is being committed, if there is one."""
+        """Wait for the end of an update whose commit is under way."""
         if self._progress is not None and self._progress.decided:
             await self._progress.ended.wait()
 
     async def close(self) -> None:
-        """Leave the groups. Engines that are told of a new one forget them.
+        """Leave the groups. Engines forget an old group when a new group forms.
 
-        An update that is pending is cancelled or, where it is being committed, seen to its end.
+        A pending update is cancelled or, during its commit, awaited.
         """
         if self._pending is not None:
             await self._pending.close()
@@ -350,17 +371,16 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             await self._members.close()
 
     async def __aexit__(self, *_: object) -> None:
-        """Close it."""
         await self.close()
 
     def leave(self) -> None:
-        """Leave the groups, and remove the segments, where nothing runs any more."""
+        """Leave the groups and remove the segments, after all updates have ended."""
         self._part.close()
 
     async def _meet(self) -> None:
-        """Once: the members connect to the lead, whose address goes through the trainer's own group.
+        """Connect the members to the lead, once. The lead's address goes through the trainer's own group.
 
-        That takes every rank, and goes on when an update no longer waits for it: the next one finds it under way.
+        The exchange takes every rank and continues after the end of a waiting update, for the next update.
         """
         if self._meeting is None or (self._meeting.done() and (self._lead or self._leading) is None):
             self._meeting = asyncio.create_task(self._met())
@@ -393,7 +413,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             )
 
     def _share(self, group: dist.ProcessGroup, text: str) -> str:
-        """In a thread, whose current device is not the caller's by itself."""
+        """Run in a thread, which does not inherit the caller's current device."""
         assert self._progress is not None
         with self._progress.ordering.after():
             return share(group, text)
@@ -423,9 +443,9 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         return self.aio.update_async(weights, **settings)
 
     def close(self) -> None:
-        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`.
+        """Leave the groups and cancel a pending update; see :meth:`AsyncPublisher.close`.
 
-        Harmless to call again, and after its fleet was closed.
+        May be repeated, and called after the fleet was closed.
         """
         if not self._loop.running:
             self.aio.leave()
@@ -435,14 +455,13 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
             self._loop.stop()
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
 
 def rolling(max_unavailable: int = 1) -> RolloutStrategy:
-    """Let an update's targets take the version in batches of so many; until the last has, both versions are served.
+    """Update targets in batches of ``max_unavailable``. Both versions are served until the last batch has switched.
 
-    Raises FIELD_INVALID for less than one.
+    Raises FIELD_INVALID for less than 1.
     """
     if max_unavailable < 1:
         raise Reason.FIELD_INVALID.error(f"max_unavailable is {max_unavailable}, at least 1", field="max_unavailable")
@@ -450,12 +469,12 @@ def rolling(max_unavailable: int = 1) -> RolloutStrategy:
 
 
 def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> str:
-    """Model digest of full tensors under their checkpoint names: what a fleet that holds them reports.
+    """Return the model digest of full tensors under their checkpoint names, as reported by a fleet with these weights.
 
-    ``checkpoint``: directory of the rollout checkpoint, whose names and dtypes the tensors have in the fleet. Without
-    it, a module's tensors have the names that ``save_pretrained`` would write, and all have the dtypes that they are
-    in. ``like``: a digest with the wanted function and key; "" is SHA-256. Raises UNSUPPORTED as
-    an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
+    ``checkpoint``: directory of the rollout checkpoint, for names and dtypes of the tensors in the fleet. Without
+    ``checkpoint``, a module's tensors have the names of ``save_pretrained``, and all tensors keep the given dtypes.
+    ``like``: a digest with the function and key to use; "" is SHA-256. Raises UNSUPPORTED as an update does, and with
+    ``checkpoint`` also FIELD_INVALID and WEIGHTS_INCOMPLETE.
     """
     if like and not is_digest(like):
         raise Reason.FIELD_INVALID.error("like is not a digest (HEX or HEX@KEY)", field="like")
@@ -473,7 +492,7 @@ def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> s
 
 
 def _in_the_end(progress: Progress, deadline_s: float) -> Operation:
-    """An update whose time was up, if its version is served all the same. Raises DEADLINE_EXCEEDED."""
+    """Return the operation of an update past the deadline if the version is served. Raises DEADLINE_EXCEEDED."""
     if progress.told is not None and progress.told.weight_version.sequence:
         return progress.told
     why, next_step = f"the update did not end within {deadline_s:g} s", ""
@@ -486,7 +505,7 @@ def _in_the_end(progress: Progress, deadline_s: float) -> Operation:
 def _kind(
     adapter: str, config: Mapping[str, Any] | None, *, partial: bool, base: str, checkpoint: str
 ) -> verbs_pb2.UpdateKind.ValueType:
-    """What is sent, by the settings of an update. Raises FIELD_CONFLICT for those that exclude each other."""
+    """Return the kind of an update by the settings. Raises FIELD_CONFLICT for settings that exclude each other."""
     if base and (partial or checkpoint):
         other = "partial" if partial else "checkpoint"
         raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
@@ -505,14 +524,14 @@ def _kind(
 
 
 def _pause(asked: str | None, adapter: str) -> str:
-    """The pause mode: the one asked for or, with None, the one that loses least."""
+    """Return the requested pause mode; for None, the mode that loses least."""
     return asked if asked is not None else "in_place" if adapter else "retract"
 
 
 def _adapter_config(
     source: WeightSource, adapter: str, config: Mapping[str, Any] | None
 ) -> verbs_pb2.AdapterConfig | None:
-    """What the engines are told of an adapter's tensors, if they are one's.
+    """Return the adapter config for the engines, or None for base weights.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED.
     """

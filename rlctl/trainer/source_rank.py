@@ -1,6 +1,6 @@
-"""One trainer process in an attempt: it joins its groups, and sends and digests its weights.
+"""One trainer process in an attempt: joins groups, and sends and digests the weights.
 
-It works in a thread of its own, and every wait for this thread has a limit. When a trainer rank has died, gathering a
+The work runs in a thread, and every wait for this thread has a limit. After the death of a trainer rank, gathering a
 tensor may hang in the trainer's own collectives.
 """
 
@@ -42,27 +42,28 @@ from rlctl.weights.tensor.source import Weights, WeightSource, as_announced, as_
 from rlctl.weights.tensor.tensors import TensorMeta, to_proto
 
 Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
-"""Lets the ranks that share memory with this process take segments in; returns once none of them reads them."""
+"""Sends segments to the ranks that share memory with this process. Returns once no rank reads them."""
 
 LOST_S = 1.0
-"""How soon after a trainer's own collectives break it is known that a rank of its is gone."""
+"""Seconds after a failure of the trainer's own collectives in which the loss of a trainer rank becomes known."""
 
 SAYS_S = 0.5
-"""How long word of a rank's own failure may be on its way."""
+"""Seconds that the report of a rank's own failure may take."""
 
 STOP_S = 2.0
-"""How long an attempt that was stopped may take to end."""
+"""Seconds that a stopped attempt may take to end."""
 
 HANGS_S = 10.0
-"""A pass in which no tensor has come for so long hangs in the trainer's own collectives."""
+"""A pass without a tensor for so many seconds hangs in the trainer's own collectives."""
 
 
 class Part:
-    """One trainer process in the updates of one model. It keeps its groups, one a backend, from update to update."""
+    """One trainer process in the updates of one model. Keeps groups, one per backend, between updates."""
 
     def __init__(self, host: str, source: int | None, *, alone: bool = True) -> None:
-        """``host``: address of this process as the engines reach it; ``source``: which source it is, None for none;
-        ``alone``: the trainer has no other process.
+        """``host``: address of this process as the engines reach it.
+
+        ``source``: number of this source, None for no source. ``alone``: the trainer has no further process.
         """
         self.source = source
         self._host = host
@@ -74,7 +75,7 @@ class Part:
         self._announced = Announced()
 
     def close(self) -> None:
-        """Leave the groups, and remove the segments. Engines that are told of new groups forget them."""
+        """Leave the groups and remove the segments. Engines forget an old group when a new group forms."""
         self._leave()
         segments, self._segments = self._segments, None
         if segments is not None:
@@ -87,13 +88,13 @@ class Part:
 
     @property
     def room(self) -> int | None:
-        """Bytes that segments may take in the host's shared memory; None where they may lie on a GPU instead."""
+        """Bytes for segments in the host's shared memory; None if segments may be on a GPU instead."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         return free_bytes() if self._segments is None else self._segments.room
 
     def describe(self, weights: WeightSource, version: str, source: int) -> Offer:
-        """What this process brings to an update as a source."""
+        """Return this process's offer to an update as a source."""
         return Offer(
             version=version,
             source=source,
@@ -108,8 +109,10 @@ class Part:
         )
 
     async def read(self, weights: Weights, progress: Progress) -> WeightSource:
-        """The weights as a source. Describing them, and collecting pairs, is the trainer's own code, which may gather,
-        hang, or call the fleet: it happens in a thread, too. Raises ILLEGAL_STATE, or what that code raises.
+        """Return the weights as a source, described in a thread.
+
+        Describing, and collecting pairs, is the trainer's own code and may gather, hang, or call the fleet. Raises
+        ILLEGAL_STATE, or the error of that code.
         """
         await self._refuse_hanging()
         self._pass = Pass()
@@ -122,14 +125,14 @@ class Part:
         return await asyncio.shield(work)
 
     async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, progress: Progress) -> Sent:
-        """Do this process's part; cancelling it breaks what is under way. Says in ``progress`` when the weights have
-        been read for the last time, if no other attempt can follow.
+        """Run this process's part of an attempt; a cancellation interrupts the work.
 
-        In one pass the weights go over the groups and, through ``ship``, to the ranks that share memory. With neither
-        in the attempt, what would be sent is only digested, or looked through for values that are not finite.
+        In one pass the weights go over the groups and, through ``ship``, to the ranks that share memory. An attempt
+        with neither only digests the weights, or checks for values that are not finite. Sets ``progress.sent`` after
+        the last read of the weights, if no further attempt can follow.
 
-        Raises GROUP_FAILED, FIELD_INVALID (the weights are not what was offered), ILLEGAL_STATE (the pass before
-        hangs), or what the weights themselves raise.
+        Raises GROUP_FAILED, FIELD_INVALID (the weights differ from the offer), ILLEGAL_STATE (the earlier pass hangs),
+        or the error of the weights.
         """
         await self._refuse_hanging()
         stop = threading.Event()
@@ -184,7 +187,7 @@ class Part:
             )
 
     async def settle(self, quiet_s: float) -> bool:
-        """Wait for the last pass through the weights to end, unless no tensor comes for ``quiet_s``; whether it has."""
+        """Wait for the end of the last pass and return True; False if no tensor comes for ``quiet_s``."""
         started = time.monotonic()
         while self._under_way is not None and not self._under_way.done():
             left = max(started, self._pass.moved) + quiet_s - time.monotonic()
@@ -201,7 +204,7 @@ class Part:
         ship: Callable[[Sequence[TensorSegment]], None],
         left: Callable[[], None],
     ) -> Sent:
-        """``left`` is called once the weights have been read for the last time."""
+        """Run the attempt in a thread. ``left`` is called after the last read of the weights."""
         if self.source is None:
             for _ in weights.tensors():
                 if stop.is_set():
@@ -225,7 +228,7 @@ class Part:
             for group, own in zip(groups, buckets, strict=True):
                 group.announce(size for bucket in own for size in bucket.broadcasts)
             for group, own in zip(groups, buckets, strict=True):
-                # What goes over the first group is digested there.
+                # The first group digests the tensors.
                 passing.append(SentInPassing(weights, own, group, None if passing else digest))
                 weights = passing[-1]
             try:
@@ -235,7 +238,7 @@ class Part:
                     deque(weights.tensors(), maxlen=0)
             except BaseException:
                 for group in groups:
-                    group.interrupt()  # what is on its way there may wait for what no longer comes here
+                    group.interrupt()  # pending broadcasts may wait for tensors that no longer come
                 raise
             finally:
                 for each in reversed(passing):
@@ -267,8 +270,9 @@ class Part:
         ship: Callable[[Sequence[TensorSegment]], None],
         left: Callable[[], None],
     ) -> int:
-        """Copy the weights, in the wire's dtypes, into segments, while the ranks take in the one before; returns the
-        bytes.
+        """Copy the weights, in the wire's dtypes, into segments while the ranks read the segment before.
+
+        Returns the bytes.
         """
         segments = self._on(_meeting_place(attempt.shared_devices))
         wire = [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
@@ -293,16 +297,16 @@ class Part:
                 delivery.result()
             return sum(sizes)
         except BaseException:
-            # Somebody may still read what was lent: it is left to them, and the next update gets memory of its own.
+            # Ranks may still read these segments. Abandon them; the next update allocates new memory.
             self._segments = None
             written.close()
             segments.close()
             for delivery in deliveries:
-                delivery.result()  # why the segments were closed, if they were
+                delivery.result()  # raises the cause if the segments were closed for a failure
             raise
 
     def _on(self, device: torch.device) -> SegmentSender:
-        """The segments that there are on a device, or new ones in place of those on another."""
+        """Return the segments of a device; replaces segments of a different device."""
         if self._segments is None or self._segments.pool.device != device:
             if self._segments is not None:
                 self._segments.close()
@@ -310,7 +314,7 @@ class Part:
         return self._segments
 
     def _join(self, wanted: Sequence[GroupPlan], attempt: Attempt, stop: threading.Event) -> list[WeightGroup]:
-        """The groups that stand, or new ones that every target rank joins with us."""
+        """Return the existing groups, or form new groups with every target rank."""
         if not all(group.formed and group.group_name in self._groups for group in wanted):
             self._leave()
             for group in wanted:
@@ -331,8 +335,9 @@ class Part:
 
 
 def _meeting_place(readers: Sequence[str]) -> torch.device:
-    """Where segments lie best for ranks on these devices: on this process's GPU if it is all of theirs, else in the
-    host's memory, which ranks on any GPU read as well.
+    """Return the best device for segments that ranks on these devices read.
+
+    This is this process's GPU if all ranks use this GPU, otherwise the host's memory, which ranks on any GPU can read.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         own = torch.device("cuda", torch.cuda.current_device())
@@ -342,7 +347,7 @@ def _meeting_place(readers: Sequence[str]) -> torch.device:
 
 
 def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], None], segments: SegmentSender) -> None:
-    """Let the ranks take a segment in. When they do not, whoever waits to write another one is let go."""
+    """Let the ranks read a segment. On failure, release the writer that waits for a free segment."""
     try:
         ship(segment.messages)
     except BaseException:
@@ -352,13 +357,13 @@ def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], Non
 
 
 def _look(weights: WeightSource, announced: Sequence[tuple[str, Bucket]]) -> Sent:
-    """The tensors in which this rank holds values that are not finite."""
+    """Return the names of this rank's tensors with values that are not finite."""
     dtypes = {meta.name: meta.dtype for _, bucket in announced for meta in bucket.metas}
     return Sent(not_finite=not_finite(local_values(weights) or (), dtypes))
 
 
 def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, torch.dtype]) -> Sent:
-    """The parts that are asked for, and the tensors that they are of, as they are now."""
+    """Digest the requested parts and the whole tensors, with present values."""
     sent = Sent()
     for name, tensor in weights.tensors():
         sent.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name], key=attempt.digest_key))
@@ -371,7 +376,7 @@ async def _awaited(work: Awaitable[None]) -> None:
 
 
 async def stopped(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel what is under way and wait for its end."""
+    """Cancel tasks and wait for the end."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()
@@ -379,21 +384,23 @@ async def stopped(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 def cut_off(cause: BaseException) -> bool:
-    """Whether our own broadcast failed, which says less than what the target ranks say."""
+    """Whether our own broadcast failed. The answers of the target ranks explain more."""
     return (
         isinstance(cause, RlctlError) and cause.reason is Reason.GROUP_FAILED and not isinstance(cause, OperationFailed)
     )
 
 
 async def explained(failure: BaseException, others: asyncio.Future[Any]) -> BaseException:
-    """What a failure of this trainer rank's own is raised as: where ``others`` soon fails because a rank is gone, as
-    that, since such a rank breaks the trainer's own collectives too, and the groups that it sends over. A source's
-    defect stays what it is; another source's is what has broken a group.
+    """Return the error to raise for a failure of this trainer rank.
+
+    If ``others`` soon fails because a rank is gone, that is the error: the lost rank also breaks the trainer's
+    collectives and its groups. A defect of this source is returned unchanged; a defect of a different source explains a
+    broken group.
     """
     broken = isinstance(failure, RlctlError)
     if isinstance(failure, RlctlError) and failure.reason is not Reason.GROUP_FAILED:
         return failure
-    # A rank whose source has failed waits as long itself before it says so.
+    # A rank with a failed source waits equally long before reporting.
     await asyncio.wait({others}, timeout=LOST_S + SAYS_S if broken else LOST_S)
     told = others.exception() if others.done() and not others.cancelled() else None
     if not isinstance(told, RlctlError) or told.reason is Reason.GROUP_FAILED:
@@ -405,7 +412,7 @@ async def explained(failure: BaseException, others: asyncio.Future[Any]) -> Base
 
 
 def detail(error: BaseException) -> common_pb2.ErrorDetail:
-    """What the other trainer ranks are told of an error."""
+    """Return the error for the other trainer ranks."""
     if isinstance(error, RlctlError):
         return error.detail()
     if isinstance(error, asyncio.CancelledError):
@@ -414,7 +421,7 @@ def detail(error: BaseException) -> common_pb2.ErrorDetail:
 
 
 def refuse_unpublished(operation: Operation) -> None:
-    """Raises OperationFailed for an update that has ended without a version."""
+    """Raise OperationFailed for an update that ended without a version."""
     published = bool(operation.weight_version.sequence)
     if operation.state != OPERATION_STATE_OK and not (operation.state == OPERATION_STATE_PARTIAL and published):
         raise OperationFailed(operation)

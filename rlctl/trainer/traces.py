@@ -1,4 +1,4 @@
-"""The span of an update in the process of the trainer, which is the parent of the coordinator's."""
+"""The span of an update in the trainer's process, parent of the coordinator's span."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Update = Callable[Concatenate[S, P], Coroutine[Any, Any, UpdateResult]]
 
 
 def traced(update: Update[S, P]) -> Update[S, P]:
-    """The method, inside a span if the process makes traces."""
+    """Run the method inside a span if the process records traces."""
 
     @functools.wraps(update)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, UpdateResult]:
-        # Called here, not in the coroutine: a setting that does not exist is refused where it is written.
+        # Called here, not in the coroutine: an unknown setting is refused at the caller's line.
         return _in_span(update(self, *args, **kwargs))
 
     return call

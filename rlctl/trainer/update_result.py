@@ -14,15 +14,15 @@ class UpdateResult:
     """A published update.
 
     Attributes:
-        version: label and sequence that the fleet serves now; of the base weights, when an adapter was updated.
+        version: label and sequence that the fleet serves now. For an adapter update, of the base weights.
         operation: the operation with a result for every rank of every target.
-        model_digest: hex digest of the full weights that every verified target holds; "" when none was verified, and
-            for an adapter, whose digest stands in the operation.
-        bytes_sent: bytes that left this source.
-        tensors_sent: tensors that left it; of a delta those that differ from its base.
-        transfer_s: from the first tensor to the last byte sent, seconds.
-        pause_s: from the first target's pause to the last one's resume, as the coordinator saw it, seconds.
-        total_s: the whole call, seconds.
+        model_digest: hex digest of the full weights at every verified target. "" if no target was verified, and for an
+            adapter, whose digest is in the operation.
+        bytes_sent: bytes sent by this source.
+        tensors_sent: tensors sent by this source. Of a delta, the tensors that differ from the base.
+        transfer_s: seconds from the first tensor to the last byte sent.
+        pause_s: seconds from the first target's pause to the last target's resume, as measured by the coordinator.
+        total_s: seconds of the whole call.
     """
 
     version: WeightVersion
@@ -36,15 +36,18 @@ class UpdateResult:
 
     @property
     def verification(self) -> Verification:
-        """The weakest level of each kind among the targets that confirmed: ``held`` of the bytes at their ranks,
-        ``computed`` of the values that they compute. The operation has the levels of each target.
+        """Return the weakest level of each kind among the targets that confirmed.
+
+        ``held`` covers the bytes at the ranks, ``computed`` the values that engines compute. The operation has the
+        levels of each target.
         """
         return self.operation.verification
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Stages of the model that the version has not come to, by slot, and why. They serve nothing until they are
-        healed.
+        """Return the stages of the model without the version, by slot, with the reason.
+
+        These stages serve nothing until healed.
         """
         results = self.operation.stage_results
         failed = {each.slot: each.error.message for each in results if not acknowledged(each, update=True)}

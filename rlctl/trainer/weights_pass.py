@@ -1,4 +1,4 @@
-"""Going through a trainer's weights once: in a thread of its own, and to the end, since gathering takes every rank."""
+"""One pass over a trainer's weights: in a thread, and always to the end, since gathering takes every rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ T = TypeVar("T")
 
 
 class Pass:
-    """Weights that are gone through once, and to their end also where what is done with them fails half way: the other
-    ranks of the trainer wait in every gather, and another pass can only begin where all have ended this one.
+    """A pass over weights that always reaches the end, also after a failure of the consumer.
+
+    The trainer's other ranks wait in every gather, and the next pass can only begin after all ranks have ended this
+    pass.
 
     Attributes:
-        moved: when the last tensor came, on :func:`time.monotonic`'s clock.
+        moved: time of the last tensor, on :func:`time.monotonic`'s clock.
     """
 
     def __init__(self, weights: WeightSource | None = None) -> None:
@@ -36,28 +38,28 @@ class Pass:
         self.stable = is_stable(self._weights)
 
     def metas(self) -> list[TensorMeta]:
-        """The weights'."""
+        """Return the metas of the weights."""
         return self._weights.metas()
 
     def together(self) -> list[tuple[str, ...]]:
-        """The weights'."""
+        """Return the atomic lists of the weights."""
         return atomic_lists(self._weights)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights'; once."""
+        """Yield the tensors of the weights; once."""
         self._rest = iter(self._weights.tensors()) if self._rest is None else self._rest
         for pair in self._rest:
             self.moved = time.monotonic()
             yield pair
 
     def finish(self) -> None:
-        """Go through what is left. What they raise has been raised before, or matters to nobody any more."""
+        """Iterate over the remaining tensors. Errors were raised before, or no longer matter."""
         with contextlib.suppress(BaseException):
             deque(self.tensors(), maxlen=0)
 
 
 class Described:
-    """A source whose tensors have been described: it is not asked again."""
+    """A source with stored metas, atomic lists and spare names: the source computes each once."""
 
     def __init__(self, source: WeightSource) -> None:
         self.stable = is_stable(source)
@@ -67,32 +69,32 @@ class Described:
         self._spares = spares_of(source)
 
     def metas(self) -> list[TensorMeta]:
-        """The source's."""
+        """Return the metas of the source."""
         return list(self._metas)
 
     def spares(self) -> dict[str, Spare]:
-        """The source's."""
+        """Return the spare names of the source."""
         return dict(self._spares)
 
     def together(self) -> list[tuple[str, ...]]:
-        """The source's."""
+        """Return the atomic lists of the source."""
         return list(self._together)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The source's."""
+        """Yield the tensors of the source."""
         return self._source.tensors()
 
     def local(self) -> Iterator[Held] | None:
-        """The source's."""
+        """Return the local values of the source."""
         return local_values(self._source)
 
 
 def in_thread(
     work: Callable[[], T], then: Callable[[], None], name: str
 ) -> tuple[asyncio.Future[T], asyncio.Future[None]]:
-    """Run blocking work in a daemon thread: one that hangs keeps neither the loop nor the interpreter from ending.
+    """Run blocking work in a daemon thread: a hanging thread blocks neither the loop nor the interpreter's exit.
 
-    What comes of it, and the thread's end, before which ``then`` is done.
+    Returns futures of the result and of the thread's end. ``then`` runs in the thread before the end.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -103,7 +105,7 @@ def in_thread(
             return
         if error is not None:
             future.set_exception(error)
-            future.exception()  # retrieved: whoever stopped the attempt no longer waits
+            future.exception()  # marks the error as retrieved: a stopped attempt no longer waits
         else:
             future.set_result(result)  # type: ignore[arg-type]
 
@@ -116,10 +118,10 @@ def in_thread(
         failure: BaseException | None = None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting task
             failure = error
             if not isinstance(error, Exception) or isinstance(error, StopIteration):
-                # Handed on as it is, it would end the loop, or be taken for a cancellation of whoever waits.
+                # Passed on unchanged, the error would end the loop, or pass for a cancellation of the waiting task.
                 failure = Reason.SOURCE_FAILED.error(f"{type(error).__name__}: {error}")
                 failure.__cause__ = error
         tell(settle, result, failure)
