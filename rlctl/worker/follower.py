@@ -1,4 +1,4 @@
-"""A follower rank: obeys rank 0 of its stage. Its engine starts when rank 0 attaches and says how to join."""
+"""A follower rank: obeys rank 0 of its stage. The engine starts when rank 0 attaches with the engine's setup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlctl.worker.worker import Worker
 
 
 class Follower:
-    """What stands behind a follower's executor."""
+    """The commanded side of a follower's executor."""
 
     def __init__(
         self,
@@ -44,7 +44,10 @@ class Follower:
         self.worker = Worker(self._engine, coordinates, clock)
 
     async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
-        """Start the engine as rank 0 says. A second rank 0 is refused: its engine could not join this one."""
+        """Start the engine with the setup of rank 0.
+
+        A second rank 0 is refused: the engines could not join each other.
+        """
         try:
             if self._started:
                 raise Reason.INCARNATION_FENCED.error("this rank belongs to a stage that is running already")
@@ -62,10 +65,9 @@ class Follower:
         return Attached(report=self._report())
 
     def grant(self, grant: ServingGrant) -> None:
-        """Followers serve nothing by themselves."""
+        """Ignore the grant: followers serve nothing by themselves."""
 
     async def carry_out(self, request: Message, call: Call) -> CommandResult:
-        """One rank's result."""
         if not self._started:
             return self.refuse(Reason.ILLEGAL_STATE.error("rank 0 has not attached yet"))
         if not call.together and of_request(request).mutating:
@@ -73,19 +75,17 @@ class Follower:
         return CommandResult(rank=(await self.worker.carry_out(request, call))[0])
 
     def refuse(self, error: RlctlError) -> CommandResult:
-        """This rank's result for a command that it does not carry out."""
+        """Return this rank's result for a refused command."""
         return CommandResult(rank=self.worker.result(error.outcome, error))
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up an ordered command that rank 0 will not order."""
+        """Withdraw an ordered command that rank 0 will not order."""
         await self.worker.withdraw(command_id)
 
     def obeys(self, link: object) -> bool:
-        """Whether this is rank 0's link."""
         return self._link is not None and link is self._link
 
     async def stop(self) -> None:
-        """Stop the engine."""
         await self._engine.stop()
 
     def _engine_failed(self, error: RlctlError) -> None:

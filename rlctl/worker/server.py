@@ -1,4 +1,4 @@
-"""A follower rank as a process: its WorkerService, which rank 0 dials. It ends when rank 0 is gone."""
+"""A follower rank as a process: the WorkerService that rank 0 dials. The process ends when rank 0 is gone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rlctl.worker.follower import Follower
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How a follower is started.
+    """Configuration of a follower.
 
     Attributes:
         engine: name of the plug-in.
-        engine_config: how its rank is started; rank is 1 or more.
-        listen: where WorkerService binds; port 0 takes any.
+        engine_config: configuration of the rank, 1 or higher.
+        listen: address of WorkerService; TCP port 0 takes any.
         token: bearer token that guards every service.
-        insecure: bind where others can reach it though there is no token.
+        insecure: allow addresses that other hosts reach, without a token.
         tls: certificate of a worker; None for plain text.
     """
 
@@ -43,7 +43,7 @@ class WorkerConfig:
 
 
 class WorkerServer:
-    """One follower rank with its server."""
+    """A follower rank with its server."""
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.tls is not None:
@@ -72,15 +72,14 @@ class WorkerServer:
         )
 
     async def start(self) -> str:
-        """Bind; the engine starts when rank 0 attaches. Returns the bound address."""
+        """Bind and return the address. The engine starts when rank 0 attaches."""
         return await self._server.start(self.config.listen)
 
     async def stop(self) -> None:
-        """End the engine and the server."""
         await self._follower.stop()
         await self._server.stop(0.5)
 
     def _link_ended(self, link: Link[ControlResponse, ControlRequest] | ServedLink) -> None:
-        # Without rank 0 this rank is of no use: its engine cannot join another one.
+        # Without rank 0 this rank is useless: its engine cannot join a new rank 0.
         if self._follower.obeys(link):
             self.abandoned.set()

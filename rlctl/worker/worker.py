@@ -29,7 +29,7 @@ from rlctl.v1.results_pb2 import RankResult
 log = logging.getLogger(__name__)
 
 REMEMBERED = 1024
-"""Commands that were withdrawn and have not come, or had ended before."""
+"""Number of ids kept of withdrawn commands that have not arrived, or had ended before."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class _Withdrawable:
 
 
 class Worker:
-    """Carries out admin verbs on one engine object.
+    """Runs admin verbs on one engine object.
 
-    Mutating verbs that wait take turns; the turn is kept until the engine's method has really ended, also when its
-    deadline passed and the caller was told UNKNOWN. Reads, and verbs that must get through, do not queue.
+    Mutating verbs that wait take turns. A turn lasts until the engine's method has ended, even if the deadline passed
+    and the caller got UNKNOWN. Reads, and verbs that interrupt, do not queue.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Worker:
         *,
         others: Sequence[WorkerCoordinates] = (),
     ) -> None:
-        """``others``: further ranks that the engine speaks for, because they are processes of its own."""
+        """``others``: further ranks that the engine answers for, as processes of the engine."""
         self.engine = engine
         self.coordinates = coordinates
         self.others = others
@@ -65,12 +65,12 @@ class Worker:
         self._running: set[asyncio.Future[Any]] = set()
 
     async def carry_out(self, request: Message, call: Call) -> list[RankResult]:
-        """Results of the rank, or of every rank that the engine speaks for. Never raises."""
+        """Return the result of the rank, or of every rank that the engine answers for. Never raises."""
         started = self._clock.now()
         verb = of_request(request)
         try:
             results = await self._answered(verb, request, call)
-        except Exception as defect:  # without an answer its caller would wait until the time is up
+        except Exception as defect:  # without an answer the caller would wait until the deadline
             log.exception("%s could not be answered", verb.name)
             results = self._for_all(self.result(verb.after_defect(request), typed(without_frames(defect))))
         elapsed = self._clock.now() - started
@@ -82,12 +82,14 @@ class Worker:
         try:
             return await self._carry_out(verb, request, call)
         except RlctlError as error:
-            without_frames(error)  # an engine's hold tensors
+            without_frames(error)  # errors of an engine hold tensors
             return self._for_all(self.result(error.outcome, error))
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up an ordered command that will not be ordered: now, before it has its turn, or as soon as the engine
-        holds it. One that is not here yet is given up when it comes; nothing would ever end it.
+        """Withdraw an ordered command that will not be ordered: now, before its turn, or once the engine has accepted
+        it.
+
+        A command that has not arrived is withdrawn on arrival. Otherwise nothing would ever end that command.
         """
         command = self._withdrawable.get(command_id)
         if command is None:
@@ -110,7 +112,6 @@ class Worker:
         accept()
 
     def result(self, outcome: int, error: RlctlError | None = None) -> RankResult:
-        """A result of this rank."""
         return RankResult(
             coordinates=self.coordinates,
             outcome=outcome,  # type: ignore[arg-type]
@@ -125,7 +126,8 @@ class Worker:
         if method is None:
             raise Reason.UNSUPPORTED.error(f"engine {self.engine.name!r} has no {verb.name}", outcome=OUTCOME_SKIPPED)
         if self.failure is not None and verb.waits:
-            raise from_detail(self.failure.detail())  # without effect, whatever it was for the command that met it
+            # a refusal without effect, whatever the outcome of the command that first failed
+            raise from_detail(self.failure.detail())
         if verb.interrupts:
             await self.engine.interrupt(call.update_id)
         command = self._withdrawable[call.command_id] = _Withdrawable()
@@ -167,7 +169,7 @@ class Worker:
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved: who waited for it may have been told UNKNOWN long ago
+            task.exception()  # marks the error as retrieved: the caller may have got UNKNOWN long ago
 
     async def _take_turn(self, verb: Verb, call: Call) -> None:
         try:
@@ -186,7 +188,7 @@ class Worker:
         except RlctlError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            # The engine broke its promise to raise typed errors.
+            # The engine broke the promise to raise typed errors.
             outcome = verb.after_defect(request)
             raise Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=outcome) from error
 
@@ -202,7 +204,7 @@ class Worker:
         return self._for_all(result)
 
     def _for_all(self, result: RankResult) -> list[RankResult]:
-        """The engine's one answer, filed under every rank that it speaks for; its data under the first only."""
+        """Return the engine's answer once per rank that the engine answers for, with data under the first rank only."""
         if not self.others:
             return [result]
         result.evidence = EVIDENCE_ENGINE
