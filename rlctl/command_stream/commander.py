@@ -1,4 +1,4 @@
-"""The commanding half of a command stream: issues commands, matches results, notices silence."""
+"""The sending half of a command stream: sends commands, matches results, detects silence."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from rlctl.v1.fleet_pb2 import StageReport
 
 PING_EVERY_S = 1.0
 SILENCE_S = 5.0
-"""A peer that was asked for this long and sent nothing, not even a pong, is given up: the link is closed."""
+"""Seconds of pings without any message of the peer, even a pong, after which the link is closed."""
 
 HOP_S = 0.25
-"""Kept back from the time that a command takes along, at most a tenth of it: whoever runs out of time one hop further
-on can still say so, with what it knows of its ranks, before this side stops waiting."""
+"""Seconds reserved from a command's time budget per hop, at most a tenth. A receiver out of time can then still report
+the known results of its ranks before this side stops waiting.
+"""
 
 
 def taken_along(remaining_s: float) -> float:
-    """Of the time that a command has: what whoever carries it out is given."""
+    """Return the time budget for the next hop."""
     return remaining_s - min(HOP_S, remaining_s / 10)
 
 
@@ -44,11 +45,11 @@ class Issued:
     """A command that was sent.
 
     Attributes:
-        request: its verb, packed.
+        request: the verb, packed.
         deadline: on the clock's ``now``.
-        accepted: done when the peer has checked the command and will carry it out, or has answered.
-        result: the answer; fails with LINK_LOST, outcome UNKNOWN, when the link breaks first and nobody asks again.
-        again: whether it may be asked again over another link to the same peer.
+        accepted: done when the peer has checked the command and will run it, or has answered.
+        result: the answer. Fails with LINK_LOST, outcome UNKNOWN, if the link breaks and no repeat follows.
+        again: the command may be repeated over a new link to the same peer.
     """
 
     command_id: str
@@ -60,7 +61,7 @@ class Issued:
     again: bool = True
 
     def fail(self) -> None:
-        """Its link broke, and what became of it is not known."""
+        """Fail the command with an unknown outcome after the link broke."""
         _settle(self, Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN))
 
 
@@ -70,7 +71,7 @@ def _fail_all(lost: Sequence[Issued]) -> None:
 
 
 class Commander:
-    """Commands one peer over one link. When the link ends, so does the commander; a new link gets a new one."""
+    """Commands one peer over one link. The commander ends with the link; a new link gets a new commander."""
 
     def __init__(
         self,
@@ -82,9 +83,9 @@ class Commander:
         silence_s: float = SILENCE_S,
         starting_s: float = 0.0,
     ) -> None:
-        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending.
+        """``on_lost`` gets the commands without an answer at the link's end, in the order of sending.
 
-        ``starting_s``: silence that a peer is allowed beyond that until it has answered the attach.
+        ``starting_s``: further seconds of silence that a peer has until the answer to the attach.
         """
         self._link = link
         self._clock = clock
@@ -97,16 +98,15 @@ class Commander:
         self._lost: RlctlError | None = None
         self.last_heard = clock.now()
         self.echo = 0
-        """The newest time of the peer's own clock that it has sent, and in ``echoed_at`` when that came."""
+        """Newest time of the peer's own clock, received at ``echoed_at``."""
         self.echoed_at = float("-inf")
 
     @property
     def lost(self) -> bool:
-        """Whether the link has ended."""
         return self._lost is not None
 
     async def attach(self, attach: Attach) -> Attached:
-        """Take charge of the peer. Raises what the peer refused or ended the stream with, or LINK_LOST."""
+        """Attach to the peer. Raises the peer's refusal, the error that ended the stream, or LINK_LOST."""
         self._attached = asyncio.get_running_loop().create_future()
         self._send(ControlRequest(attach=attach))
         attached = await self._attached
@@ -117,8 +117,8 @@ class Commander:
     def issue(self, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool = True) -> Issued:
         """Send a command; ``deadline`` is on the clock's ``now``. Never blocks; failures are in the result.
 
-        An id that is still without an answer on this link is not sent again: both wait for the same answer. Where it
-        came with another body, that is no answer to this one: REQUEST_ID_REUSED.
+        An id without an answer on this link is not sent again: both calls wait for the same answer. With a different
+        body the result is REQUEST_ID_REUSED.
         """
         pending = self._pending.get(command_id)
         if pending is not None and pending.request == request:
@@ -134,7 +134,7 @@ class Commander:
         return issued
 
     def ask_again(self, issued: Issued) -> None:
-        """Send a command that an earlier link to the same peer took along: it attaches to the run of its id, if any."""
+        """Repeat a command of an earlier link to the same peer. The peer attaches it to the run of that id, if any."""
         try:
             self._ask(issued)
         except RlctlError:
@@ -146,7 +146,7 @@ class Commander:
             raise Reason.DEADLINE_EXCEEDED.error(
                 "the time was up before the command was sent", outcome=OUTCOME_NOT_SENT
             )
-        # Filled in place: a command that is put into the message is copied, and there may be a thousand.
+        # Filled in place: protobuf copies a command that is assigned to a message, and there may be a thousand.
         message = ControlRequest()
         command = message.command
         command.command_id = issued.command_id
@@ -157,23 +157,22 @@ class Commander:
         self._pending[issued.command_id] = issued
 
     def cancel(self, command_id: str) -> None:
-        """Ask the peer to give up a command that it has not started, and ask for it no more."""
+        """Ask the peer to withdraw a command that has not started, and never repeat that command."""
         if command_id in self._pending:
             self._pending[command_id].again = False
         with contextlib.suppress(RlctlError):
             self._send(ControlRequest(cancel=CancelCommand(command_id=command_id)))
 
     def grant(self, grant: ServingGrant) -> None:
-        """Say which versions may be served, and for how long. Lost with the link."""
+        """Send the admitted versions and the lease. Lost with the link."""
         with contextlib.suppress(RlctlError):
             self._send(ControlRequest(grant=grant))
 
     async def close(self) -> None:
-        """End the link."""
         await self._link.close()
 
     async def run(self) -> None:
-        """Receive until the link ends; then ``on_lost`` gets what is pending. Cancelling closes the link."""
+        """Receive until the link ends, then pass pending commands to ``on_lost``. Cancelling closes the link."""
         pinger = asyncio.create_task(self._ping())
         ended = Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN)
         try:
@@ -211,7 +210,7 @@ class Commander:
         heard, echoed = self.last_heard, self.echoed_at
         while not self.lost:
             await asyncio.sleep(PING_EVERY_S)
-            # In turns and not in time: while this process itself was stopped, it asked for nothing.
+            # Counted in turns, not in time: a stopped process sends no pings.
             unanswered = unanswered + 1 if self.last_heard == heard else 0
             answered = self.echoed_at != echoed
             heard, echoed = self.last_heard, self.echoed_at
@@ -219,7 +218,7 @@ class Commander:
             if unanswered * PING_EVERY_S >= self._silence_s + starting * self._starting_s:
                 await self._link.close()
                 return
-            if answered:  # just now: it is let alone for one turn, which halves what a fleet costs that does nothing
+            if answered:  # just now: skip one turn, since this halves the cost of an idle fleet
                 continue
             nonce += 1
             with contextlib.suppress(RlctlError):
@@ -246,7 +245,7 @@ def _settle(issued: Issued, result: CommandResult | RlctlError) -> None:
     if not issued.result.done():
         if isinstance(result, RlctlError):
             issued.result.set_exception(result)
-            issued.result.exception()  # retrieved: nobody need wait for it
+            issued.result.exception()  # marks the error as retrieved: the result may have no waiting task
         else:
             issued.result.set_result(result)
     if not issued.accepted.done():

@@ -1,4 +1,4 @@
-"""The receiving half of a command stream: runs each command at most once, and keeps its result."""
+"""The receiving half of a command stream: runs each command at most once, and records the result."""
 
 from __future__ import annotations
 
@@ -38,51 +38,54 @@ from rlctl.v1.control_pb2 import (
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4096
-"""Ended commands whose results are kept for repeats."""
+"""Number of ended commands whose results are kept for repeats."""
 
 REMEMBERED_BYTES = 64 << 10
-"""Of a result that is kept, unless it is of a command that changes something. A list of a model's tensors has
-megabytes."""
+"""Most bytes of a recorded result, except for mutating commands. A list of a model's tensors has megabytes."""
 
 MOST_BYTES = 63 << 20
-"""Of a result that is sent: at one that is larger its stream would break (transport/channel.py), with all that is under
-way on it, and again whenever it is asked for over the next one."""
+"""Most bytes of a result that is sent. A larger result would break the stream (transport/channel.py) with all commands
+under way, and break the next stream at each repeat.
+"""
 
 _REQUESTS = {verb.request.DESCRIPTOR.full_name: verb.request for verb in VERBS.values()}
 
 
 class Commanded(Protocol):
-    """What stands behind an executor: a stage, or a follower rank's worker."""
+    """The commanded side of an executor: a stage, or a follower rank's worker."""
 
     async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
-        """Accept or refuse a commander; reports go to the accepted one's link from then on."""
+        """Accept or refuse a commander. Reports then go to the link of the accepted commander."""
 
     def obeys(self, link: Link[ControlResponse, ControlRequest]) -> bool:
-        """Whether commands, cancellations and grants that come over a link count: it is the accepted commander's."""
+        """Whether the link belongs to the accepted commander.
+
+        Commands, cancellations and grants of other links do not count.
+        """
 
     def grant(self, grant: ServingGrant) -> None:
         """Take a serving grant."""
 
     async def carry_out(self, request: Message, call: Call) -> CommandResult:
-        """Do it. What went wrong stands in the result; what it raises is a defect."""
+        """Run a command. Failures are in the result; an exception is a defect."""
 
     def refuse(self, error: RlctlError) -> CommandResult:
-        """A result for a command that was refused before it was looked at."""
+        """Return the result of a command that was refused before any check."""
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command that has not been started."""
+        """Withdraw a command that has not started."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """One command.
+    """A command.
 
     Attributes:
-        task: its run; None once that has ended.
-        result: what came of it then, serialised: a tenth of the memory that the task with its message takes.
-        accepted: whether it will be carried out.
-        watchers: who is told when it is accepted.
-        askers: who is told what came of it.
+        task: the run; None after its end.
+        result: the serialised result after the end. The task with its message would take ten times the memory.
+        accepted: the command will run.
+        watchers: callbacks of the acceptance.
+        askers: callbacks of the result.
     """
 
     digest: bytes
@@ -93,13 +96,13 @@ class _Record:
     askers: list[Callable[[CommandResult], None]] = field(default_factory=list)
 
     def accept(self) -> None:
-        """It will be carried out: tell those who watch, once."""
+        """Accept the command and call each watcher once."""
         self.accepted = True
         while self.watchers:
             self.watchers.pop(0)()
 
     def end(self, result: CommandResult, body: bytes) -> None:
-        """It has ended: tell those who asked."""
+        """Record the result and call the askers."""
         self.task, self.result = None, body
         self.watchers.clear()
         while self.askers:
@@ -107,7 +110,7 @@ class _Record:
 
 
 class Executor:
-    """Carries out commands for a :class:`Commanded`, whether they come by stream or by unary call."""
+    """Runs commands of a stream or of unary calls on a :class:`Commanded`."""
 
     def __init__(self, commanded: Commanded, clock: Clock) -> None:
         self._commanded = commanded
@@ -123,9 +126,9 @@ class Executor:
         *,
         together: bool = False,
     ) -> CommandResult:
-        """Carry a command out, or attach to the run with the same id, or return its recorded result.
+        """Run a command, attach to the run with the same id, or return the recorded result.
 
-        The run goes on when the caller is cancelled. The same id with another body is refused.
+        The run continues after a cancellation of the caller. The same id with a different body is refused.
         """
         try:
             record = self._start(command_id, request, remaining_s, on_accepted, together=together)
@@ -136,7 +139,7 @@ class Executor:
     def _start(
         self, command_id: str, request: Any, remaining_s: float, on_accepted: Callable[[], None], *, together: bool
     ) -> _Record:
-        """The record of this id, begun if there is none. Raises REQUEST_ID_REUSED."""
+        """Return the record of this id; starts the command if new. Raises REQUEST_ID_REUSED."""
         digest = hashlib.sha256(request.type_url.encode() + b"\0" + request.value).digest()
         record = self._records.get(command_id)
         if record is not None and record.digest != digest:
@@ -154,9 +157,9 @@ class Executor:
         return record
 
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
-        """Obey one stream until it ends. Commands that are running then go on, and their results are kept.
+        """Obey a stream until its end. Running commands then continue, and their results are recorded.
 
-        What comes over a stream whose commander was not accepted, or was replaced, is refused.
+        Messages of a commander that was not accepted, or was replaced, are refused.
         """
         tasks: set[asyncio.Task[None]] = set()
         attaching: asyncio.Task[None] | None = None
@@ -170,7 +173,7 @@ class Executor:
         try:
             async for message in link.receive():
                 match message.WhichOneof("message"):
-                    case "attach":  # takes minutes where an engine is to be loaded: pings are answered meanwhile
+                    case "attach":  # loading an engine takes minutes, and pings need answers meanwhile
                         attaching = start(self._attach(message.attach, link))
                     case "command" if not self._commanded.obeys(link):
                         error = Reason.EPOCH_FENCED.error(
@@ -192,7 +195,7 @@ class Executor:
     async def _attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> None:
         try:
             attached = await self._commanded.attach(attach, link)
-        except Exception as error:  # noqa: BLE001 - whoever attaches would wait for minutes
+        except Exception as error:  # noqa: BLE001 - the commander would otherwise wait for minutes
             attached = Attached(error=Reason.INTERNAL.error(f"{type(error).__name__}: {error}").detail())
         _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
 
@@ -200,7 +203,10 @@ class Executor:
         return max(1, int(self._clock.now() * 1e6))
 
     def _obey(self, link: Link[ControlResponse, ControlRequest], command: Command) -> None:
-        """Carry a command out; its answer follows over the same link. No task waits for it: whoever ends it answers."""
+        """Run a command and answer over the same link.
+
+        No task waits for the command: the end of the run sends the answer.
+        """
 
         def accepted() -> None:
             _reply(link, ControlResponse(accepted=CommandAccepted(command_id=command.command_id)))
@@ -237,7 +243,7 @@ class Executor:
             try:
                 with bound(operation=operation, verb=verb.name, update=fence.update_id, epoch=fence.fleet_epoch):
                     result = await self._commanded.carry_out(request, call)
-            except Exception as defect:  # without an answer the commander would wait until the time is up
+            except Exception as defect:  # without an answer the commander would wait until the deadline
                 log.exception("%s could not be answered", verb.name)
                 cause = f"{type(defect).__name__}: {defect}"
                 result = self._commanded.refuse(Reason.INTERNAL.error(cause, outcome=verb.after_defect(request)))
@@ -246,7 +252,7 @@ class Executor:
             result = self._commanded.refuse(_too_large(len(body), OUTCOME_UNKNOWN if mutates else OUTCOME_REJECTED))
             body = result.SerializeToString()
         if len(body) > REMEMBERED_BYTES and not mutates:
-            self._records.pop(call.command_id, None)  # whoever asks again has it carried out again
+            self._records.pop(call.command_id, None)  # a repeat runs the command again
         record.end(result, body)
         return result
 
@@ -260,7 +266,7 @@ class Executor:
 
 
 def unpack(packed: Any) -> Message:
-    """The verb request inside a command. Raises VERB_UNKNOWN, or FIELD_INVALID when it cannot be parsed."""
+    """Return the verb request of a command. Raises VERB_UNKNOWN, or FIELD_INVALID if parsing fails."""
     name = packed.type_url.rpartition("/")[2]
     try:
         return _REQUESTS[name].FromString(packed.value)
@@ -279,6 +285,6 @@ def _too_large(size: int, outcome: Outcome.ValueType) -> RlctlError:
 
 
 def _reply(link: Link[ControlResponse, ControlRequest], message: ControlResponse) -> None:
-    # A stream that broke in between: the commander asks again over the next one.
+    # After a break of the stream, the commander repeats the command over the next stream.
     with contextlib.suppress(RlctlError):
         link.send(message)
