@@ -23,16 +23,14 @@ class AdmittedSlots:
         self._admitted: set[str] = set()
 
     def load(self) -> None:
-        """Take in what the journal holds."""
         self._admitted = {key for key, _ in self._journal.read("admitted")}
 
     @property
     def slots(self) -> list[str]:
-        """The admitted slots, unless every slot is (:attr:`open`)."""
+        """The admitted slots, unless every slot is admitted (:attr:`open`)."""
         return sorted(self._topology | self._admitted)
 
     def refuse(self, slot: str) -> None:
-        """Raise SLOT_NOT_ADMITTED for a slot that is not admitted."""
         if not self.open and slot not in self._topology and slot not in self._admitted:
             raise Reason.SLOT_NOT_ADMITTED.error(
                 f"slot {slot!r} is not in the fleet's topology",

@@ -1,4 +1,4 @@
-"""Checks whether a stage can do a verb or request, by the capabilities of its registration."""
+"""Checks of a verb or request against the capabilities that a stage registered."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
 
 def can_digest(slot: Slot) -> bool:
-    """Whether a stage can digest the weights that its ranks hold."""
+    """Whether a stage can digest the weights at its ranks."""
     return any(level in slot.capabilities.verification for level in _BY_DIGEST)
 
 
 def computes_keyed_digests(slot: Slot) -> bool:
-    """Whether a stage computes keyed digests, if it computes any."""
+    """Whether a stage computes keyed digests, or no digests at all."""
     return digests.computes_keyed_digests(slot.capabilities)
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
-    """Why a stage cannot do a verb at all, or None."""
+    """Return why a stage does not support a verb."""
     if verb_name in slot.verbs:
         return None
     why = slot.capabilities.unsupported.get(verb_name, "")
@@ -48,10 +48,10 @@ def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
 
 
 def incapable(slot: Slot, request: Message) -> RlctlError | None:
-    """Why a stage cannot carry a request out, whatever its state, or None."""
+    """Return why a stage can carry out a request in no state."""
     missing = unsupported(slot, of_request(request).name)
     if missing is None and isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) and request.adapter:
-        return unsupported(slot, "LoadAdapter")  # it serves no adapter
+        return unsupported(slot, "LoadAdapter")  # the stage serves no adapter
     if missing is None and isinstance(request, PauseGenerationRequest):
         missing = no_pause(slot, request.mode or PAUSE_MODE_ABORT, field="mode")
     if missing is None and isinstance(request, ReleaseMemoryRequest):
@@ -60,7 +60,7 @@ def incapable(slot: Slot, request: Message) -> RlctlError | None:
 
 
 def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
-    """Why the first of these cannot carry a request out, if none of them can; None if one can."""
+    """Return why the first stage cannot carry out a request, if no stage can."""
     first = None
     for slot in slots:
         missing = incapable(slot, request)
@@ -71,7 +71,7 @@ def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
 
 
 def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError | None:
-    """That a stage does not pause in this way, or None; one that publishes no modes is asked itself."""
+    """Return the error of a missing pause mode. A stage that publishes no modes decides itself."""
     known = slot.capabilities.pause_modes
     if slot.pauses_in(mode):
         return None
@@ -80,9 +80,9 @@ def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError
 
 
 def refuse_unpaused(slots: Sequence[Slot], request: PauseGenerationRequest) -> None:
-    """Raise UNSUPPORTED, with its name, for a stage that serves adapters and cannot pause one as a request says."""
+    """Raise UNSUPPORTED, with the stage's name, if a stage serves adapters and cannot pause an adapter as requested."""
     for slot in slots:
-        able = "LoadAdapter" not in slot.verbs  # it serves no adapter
+        able = "LoadAdapter" not in slot.verbs  # the stage serves no adapter
         unpaused = None if able else adapter_identity.unpaused(slot.capabilities, request, slot.name)
         if unpaused is not None:
             unpaused.outcome = OUTCOME_REJECTED
@@ -90,7 +90,7 @@ def refuse_unpaused(slots: Sequence[Slot], request: PauseGenerationRequest) -> N
 
 
 def refuse_keyed_check(slots: Sequence[Slot], request: CheckWeightsRequest) -> None:
-    """Raise UNSUPPORTED, with its name, for a stage that does not compute the keyed digest that a check asks for."""
+    """Raise UNSUPPORTED, with the stage's name, if a stage does not compute the keyed digest that a check requests."""
     for slot in slots:
         refusal = digests.keyed_digest_refusal(slot.capabilities, request, slot.name)
         if refusal is not None and not unsupported(slot, "CheckWeights"):
@@ -99,6 +99,6 @@ def refuse_keyed_check(slots: Sequence[Slot], request: CheckWeightsRequest) -> N
 
 
 def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:
-    """Whether an adapter's tensors can reach a stage, or leave it, by one of these."""
+    """Whether an adapter's tensors can reach or leave a stage by one of the transports."""
     by = slot.capabilities.adapter_transports
     return not by or not set(transports).isdisjoint(by)

@@ -1,10 +1,10 @@
-"""The pauses by name in force. A pause is journaled before its first command is sent, and ends with a continue by name.
+"""Pauses by name in force. A pause is journaled before its first command is sent, and ends with a continue by name.
 
-A pause belongs to the fleet, not to the stages that it has reached: a stage that was out of reach, restarts or joins
+A pause belongs to the fleet, not to the stages that it has reached. A stage that was unreachable, restarts or joins
 later is paused before it may serve. The scope of a pause is one adapter or, with "", all requests. Pauses of different
-scopes do not affect each other.
+scopes are independent.
 
-A continue narrows a pause, and never widens it: what remains of a pause of one model covers stages of that model only.
+A continue narrows a pause and never widens it. The rest of a pause of one model covers stages of that model only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Addressed(Protocol):
-    """What a target names: a slot and what it serves."""
+    """The fields of a slot that a target can name."""
 
     name: str
     model: str
@@ -32,7 +32,6 @@ class Addressed(Protocol):
 
 
 def covers(target: Target, slot: Addressed) -> bool:
-    """Whether a target includes a slot."""
     return (
         target.model in ("", slot.model)
         and (not target.slots or slot.name in target.slots)
@@ -41,50 +40,48 @@ def covers(target: Target, slot: Addressed) -> bool:
 
 
 class Pauses:
-    """Every pause in force, oldest first. Of each scope, the newest pause that covers a slot decides."""
+    """Pauses in force, oldest first. In each scope, the newest pause that covers a slot decides."""
 
     def __init__(self, journal: Journal, changed: Callable[[], None]) -> None:
-        """``changed`` is called after every change of what is in force."""
+        """``changed`` is called after every change of the pauses in force."""
         self._journal = journal
         self._changed = changed
         self._records: dict[str, PauseRecord] = {}
         self._replaced: dict[str, list[PauseRecord]] = {}
         """Pauses that a running pause has replaced, by its key. They are in force again if it is taken back."""
         self._unrecorded: set[str] = set()
-        """Ended pauses, and restored ones, that are not journaled yet."""
+        """Ended and restored pauses that are not journaled yet."""
         self._writing = asyncio.Lock()
 
     def load(self) -> None:
-        """Take in what the journal holds."""
         records = [parsed("pause", key, body, PauseRecord) for key, body in self._journal.read("pause")]
         records.sort(key=lambda record: record.pause.since.ToNanoseconds())
         self._records = {record.pause.operation_id: record for record in records}
 
     def of(self, slot: Addressed) -> dict[str, PauseRecord]:
-        """The pauses that are in force for a slot, by scope."""
+        """Return the pauses in force for a slot, by scope."""
         return {record.pause.adapter: record for record in self._records.values() if _applies(record, slot)}
 
     def beside(self, slot: Addressed, key: str) -> bool:
-        """Whether another pause of the same scope than this one covers a slot."""
+        """Whether a further pause of the same scope covers a slot."""
         scope = self._records[key].pause.adapter
         records = (record for name, record in self._records.items() if name != key)
         return any(record.pause.adapter == scope and _applies(record, slot) for record in records)
 
     def besides(self, keys: Collection[str], adapter: str) -> list[str]:
-        """Keys of the pauses of a scope that are in force, or may be in force again, except ``keys``."""
+        """Return keys of a scope's pauses that are or may again be in force, except ``keys``."""
         replaced = (record for records in self._replaced.values() for record in records)
         scoped = (record.pause for record in (*self._records.values(), *replaced) if record.pause.adapter == adapter)
         return [pause.operation_id for pause in scoped if pause.operation_id not in keys]
 
     @property
     def in_force(self) -> list[PauseRecord]:
-        """Every one, oldest first."""
         return list(self._records.values())
 
     async def begin(self, record: PauseRecord) -> None:
         """Put a pause in force, durably. Earlier pauses that it covers end. Raises JOURNAL_FAILED.
 
-        :meth:`confirm` or :meth:`take_back` follows.
+        Call :meth:`confirm` or :meth:`take_back` after it.
         """
         key = record.pause.operation_id
         async with self._writing:
@@ -102,28 +99,28 @@ class Pauses:
             self._changed()
 
     def confirm(self, key: str) -> None:
-        """The targets have confirmed a pause: the pauses that it replaced are over."""
+        """Record that the targets have confirmed a pause. The replaced pauses stay ended."""
         self._replaced.pop(key, None)
 
     async def take_back(self, key: str) -> None:
-        """End a pause that a target did not confirm. The pauses that it replaced are in force again, as far as no
-        continue has ended them.
+        """End a pause that a target did not confirm. The replaced pauses return, except for parts that a continue has
+        ended.
         """
         await self._remove(key, restores=True)
 
     async def expire(self, key: str) -> None:
-        """End a pause for its whole target. The pauses that it replaced stay over."""
+        """End a pause for its whole target. The replaced pauses stay ended."""
         await self._remove(key, restores=False)
 
     async def _remove(self, key: str, *, restores: bool) -> None:
-        """End a pause, also if the journal fails. A restarted coordinator would then restore the pause, until a
-        continue by name.
+        """End a pause, also if the journal fails. A restarted coordinator would then restore the pause until a continue
+        by name.
         """
         async with self._writing:
             restored = self._replaced.pop(key, []) if restores else []
             for newer, replaced in self._replaced.items():
                 kept = [other for other in replaced if other.pause.operation_id != key]
-                if len(kept) < len(replaced):  # a newer pause that still runs covers all of it
+                if len(kept) < len(replaced):  # a newer running pause covers all of these
                     self._replaced[newer], restored = [*restored, *kept], []
             self._records.pop(key, None)
             self._records = {**{other.pause.operation_id: other for other in restored}, **self._records}
@@ -144,8 +141,12 @@ class Pauses:
         adapter: str = "",
         newer: Collection[str] = (),
     ) -> None:
-        """End the pauses of a continue's target and scope, durably, except for slots that ``refused``. ``slots``: all
-        slots. ``with_it``: further puts of the same write. ``newer``: pauses that began after the continue, and stay.
+        """End the pauses of a continue's target and scope, durably, except for the slots in ``refused``.
+
+        Args:
+            slots: all slots.
+            with_it: further puts of the same write.
+            newer: pauses that began after the continue and stay.
         """
         async with self._writing:
 
@@ -167,8 +168,9 @@ class Pauses:
                 self._changed()
 
     async def refill(self, name: str, write: Callable[[Sequence[Put]], Awaitable[None]]) -> None:
-        """A stage of another model, or another pipeline stage, fills a slot. Continues of the slot do not apply to
-        it: pauses of all slots cover it like a stage that joins later. ``write`` journals the changes.
+        """Cancel the continues of a slot that a stage of another model or pipeline stage fills.
+
+        Pauses of all slots then cover the slot like a stage that joins later. ``write`` journals the changes.
         """
         async with self._writing:
             changed = {key: _refilled(each, name) for key, each in self._records.items() if name in each.continued}
@@ -179,7 +181,7 @@ class Pauses:
             self._unrecorded.difference_update(changed)
 
     async def record_ended(self) -> None:
-        """Journal the changes that failed before. Raises JOURNAL_FAILED if they fail again."""
+        """Journal the changes whose first write failed. Raises JOURNAL_FAILED if the write fails again."""
         async with self._writing:
             await self._record()
 
@@ -193,14 +195,14 @@ class Pauses:
 
 
 def _applies(record: PauseRecord, slot: Addressed) -> bool:
-    """Whether a pause covers a slot that was not continued since."""
+    """Whether a pause covers a slot without a later continue."""
     return covers(record.target, slot) and slot.name not in record.continued
 
 
 def _rest(
     record: PauseRecord, target: Target, slots: Sequence[Addressed], refused: Collection[str]
 ) -> PauseRecord | None:
-    """What remains of a pause after a continue of a target, except for slots that ``refused``; None: nothing."""
+    """Return the rest of a pause after a continue of a target, except for the slots in ``refused``; None: no rest."""
     rest = PauseRecord()
     rest.CopyFrom(record)
     paused = [slot for slot in slots if _applies(record, slot)]
@@ -208,7 +210,7 @@ def _rest(
     if _within(record.target, target):
         names = [slot.name for slot in paused if slot.name not in continued]
     elif record.target.slots:
-        # A slot that a stage of another model fills at present may be filled by one of this model again.
+        # A slot may be filled by a stage of the pause's model again.
         names = [name for name in record.target.slots if name not in {*record.continued, *continued}]
     else:
         rest.continued.extend(slot.name for slot in paused if slot.name in continued)
@@ -219,7 +221,7 @@ def _rest(
 
 
 def _refilled(record: PauseRecord, name: str) -> PauseRecord:
-    """A pause that covers a slot of this name, whatever was continued there."""
+    """Return a pause without the continues of a slot."""
     refilled = PauseRecord()
     refilled.CopyFrom(record)
     refilled.continued[:] = [continued for continued in record.continued if continued != name]
@@ -227,7 +229,7 @@ def _refilled(record: PauseRecord, name: str) -> PauseRecord:
 
 
 def _within(inner: Target, outer: Target) -> bool:
-    """Whether a target is part of another one, also for stages that join later."""
+    """Whether a target is part of an outer target, also for stages that join later."""
     return (
         outer.model in ("", inner.model)
         and (not outer.slots or bool(inner.slots and set(inner.slots) <= set(outer.slots)))

@@ -11,10 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Receives events of the coordinator. This one ignores them."""
+    """Receives events of the coordinator. This class ignores them."""
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
-        """An operation has ended, with its outcomes and its timeline. ``traceparent``: of the call that started it."""
+        """An operation has ended, with its outcomes and timeline. ``traceparent``: from the call that started the
+        operation.
+        """
 
     def fan_out_ended(self, verb: str, took_s: float) -> None:
         """All stages of a fan-out have a result."""
@@ -24,21 +26,18 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes events on to several observers. An exception of one is logged: it changes no operation."""
+    """Passes events on to several observers. An exception in an observer is logged and changes no operation."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
-        """Pass it on."""
         self._each(lambda observer: observer.operation_ended(record, took_s, traceparent))
 
     def fan_out_ended(self, verb: str, took_s: float) -> None:
-        """Pass it on."""
         self._each(lambda observer: observer.fan_out_ended(verb, took_s))
 
     def quarantined(self, model: str, reason: str) -> None:
-        """Pass it on."""
         self._each(lambda observer: observer.quarantined(model, reason))
 
     def _each(self, event: Callable[[Observer], None]) -> None:

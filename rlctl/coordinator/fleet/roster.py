@@ -63,68 +63,67 @@ ABSENT = (
     common_pb2.STAGE_STATE_DRAINING,
     common_pb2.STAGE_STATE_RETIRED,
 )
-"""States in which a stage is left out when a target set is frozen."""
+"""States of the stages that a new target set excludes."""
 
 _UNLINKED = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_UNREACHABLE)
 
 REST = 5
-"""A watch rests so many times as long as it took to look at the fleet: of a thousand stages that all change, looking
-would otherwise take half of the coordinator's time."""
+"""Rest of a watch, as a multiple of the time that the comparison of the fleet took. With a thousand changing stages,
+comparisons would otherwise take half of the coordinator's time."""
 
 
 MOST_NAMED = 3
 """Most stages that the error of a request without targets names."""
 
 RETIRED = 1024
-"""Slots that were left for good and are remembered, so that what comes back in one is a later incarnation. In a fleet
-whose slots are named after pods, those of every pod there ever was would add up.
-"""
+"""Retired slots that the journal remembers, so that a process that returns to a slot is a later incarnation. Slots
+named after pods would otherwise accumulate without limit."""
 
 MAIN = "main"
-"""Logical stage of a registration that names none."""
+"""Logical stage of a registration that names no logical stage."""
 
 NONE: frozenset[str] = frozenset()
 
 _MIXTURE = "its weights are a mixture; a full update or a heal clears it"
-"""Of a DIRTY stage of which nobody knows the cause any more."""
+"""For a DIRTY stage whose cause is no longer known."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One slot and what fills it.
+    """A slot and the process that fills it.
 
     Attributes:
-        record: what is journaled.
-        name: the slot's, which stays.
-        model, stage: the model that its stage serves, and the logical stage that it belongs to.
-        verbs: what it can do at all.
-        workers: its ranks.
-        commander: its link, while one stands.
-        report: the stage's own word, from the present incarnation.
-        lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
-        gone: nobody listens at its address any more, or it has said that it leaves: once replaced it serves nothing.
-        silent_from: number of the grant from which on a confirmation says that it serves nothing while a version is
-            published; 0: none does, its lease must run out.
-        restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
-        late: it came after the version that is served, or was left out of it: not to be STALE for long.
-        leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
-        heal_at: time on the clock's ``now`` of its heal, or of the next try after a failed heal; None: no heal is
-            planned.
+        record: the journaled record.
+        verbs: verbs that the stage supports.
+        workers: ranks of the stage.
+        commander: the link; None: no link.
+        report: latest report of the present incarnation.
+        lease_until: latest end of the stage's serving lease, on the clock's ``now``.
+        gone: nothing listens at the stage's address, or the stage deregisters. Once replaced, it serves nothing.
+        silent_from: number of a grant. During a publish, a confirmation of this or a later grant says that the stage
+            serves nothing. 0: no confirmation counts, the lease must end.
+        restoring: a heal or update is bringing the stage to the published version. Until it ends the stage may not
+            serve that version, whatever its reports say.
+        late: the stage joined after the served version was published, or was excluded from it. It may be STALE only
+            briefly.
+        leaving: number of callers that are about to take the stage out of service (:meth:`Roster.leaving`).
+        heal_at: time on the clock's ``now`` of the stage's heal, or of the next try after a failed heal; None: no heal
+            is planned.
         heal_time: the same as wall time, for people.
-        unhealable: why it needs a heal and can get none, or "".
-        misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
-        engine_failure: failure of its process, as its launcher reports it; None: no report.
-        pause: the pause by name of all requests that is in force for it, or None.
-        adapter_pauses: the pauses by name of single adapters that are in force for it, by adapter.
+        unhealable: cause why a stage that needs a heal has no heal source, or "".
+        misread: a heal from the version's checkpoint failed. The next heal prefers another stage as its source.
+        engine_failure: failure of the process, as its launcher reports it; None: no report.
+        pause: the pause by name of all requests that is in force for the slot, or None.
+        adapter_pauses: the pauses by name of single adapters that are in force for the slot, by adapter.
         away: cause of the missing link, if known, or "".
-        taken: it obeys the epoch of another fleet's coordinator.
-        withheld_adapters: adapters that its last grant withheld, because it owed a pause by name of them.
-        in_hand: number of running operations by name that pause or continue it, by the adapter that they name. Their
-            outcome decides its pause.
-        undecided: number of these operations for each pause in force that they may put in force or end. The slot
-            does not owe such a pause until they have ended. A pause that began after a continue is not counted.
-        continuing: number of ContinueGenerations under way, by the adapter that they name: it may report that it is
-            paused, and be about to generate.
+        taken: the stage obeys the epoch of another fleet's coordinator.
+        withheld_adapters: adapters that the last grant withheld, because the slot owed a pause by name of them.
+        in_hand: number of running operations by name that pause or continue the slot, by the adapter that they name.
+            Their outcome decides the slot's pause.
+        undecided: number of these operations for each pause in force that they may put in force or end. The slot does
+            not owe such a pause until they have ended. A pause that began after a continue is not counted.
+        continuing: number of running ContinueGenerations, by the adapter that they name. Such a stage may report a
+            pause and be about to generate.
     """
 
     record: SlotRecord
@@ -156,53 +155,51 @@ class Slot:
     taken: bool = False
 
     def __post_init__(self) -> None:
-        """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
+        """Copy fields of the record. Reading the messages for each of a thousand slots in every operation is slow."""
         registration = self.record.registration
         self.name, self.model, self.stage = registration.slot, registration.model, registration.stage or MAIN
         self.verbs = frozenset(registration.capabilities.verbs)
         self.workers = list(registration.layout.workers)
 
     def fill(self, registration: StageRegistration) -> None:
-        """The same process has registered again, and may say something else of itself."""
+        """Store a further registration of the same process. Its content may differ."""
         _fill(self.record, registration)
         self.__post_init__()
 
     @property
     def held(self) -> bool:
-        """Whether generation is paused because an update paused it, not because somebody asked by name."""
+        """Whether an update paused generation, as opposed to a pause by name."""
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
 
     def pauses_in(self, mode: PauseMode.ValueType) -> bool:
-        """Whether it supports a pause mode; a stage that publishes no modes may support it."""
+        """Whether the stage supports a pause mode. A stage that publishes no modes may support any mode."""
         modes = self.capabilities.pause_modes
         return not modes or mode in modes
 
     @property
     def owes_pause(self) -> bool:
-        """Whether a pause by name is in force that it has not carried out yet. Until then it may serve nothing."""
+        """Whether the stage has yet to carry out a pause by name in force. Until then it may serve nothing."""
         if self.pause is None or self.undecided[self.pause.operation_id] or self.has_paused or self.report is None:
             return False
         return "PauseGeneration" in self.verbs
 
     @property
     def has_paused(self) -> bool:
-        """Whether it reports that it is paused, and nothing is about to continue it."""
+        """Whether the stage reports a pause, and no operation is about to continue it."""
         return self.report is not None and self.report.paused and not self.continuing[""]
 
     def has_paused_adapter(self, adapter: str) -> bool:
-        """Whether it reports that an adapter is paused, and nothing is about to continue the adapter."""
+        """Whether the stage reports a pause of an adapter, and no operation is about to continue the adapter."""
         return adapter in self.paused_adapters and not self.continuing[adapter]
 
     @property
     def paused_adapters(self) -> frozenset[str]:
-        """Names of the adapters that it reports as paused."""
+        """Names of the adapters that the stage reports as paused."""
         return frozenset(paused.name for paused in self.report.paused_adapters) if self.report is not None else NONE
 
     @property
     def owed_adapters(self) -> list[str]:
-        """Adapters of which a pause by name is in force that it has not carried out yet. Until then it may not serve
-        them.
-        """
+        """Adapters whose pause by name is in force and not yet carried out. Until then the stage may not serve them."""
         if not self.adapter_pauses or self.report is None:
             return []
         due = [name for name, pause in self.adapter_pauses.items() if not self.undecided[pause.operation_id]]
@@ -210,18 +207,17 @@ class Slot:
 
     @property
     def unkept_adapters(self) -> list[str]:
-        """Adapters that it keeps paused, and of which no pause by name is in force."""
+        """Adapters that the stage keeps paused without a pause by name in force."""
         kept = self.adapter_pauses
         return [each for each in sorted(self.paused_adapters) if each not in kept and not self.in_hand[each]]
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its stage can do."""
         return self.record.registration.capabilities
 
     @property
     def state(self) -> StageState.ValueType:
-        """The stage's own state, or the roster's."""
+        """State that the roster decides, otherwise the state of the last report."""
         if self.record.retired:
             return common_pb2.STAGE_STATE_RETIRED
         if not self.linked and self.engine_failure is not None and self.engine_failure.given_up:
@@ -234,12 +230,12 @@ class Slot:
 
     @property
     def linked(self) -> bool:
-        """Whether the coordinator has a link to it."""
+        """Whether the coordinator has a link to the stage."""
         return self.commander is not None and not self.commander.lost
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Failure of its engine: from its own report while it is linked, else from its launcher, or None."""
+        """Failure of the engine: from the stage's report while the stage is linked, else from its launcher, or None."""
         if not self.linked:
             return self.engine_failure
         if self.report is not None and self.report.HasField("engine_failure"):
@@ -248,7 +244,7 @@ class Slot:
 
     @property
     def quarantine(self) -> ErrorDetail | None:
-        """Why it must not be routed to: the coordinator's reason, or the stage's own."""
+        """Cause of the quarantine: the coordinator's, else the stage's own, else None."""
         if self.record.HasField("quarantine"):
             return self.record.quarantine
         if self.report is not None and self.report.HasField("quarantine"):
@@ -256,13 +252,13 @@ class Slot:
         return None
 
     def dead_ranks(self) -> list[int]:
-        """Ranks whose processes are gone; the stage needs a restart then."""
+        """Ranks whose processes have ended. The stage then needs a restart."""
         if self.report is None:
             return []
         return [rank.coordinates.rank for rank in self.report.ranks if not rank.alive]
 
     def not_routable(self) -> str:
-        """Why generation may not go there, or ""."""
+        """Return why the stage is not routable, or ""."""
         state = self.state
         if state != common_pb2.STAGE_STATE_READY:
             name = StageState.Name(state).removeprefix("STAGE_STATE_")
@@ -289,18 +285,16 @@ class Slot:
 
 @dataclass(eq=False)
 class ModelState:
-    """One model.
+    """State of one model.
 
     Attributes:
-        record: what is journaled.
-        admitted: versions that may be served.
-        only: while a version is being published, the stages that may serve; None: all may.
+        record: the journaled record.
+        only: stages that may serve during a publish; None: every stage.
         update_id: open update, or "".
-        update_owner: who holds it.
-        lease_until: end of the open update's lease on the clock's ``now``; None: no update is open.
-        fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
-            this coordinator.
-        opening: held while an update of it is planned and accepted, or a stage of it leaves.
+        update_owner: owner of the open update.
+        lease_until: end of the update lease on the clock's ``now``; None: no update is open.
+        fingerprints: the sources' fingerprints of the published version, empty if this coordinator did not receive any.
+        opening: locked while an update of the model is planned and accepted, or a stage of the model deregisters.
     """
 
     record: ModelRecord
@@ -314,7 +308,7 @@ class ModelState:
 
 
 class Roster:
-    """Slots and models, kept in the journal, watched by callers."""
+    """Slots and models, stored in the journal and watched by clients."""
 
     def __init__(self, journal: Journal, clock: Clock, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
@@ -324,7 +318,7 @@ class Roster:
         self.models: dict[str, ModelState] = {}
         self.epoch = 0
         self.first_sequence = 0
-        """Of models that have no version yet, as ``FleetRecord`` of the journal says it."""
+        """First sequence of models without a version (``FleetRecord`` of the journal)."""
         self._revision = 0
         self._watchers: dict[asyncio.Queue[None], None] = {}
         self.followers = Followers()
@@ -332,14 +326,14 @@ class Roster:
         self.pauses = Pauses(journal, self._pauses_changed)
         self._closed = False
         self.publishing = asyncio.Lock()
-        """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
+        """Locked from the read of a model's record to its write, where another task could change the record meanwhile.
+        """
         self._writing = asyncio.Lock()
-        """Held while slot records are written, so that two changes of one do not undo each other."""
+        """Locked while slot records are written, so that two changes of a record do not undo each other."""
         self._unrecorded: dict[Slot, None] = {}
-        """Those whose quarantine is not in the journal yet."""
+        """Slots whose quarantine is not in the journal yet."""
 
     def load(self) -> None:
-        """Take in what the journal holds."""
         for name, body in self._journal.read("slot"):
             record = parsed("slot", name, body, SlotRecord)
             self.slots[record.registration.slot] = Slot(record)
@@ -351,7 +345,7 @@ class Roster:
         self._pauses_changed()
 
     async def register(self, registration: StageRegistration) -> Slot:
-        """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
+        """Fill a slot, durably. The same boot id keeps its incarnation; a new boot id gets the next incarnation."""
         async with self._writing:
             slot = self.slots.get(registration.slot)
             same = slot is not None and slot.record.registration.boot_id == registration.boot_id
@@ -392,7 +386,7 @@ class Roster:
         return slot
 
     def covered(self, target: Target) -> list[Slot]:
-        """The slots of a target, in any state."""
+        """Return the slots of a target, in any state."""
         return [slot for slot in self.slots.values() if covers(target, slot)]
 
     def _take_pause(self, slot: Slot) -> None:
@@ -411,10 +405,9 @@ class Roster:
         mutate: Callable[[SlotRecord], object],
         write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
     ) -> None:
-        """Change the records of slots, durably first. ``write`` puts those that differ into the journal, with what goes
-        with them.
+        """Change records of slots, durably first. ``write`` journals the changed records, with further puts.
 
-        One that something else fills by now is left alone.
+        A slot that a new process has filled meanwhile is not changed.
         """
         async with self._writing:
             changed = {}
@@ -431,7 +424,7 @@ class Roster:
         self.changed()
 
     async def retire(self, slot: Slot) -> None:
-        """A slot is left for good. The oldest of those that were are forgotten, once nothing can be serving in them."""
+        """Retire a slot. Beyond ``RETIRED`` retired slots, forget the oldest whose serving leases have ended."""
         time = self._clock.wall()
 
         def leave(record: SlotRecord) -> None:
@@ -453,8 +446,8 @@ class Roster:
     async def lift_quarantine(
         self, slots: Collection[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
     ) -> None:
-        """End the quarantines that slots have now, as :meth:`change` does; one that comes meanwhile stays."""
-        # Compared as messages: their bytes need not be those of a copy, since maps have no order.
+        """End the present quarantines of slots, with ``write`` as in :meth:`change`. Later quarantines stay."""
+        # Compared as messages: bytes of a copy may differ, since maps have no order.
         known = {slot.name: ErrorDetail.FromString(slot.record.quarantine.SerializeToString()) for slot in slots}
 
         def lift(record: SlotRecord) -> None:
@@ -466,7 +459,8 @@ class Roster:
     async def quarantine(self, causes: Mapping[Slot, ErrorDetail]) -> None:
         """Take stages out of routing until a full update or a heal has been applied to them.
 
-        One that something else fills by now is left alone. They are out at once, whether or not the journal takes it.
+        A slot that a new process has filled is not changed. The quarantine is in force at once, also if the journal
+        fails. Raises JOURNAL_FAILED then.
         """
         present = {slot: cause for slot, cause in causes.items() if self.slots.get(slot.name) is slot}
         for slot, cause in present.items():
@@ -479,7 +473,7 @@ class Roster:
             await self._record(present)
 
     async def record_quarantines(self) -> None:
-        """Record those that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        """Journal the quarantines whose first write failed. Raises JOURNAL_FAILED if the write fails again."""
         if self._unrecorded:
             await self._record(list(self._unrecorded))
 
@@ -493,7 +487,7 @@ class Roster:
             self._unrecorded.pop(slot, None)
 
     def slot(self, name: str, field_path: str = "slot") -> Slot:
-        """The slot of this name. Raises STAGE_NOT_FOUND."""
+        """Return the slot of a name. Raises STAGE_NOT_FOUND."""
         try:
             return self.slots[name]
         except KeyError:
@@ -503,7 +497,7 @@ class Roster:
             ) from None
 
     def model(self, name: str, field_path: str = "model") -> ModelState:
-        """The model of this name. Raises MODEL_NOT_FOUND."""
+        """Return the model of a name. Raises MODEL_NOT_FOUND."""
         try:
             return self.models[name]
         except KeyError:
@@ -513,9 +507,9 @@ class Roster:
             ) from None
 
     def select(self, target: Target) -> tuple[list[Slot], list[ExcludedStage]]:
-        """Freeze a target set: (targets in slot order, what was left out). Unknown names are errors.
+        """Freeze a target set: (targets in slot order, excluded stages). Raises on unknown names and without targets.
 
-        Slots that are named are never left out: one that cannot be reached gets its outcome.
+        A slot that the target names is never excluded: an unreachable stage gets an outcome.
         """
         if target.model:
             self.model(target.model, "header.target.model")
@@ -543,7 +537,7 @@ class Roster:
         return targets, excluded
 
     def _none_there(self, target: Target) -> RlctlError:
-        """The error of a target without a stage that can be addressed."""
+        """Return the error of a target without an addressable stage."""
         absent = [slot for slot in self.covered(target) if not slot.record.retired]
         why = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
         if absent and all(slot.taken for slot in absent):
@@ -562,11 +556,10 @@ class Roster:
     # Watching.
 
     def header(self) -> ResponseHeader:
-        """Who answers, under which epoch, when."""
         return ResponseHeader(fleet_epoch=self.epoch, served_by="coordinator", observed_at=self._clock.wall())
 
     def fleet(self, model: str = "") -> Fleet:
-        """Everything, or what belongs to one model."""
+        """Return the state of the fleet, or of one model. Raises MODEL_NOT_FOUND."""
         if model:
             self.model(model)
         return Fleet(
@@ -581,26 +574,25 @@ class Roster:
         )
 
     def changed(self) -> None:
-        """Tell the watchers that something may have changed."""
+        """Wake the watchers after a possible change."""
         self._revision += 1
         for queue in self._watchers:
             if queue.empty():
                 queue.put_nowait(None)
 
     def close(self) -> None:
-        """End every watch."""
         self._closed = True
         self.changed()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once a condition holds, which is looked at now and after every change."""
+        """Return once a condition holds. The condition is checked now and after every change."""
         with self._watching() as queue:
             while not condition():
                 await queue.get()
 
     @contextlib.asynccontextmanager
     async def leaving(self, slots: Collection[Slot]) -> AsyncIterator[None]:
-        """Around what takes stages out of service: those that are routable are out of every follower's list first."""
+        """Mark routable stages as about to leave service, and wait until routing followers have confirmed this."""
         models = {slot.model for slot in slots}
         going = [slot for slot in slots if not slot.not_routable()] if self.followers.awaited(models) else []
         for slot in going:
@@ -616,12 +608,14 @@ class Roster:
                 self.changed()
 
     async def told(self, models: Collection[str]) -> None:
-        """Tell the watchers of a change; returns when the followers of these models have taken it in, or are late."""
+        """Wake the watchers after a change. Return when the routing followers of the models have confirmed it or are
+        late.
+        """
         self.changed()
         await self.followers.taken_in(self._revision, models)
 
     async def watch(self, model: str = "", watch_id: str = "") -> AsyncGenerator[FleetEvent, None]:
-        """A snapshot, then what changes. Bursts are merged. ``watch_id``: the caller confirms what it is told."""
+        """Yield a snapshot, then changes. Bursts are merged. With ``watch_id`` the caller confirms the changes."""
         seen: dict[str, bytes] = {}
         with self._watching() as queue, self.followers.following(watch_id, model) as follower:
             fleet = self.fleet(model)
@@ -641,7 +635,7 @@ class Roster:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[asyncio.Queue[None]]:
-        """A queue that holds something when something may have changed."""
+        """Yield a queue that has an item after a possible change."""
         queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
         self._watchers[queue] = None
         try:
@@ -691,12 +685,12 @@ class Roster:
             heal_time=slot.heal_time if slot.heal_at is not None and self._clock.now() < slot.heal_at else None,
         )
         if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
-            stage.report.lease_held = False  # its last report is older than the end of the lease
+            stage.report.lease_held = False  # the last report is older than the end of the lease
         return stage
 
 
 def failed(failure: EngineFailure) -> str:
-    """A failure of an engine, in one line."""
+    """Describe a failure of an engine in one line."""
     if failure.given_up:
         return f"crash loop, not started again after {failure.failures} failures: {failure.reason}"
     if failure.failures > 1:
@@ -705,7 +699,7 @@ def failed(failure: EngineFailure) -> str:
 
 
 def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:
-    """Set the operator's flag, with its reason and time."""
+    """Set the operator's mark, with its reason and time."""
     if enabled:
         record.ClearField("disable_time")
     elif not record.HasField("disable_time"):
@@ -720,7 +714,7 @@ def _fill(record: SlotRecord, registration: StageRegistration) -> None:
 
 
 def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
-    """The models and stages that differ from what was sent, which is brought up to date."""
+    """Return the models and stages that differ from ``seen``, and update ``seen``."""
     changed = Fleet(header=fleet.header, revision=fleet.revision)
     for model in fleet.models:
         steady = Model()
@@ -740,7 +734,7 @@ def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
             changed.stages.add().CopyFrom(stage)
     there = {"s:" + stage.registration.slot for stage in fleet.stages}
     for name in [name for name in seen if name.startswith("s:") and name not in there]:
-        # It left in order. Nobody else would tell a watcher, who goes on to believe in it.
+        # The stage has deregistered. Without this event a watcher would keep it.
         stage = changed.stages.add()
         stage.ParseFromString(seen.pop(name))
         stage.state, stage.routable, stage.not_routable = common_pb2.STAGE_STATE_RETIRED, False, "RETIRED"
@@ -748,15 +742,12 @@ def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
 
 
 def slot_put(record: SlotRecord) -> Put:
-    """The journal entry of a slot."""
     return Put("slot", record.registration.slot, record.SerializeToString())
 
 
 def model_put(record: ModelRecord) -> Put:
-    """The journal entry of a model."""
     return Put("model", record.name, record.SerializeToString())
 
 
 def names(slots: Sequence[Slot]) -> list[str]:
-    """Their names."""
     return [slot.name for slot in slots]

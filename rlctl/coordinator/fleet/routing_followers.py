@@ -2,10 +2,10 @@
 changes.
 
 A follower watches the fleet and confirms each change (``WatchFleetRequest.watch_id``, ``ConfirmFleet``). Before the
-coordinator pauses a stage, or lets it be written to, it reports the stage as not routable. Then it waits until every
-follower has confirmed this, for :data:`CONFIRM_S` at most. A follower that takes longer is late. The coordinator does
-not wait for a late follower again until it has confirmed the present state. So a router cannot block an operation. The
-gate of the stage decides in any case what is served.
+coordinator pauses or writes to a stage, it reports the stage as not routable. Then it waits until every follower has
+confirmed this, for :data:`CONFIRM_S` at most. A slower follower is late. The coordinator does not wait for a late
+follower again until that follower has confirmed the present state. So a router cannot block an operation. The gate of
+the stage decides in any case which requests are served.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ CONFIRM_S = 1.0
 
 @dataclass(eq=False)
 class Follower:
-    """One watch that confirms.
+    """A watch that confirms changes.
 
     Attributes:
-        watch_id: its name.
         owner: principal that watches.
-        model: whose stages it is told of; "": all.
-        looked: revision of the fleet at the last look for news.
-        told: revision of the last news.
-        confirmed: revision that it has said to have taken in.
-        late: it is not waited for: it has confirmed nothing yet, or took too long.
+        model: watched model; "": all.
+        looked: revision of the fleet at the latest comparison.
+        told: revision of the latest event.
+        confirmed: latest confirmed revision.
+        late: the coordinator does not wait for the follower. It has confirmed nothing yet, or took too long.
     """
 
     watch_id: str
@@ -47,12 +46,12 @@ class Follower:
     late: bool = True
 
     def has(self, revision: int) -> bool:
-        """Whether it has taken in everything up to a revision of the fleet."""
+        """Whether the follower has confirmed every change up to a revision of the fleet."""
         return self.looked >= revision and self.confirmed >= self.told
 
 
 class Followers:
-    """All of one coordinator's. They are nobody's state: a new coordinator learns of them as they watch again."""
+    """All followers of one coordinator. They are not journaled: followers watch a new coordinator again."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Follower] = {}
@@ -60,13 +59,14 @@ class Followers:
 
     @contextlib.contextmanager
     def following(self, watch_id: str, model: str) -> Iterator[Follower]:
-        """A watch, for as long as it lasts. Without a name it confirms nothing. Raises FIELD_INVALID for the name of
-        another principal's watch.
+        """Yield the follower of a watch while the watch lasts. Without a watch id it confirms nothing.
+
+        Raises FIELD_INVALID for the watch id of another principal.
         """
         follower = Follower(watch_id, model, current_caller().principal)
         if watch_id:
             _refuse_other(self._by_id.get(watch_id))
-            self._by_id[watch_id] = follower  # in the place of its former watch, which may not have broken here yet
+            self._by_id[watch_id] = follower  # replaces a former watch, whose end may not have arrived yet
         try:
             yield follower
         finally:
@@ -75,14 +75,16 @@ class Followers:
                 self._news.set()
 
     def looked(self, follower: Follower, revision: int, *, told: bool) -> None:
-        """The fleet was looked at for a watch, and it was ``told`` what was new, or there was nothing."""
+        """Record a comparison of the fleet for a watch. ``told``: an event was sent."""
         follower.looked = revision
         if told:
             follower.told = revision
         self._news.set()
 
     def confirm(self, watch_id: str, revision: int) -> None:
-        """A follower has taken in what it was told. Raises FIELD_INVALID where nobody watches under this name."""
+        """Record a follower's confirmation of a revision. Raises FIELD_INVALID for an unknown watch id or a later
+        revision.
+        """
         follower = self._by_id.get(watch_id)
         if follower is None:
             raise Reason.FIELD_INVALID.error(
@@ -98,11 +100,11 @@ class Followers:
         self._news.set()
 
     def awaited(self, models: Collection[str]) -> list[Follower]:
-        """Those that are waited for when stages of these models change."""
+        """Return the followers that the coordinator waits for when stages of the models change."""
         return [f for f in self._by_id.values() if not f.late and (not f.model or f.model in models)]
 
     async def taken_in(self, revision: int, models: Collection[str]) -> None:
-        """Return once nobody is left to wait for: each has taken a revision in, has gone, or is late."""
+        """Return once each awaited follower has confirmed a revision, has ended its watch, or is late."""
         followers = self.awaited(models)
 
         def missing() -> list[Follower]:

@@ -1,4 +1,4 @@
-"""The links to the stages, which are dialled again after a loss, and the serving grants over them."""
+"""Links to the stages, with redials after a loss, and serving grants over the links."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 
 SERVING_LEASE_S = 10.0
 DRIFT_S = 0.5
-"""How much longer a lease may last on a stage's clock than on this one."""
+"""Most that a lease may last longer on a stage's clock than on the coordinator's clock."""
 GRANT_EVERY_S = 3.0
 REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 ATTACH_S = 10.0
 CONNECTING = 32
 TURN_S = 0.1
-"""So many links are made at a time, each counted for so long at most: a coordinator that takes over a thousand stages
-answers its callers meanwhile, and hosts that do not answer hold nobody up."""
+"""At most ``CONNECTING`` links are being made at a time, each counted for at most ``TURN_S``. During a take-over of a
+thousand stages the coordinator thus answers its callers, and silent hosts block no other link."""
 REPORT_AGAIN_S = 1.0
 REPLACED = "an engine that was replaced"
 TAKE_OVER = "`rlctl take-over {}` takes it back if no other coordinator is to hold it"
 
 
 class Peers:
-    """One connection task per filled slot."""
+    """Links to the stages, with one task for each filled slot."""
 
     def __init__(
         self,
@@ -73,10 +73,12 @@ class Peers:
         self._unanswered = Unanswered(lease_s + DRIFT_S)
         self._connecting = asyncio.Semaphore(CONNECTING)
         self.succeeded = asyncio.Event()
-        """Set once the journal is another's."""
+        """Set once another coordinator owns the journal."""
 
     def connect(self, slot: Slot) -> None:
-        """Dial what fills the slot, and keep dialling, until it is replaced, retired or the coordinator stops."""
+        """Keep a link to the process in a slot until the process is replaced, the slot retired or the coordinator
+        stopped.
+        """
         former = self._tasks.get(slot.name)
         if former is not None and not former.done():
             if former.get_name() == _task_name(slot):
@@ -85,34 +87,36 @@ class Peers:
         self._tasks[slot.name] = asyncio.create_task(self._keep(slot), name=_task_name(slot))
 
     async def disconnect(self) -> None:
-        """Close every link; each is dialled again."""
-        for slot in list(self._roster.slots.values()):  # others may register meanwhile
+        """Close every link. The links are then dialled again."""
+        for slot in list(self._roster.slots.values()):  # stages may register meanwhile
             if slot.commander is not None:
                 await slot.commander.close()
 
     async def stop(self) -> None:
-        """Close every link."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
-        """Tell a stage which versions may be served. One that is quarantined, left out of a version that is being
-        published, or about to take a pause by name that is in force, is told to serve nothing. An adapter that it is
-        about to pause by name is withheld.
+        """Grant a stage its serving lease and admitted versions. Returns the grant's number, or 0 if no grant was sent.
 
-        The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
-        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what
-        it has confirmed until now does not count any more, even where it has no link over which it could be told.
-        Returns the grant's number, 0 where none could be sent.
+        A stage is granted nothing if it is quarantined, FAILED, silenced for a publish, or owes a pause by name. An
+        adapter whose pause by name the stage owes is withheld.
+
+        The lease runs from the stage's latest message (``echo``), not from the arrival of the grant.
+
+        Args:
+            adopt: the stage's weights are the latest version (see *adoption* in the glossary).
+            silence: earlier confirmations no longer count, even if no link can carry the grant.
+            confirm: the stage's next report confirms the grant.
         """
         number = next(self._grants)
-        if silence and slot.report is not None:  # of one that has said nothing yet, what was there before may serve
+        if silence and slot.report is not None:  # without a report, an earlier process may serve
             slot.silent_from = number
         commander = slot.commander
         if commander is None or commander.lost or slot.report is None or not self._holds_journal():
-            return 0  # without the journal there may be a successor, which counts on the leases that it knows of
+            return 0  # a successor may own the journal, and knows earlier leases only
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         failed = slot.report.state == STAGE_STATE_FAILED
@@ -137,8 +141,10 @@ class Peers:
         return number
 
     async def hold_back(self, slots: Sequence[Slot], why: str) -> None:
-        """Let stages that are being brought to a version that is admitted already serve nothing, whatever they say that
-        they hold: while ``restoring`` is set and, by the quarantine, not under another coordinator either.
+        """Let stages serve nothing while a heal or update brings them to a version that is admitted already.
+
+        ``restoring`` withholds the versions whatever the stages report. The quarantine does so also under another
+        coordinator.
         """
         cause = Reason.WEIGHTS_STALE.error(why).detail()
         await self._roster.quarantine(dict.fromkeys(slots, cause))
@@ -147,9 +153,7 @@ class Peers:
             self.grant(slot)
 
     async def tell(self, model: ModelState) -> None:
-        """Return once every stage of a model has taken in what it is granted now, or can no longer serve by what it was
-        granted before.
-        """
+        """Return once each stage of a model has confirmed its new grant or can no longer serve by earlier grants."""
         slots = [slot for slot in self._roster.slots.values() if slot.model == model.record.name]
         leases = {slot: slot.lease_until for slot in slots}
         numbers = {slot: self.grant(slot, confirm=True) for slot in slots}
@@ -161,14 +165,14 @@ class Peers:
         await self._passed(until)
 
     async def generating(self, target: Target, addressed: Collection[Slot], deadline: float) -> str:
-        """Wait until no stage of a target generates, besides the ``addressed`` stages, which confirm the pause
-        themselves: each stage has paused, or its lease has run out. Returns "", or at the deadline a stage that may
-        still generate.
+        """Wait until each stage of a target, except ``addressed`` stages, has paused or its lease has ended.
+
+        The addressed stages confirm the pause by their results. Returns "", or at the deadline the name of a stage that
+        may still generate.
         """
         absent = self._absent(target, addressed)
 
         def may() -> dict[str, float]:
-            """End of the lease, by name."""
             times = {REPLACED: self._roster.formers.meant(target)}
             return times | {
                 slot.name: slot.lease_until for slot in absent if not (slot.gone or (slot.linked and slot.has_paused))
@@ -177,8 +181,9 @@ class Peers:
         return await self._until_none(may, deadline)
 
     async def generating_with(self, adapter: str, target: Target, addressed: Collection[Slot], deadline: float) -> str:
-        """The same for the requests with one adapter, of which a pause by name is in force. A stage has also stopped
-        once it has taken in a grant without the adapter. Its lease may go on.
+        """Wait as in :meth:`generating`, for requests with an adapter whose pause by name is in force.
+
+        A stage has also stopped once it has confirmed a grant without the adapter. Its lease may continue.
         """
         absent = self._absent(target, addressed)
         leases = {slot: slot.lease_until for slot in absent}
@@ -198,8 +203,9 @@ class Peers:
         return [slot for slot in self._roster.covered(target) if slot not in addressed]
 
     async def _until_none(self, may: Callable[[], Mapping[str, float]], deadline: float) -> str:
-        """Wait until nothing may generate any more; ``may``: what may, and until when. Returns "", or at the deadline
-        the name of what may still generate.
+        """Wait until ``may`` is empty. Returns "", or at the deadline a name that remains.
+
+        ``may`` returns the ends of the leases that may still serve, by name.
         """
 
         def left() -> dict[str, float]:
@@ -211,22 +217,24 @@ class Peers:
         return next(iter(left()), "")
 
     async def _passed(self, until: Callable[[], float]) -> None:
-        """Return once the time is there until which something may be served; what stages say brings it forward."""
+        """Return once the time ``until()`` has passed. Reports of stages can bring the time forward."""
         while (remaining := until() - self._clock.now()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(remaining):
                     await self._roster.until(lambda: until() <= self._clock.now())
 
     def _took(self, slot: Slot, number: int) -> bool:
-        """Whether what fills a slot has confirmed a grant, or is gone."""
+        """Whether the process in a slot has confirmed a grant, or is gone."""
         if self._roster.slots.get(slot.name) is not slot:
             return slot.gone
         linked = slot.commander is not None and not slot.commander.lost
         return linked and slot.report is not None and slot.report.grant_number >= number > 0
 
     async def silence(self, model: ModelState, only: Iterable[Slot]) -> None:
-        """Let no stage of a model but these serve, and return once none does: each has confirmed it, or its lease
-        must have run out. :meth:`speak` ends it.
+        """Allow only the stages ``only`` of a model to serve. Return once each other stage has confirmed or its lease
+        has ended.
+
+        :meth:`speak` ends the silence.
         """
         model.only = frozenset(only)
         for slot in self._others(model):
@@ -239,7 +247,7 @@ class Peers:
         await self._passed(until)
 
     def speak(self, model: ModelState) -> None:
-        """Let every stage of a model serve what is admitted."""
+        """Allow every stage of a model to serve the admitted versions."""
         model.only = None
         self.grant_model(model.record.name)
 
@@ -254,14 +262,15 @@ class Peers:
         return linked and slot.report is not None and slot.report.grant_number >= slot.silent_from > 0
 
     def grant_model(self, model: str) -> None:
-        """Tell every stage of a model."""
+        """Send a grant to every stage of a model."""
         for slot in self._roster.slots.values():
             if slot.model == model:
                 self.grant(slot)
 
     def outlive_predecessor(self) -> None:
-        """After a takeover: stages may still be serving under a lease that a coordinator before this one gave. So may
-        what filled a slot before, and was cut off: what it served, and until when, that coordinator knew.
+        """After a take-over, assume that stages serve under leases of the previous coordinator.
+
+        Replaced processes may serve too. Only the previous coordinator knew their versions and leases.
         """
         now, slots = self._clock.now(), self._roster.slots.values()
         for slot in slots:
@@ -273,15 +282,17 @@ class Peers:
     def issue(
         self, slot: Slot, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool
     ) -> Issued:
-        """Send a command; :meth:`succession` was asked just before. Where the link breaks under it, it is asked again
-        over the next one, if ``again``. Raises UNREACHABLE, outcome NOT_SENT, when no link stands.
+        """Send a command. Call :meth:`succession` just before.
+
+        If the link breaks and ``again`` is set, the command is repeated over the next link. Raises UNREACHABLE with
+        outcome NOT_SENT without a link.
         """
         if slot.commander is None or slot.commander.lost:
             raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
         return slot.commander.issue(command_id, operation_id, request, deadline, again=again)
 
     def cancel(self, slot: Slot, command_id: str) -> None:
-        """Ask a stage to give up a command that it has not started."""
+        """Cancel a command that the stage has not started."""
         if slot.commander is not None:
             slot.commander.cancel(command_id)
         self._unanswered.withdraw(slot, command_id)
@@ -297,12 +308,11 @@ class Peers:
             raise succeeded
 
     def succession(self) -> RlctlError | None:
-        """Why nothing may be sent any more, the journal being another's; or None."""
+        """Return why no command may be sent if another coordinator owns the journal, or None."""
         return None if self._holds_journal() else self.succeeded_error()
 
     @staticmethod
     def succeeded_error() -> RlctlError:
-        """What everything is refused with once the journal is another's."""
         return Reason.JOURNAL_FAILED.error(
             "the journal's file was moved or replaced: this coordinator commands nothing any more",
             outcome=OUTCOME_NOT_SENT,
@@ -317,7 +327,7 @@ class Peers:
                     await self._once(slot)
                     tries, told = 0, ""
                 except RlctlError as error:
-                    if str(error) != told:  # for as long as it is away, every two seconds
+                    if str(error) != told:  # otherwise logged every two seconds while the stage is away
                         log.info("%s: %s", slot.name, error)
                     told = str(error)
                     away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if _is_taken(error) else error.message
@@ -369,7 +379,7 @@ class Peers:
             self._roster.formers.gone(registration.address)
             connected()
             self._unanswered.ask(slot, commander)
-            told = slot.report  # something newer may have come while it was noted who is there
+            told = slot.report  # a newer report may have arrived while the stage was met
             newer = told is not None and told.revision > attached.report.revision
             self._reported(slot, told if told is not None and newer else attached.report)
             granting = asyncio.create_task(self._keep_granting(slot, commander))
@@ -384,8 +394,10 @@ class Peers:
             self._roster.changed()
 
     async def _meet(self, slot: Slot, report: StageReport) -> None:
-        """What took another process's place is fresh. Or it had been replaced itself, and has come back: whatever was
-        held against it is forgotten by now, and what it holds nobody has vouched for since.
+        """Quarantine a new process in a slot that reports a version or an open update.
+
+        A fresh process reports neither. A process that was replaced and has returned does. Its earlier quarantine is
+        forgotten, and its weights are unproven since.
         """
         if report.weight_version.sequence or report.update_id:
             why = "it had been replaced by another process, and what it holds now is not known"
@@ -393,7 +405,7 @@ class Peers:
         await self._roster.change([slot], lambda record: setattr(record, "unseen", False))
 
     async def _turn_to_connect(self) -> Callable[[], None]:
-        """Wait for a turn. Returns what ends it; time does so too."""
+        """Wait for a turn. Returns the function that ends the turn, which also ends by time."""
         await self._connecting.acquire()
         held = [self._connecting]
 
@@ -406,12 +418,12 @@ class Peers:
 
     async def _keep_granting(self, slot: Slot, commander: Commander) -> None:
         while self._holds_journal():
-            # What others say may have decided since whether what it came up with is the version.
+            # Reports of other stages may have decided whether the stage's first weights are the version.
             if first_digest(self._roster, slot) is not None:
                 self._consider(slot)
             self.grant(slot, adopt=adoptable(self._roster, slot))
             await asyncio.sleep(GRANT_EVERY_S)
-        # To its successor something else may fill the slot: a stage that is held here would never ask there.
+        # Close the link: a stage with a link here would never register with the successor.
         await commander.close()
 
     def _reported(self, slot: Slot, report: StageReport) -> None:
@@ -440,7 +452,7 @@ class Peers:
             except RlctlError as error:
                 log.warning("%s: its report could not be taken in: %s", slot.name, error)
                 if slot in self._again:
-                    return  # another one waits already, and takes in what the stage says by then
+                    return  # a waiting task takes in the latest report
                 self._again.add(slot)
                 await asyncio.sleep(REPORT_AGAIN_S)
                 self._again.discard(slot)
@@ -450,7 +462,6 @@ class Peers:
 
 
 def _log_damage(name: str, before: StageReport | None, report: StageReport) -> None:
-    """Log changes to and from DIRTY, and lost ranks."""
     known = before or StageReport()
     if STAGE_STATE_DIRTY in (known.state, report.state) and known.state != report.state:
         log.warning("%s was %s, and is %s", name, _state_name(known.state), _state_name(report.state))

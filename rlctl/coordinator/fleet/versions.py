@@ -1,4 +1,4 @@
-"""The versions of a model that may be served: the first version, publishing, adoption."""
+"""Versions that a model's stages may serve: first version, publish, adoption."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ FIRST_LABEL = "initial"
 FIRST_SEQUENCE = 1
 
 HISTORY = 50
-"""Versions before the latest one that are kept on record."""
+"""Versions before the latest version that the journal keeps."""
 
 SOUND = (common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED)
-"""States in which a stage's weights are those of its version, unless it is quarantined."""
+"""States in which a stage has the weights of its version, unless it is quarantined."""
 
 POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN)
-"""Outcomes after which an effect must be assumed where assuming it is the safe side."""
+"""Outcomes after which an effect is assumed, where this is the safe assumption."""
 
 
 def first_sequence(record: ModelRecord) -> int:
-    """The sequence of a model's first version: 1, or above all that were given before the fleet was started over."""
+    """Return the sequence of a model's first version: 1, or above all sequences before the fleet was started over."""
     return record.first_sequence or FIRST_SEQUENCE
 
 
 def first_version(model: ModelState, slot: Slot, now: Timestamp) -> ModelRecord | None:
-    """The record that publishes a model's first version: the checkpoint that this stage loaded or, where a coordinator
-    with another journal has updated it before, the version that it is at. None: the model has one.
+    """Return the record that publishes a model's first version.
 
-    ``now``: wall time. At a stage with such a past may still be groups of that coordinator's, of lower numbers.
+    None if the model has a version, or if the stage has no usable weights.
+
+    The version is the checkpoint that the stage loaded. A stage that a coordinator with another journal has updated
+    keeps that version. Such a stage may still have that coordinator's groups, with lower numbers. ``now``: wall time.
     """
     if model.record.latest.sequence or slot.report is None or slot.report.state in _UNUSABLE:
         return None
@@ -57,13 +59,14 @@ def first_version(model: ModelState, slot: Slot, now: Timestamp) -> ModelRecord 
 
 
 def adoptable(roster: Roster, slot: Slot) -> bool:
-    """Whether the weights that a stage came up with are the latest version: the same digest or, without any, the same
-    checkpoint. A stage that has a version of its own is never told that it is another; one that missed that it has
-    another label now is told.
+    """Whether the first weights of a stage are the latest version: the same digest or, without digests, the same
+    checkpoint.
 
-    Where the model only has a digest, a heal finds out whether it is the stage's. Where that cannot, the checkpoint's
-    name decides on the first version, which stages come up with; a later one may have been written over what they read.
-    Where the stage only has one, see :func:`first_digest`.
+    A stage that has a version adopts only a changed label of it.
+
+    If only the model has a digest, a heal computes the digest of the stage. If the stage cannot compute digests, the
+    checkpoint name decides for the first version only. The files of a later version may have been overwritten since the
+    stage read them. If only the stage has a digest, see :func:`first_digest`.
     """
     model = roster.models[slot.model].record
     report = slot.report
@@ -80,12 +83,12 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
 
 
 def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
-    """The record of a first version that nobody knew the digest of, with the one of this stage's weights, by their
-    checkpoint's name; None where that is not to decide: a heal can compare them with another stage's, or may be able to
-    later.
+    """Return the record of a first version with the digest of a stage with the same checkpoint name, or None.
 
-    It has to be durable before the stage is told that it is at the version. To the next one the name is nothing any
-    more: the checkpoint may have been written anew meanwhile.
+    None if the digest is known, or if a heal can now or later compare the weights with another stage.
+
+    The record must be durable before the stage adopts the version. For later stages the checkpoint name is no proof:
+    the files may have been overwritten.
     """
     model, report = roster.models[slot.model].record, slot.report
     if report is None or report.state in _UNUSABLE or report.weight_version.sequence or not report.model_digest:
@@ -101,7 +104,7 @@ def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
 
 
 def at_version(roster: Roster, slot: Slot) -> list[Slot]:
-    """Other stages of a stage's model that are at its latest version, beyond doubt."""
+    """Return the other stages of a stage's model that have its latest version and are sound and not quarantined."""
     latest = roster.models[slot.model].record.latest
     return [
         peer
@@ -116,12 +119,12 @@ def at_version(roster: Roster, slot: Slot) -> list[Slot]:
 
 
 def witnesses(roster: Roster, slot: Slot) -> list[Slot]:
-    """Those that are at the version and can say what they hold."""
+    """Return the stages of :func:`at_version` that can digest their weights."""
     return [peer for peer in at_version(roster, slot) if can_digest(peer)]
 
 
 def _may_tell(model: ModelRecord, slot: Slot) -> bool:
-    """Whether a stage can say, or may be found to be able to, which weights a model's latest version has."""
+    """Whether a stage can, or may later, digest the weights of a model's latest version."""
     if slot.model != model.name or slot.record.retired or not can_digest(slot):
         return False
     return slot.report is None or slot.report.weight_version == model.latest
@@ -135,18 +138,18 @@ def _relabelled(model: ModelRecord, held: WeightVersion) -> bool:
 
 
 def publish(model: ModelState, record: ModelRecord, beside: Iterable[WeightVersion] = ()) -> None:
-    """Admit a version whose record is durable, and of the earlier ones only those ``beside`` it."""
+    """Admit a version whose record is durable, and of the earlier versions only ``beside``."""
     model.record = record
     model.admitted = [*beside, record.latest]
 
 
 def close(model: ModelState) -> None:
-    """Admit the latest version only."""
+    """Admit only the latest version."""
     model.admitted = [model.record.latest]
 
 
 def history(record: ModelRecord) -> list[PublishedVersion]:
-    """The versions of a model, the latest first."""
+    """Return the versions of a model, latest first."""
     if not record.latest.sequence:
         return []
     time = record.publish_time if record.HasField("publish_time") else None
@@ -157,7 +160,7 @@ def history(record: ModelRecord) -> list[PublishedVersion]:
 
 
 def digest_key(record: ModelRecord) -> bytes:
-    """Key of the digests of the published version; b"": SHA-256. Without a model digest, the one of its update."""
+    """Return the key of the published version's digests, or of its update if no digest is known. b"": SHA-256."""
     return key_of(record.model_digest) if record.model_digest else record.digest_key
 
 
@@ -171,7 +174,7 @@ def published(
     now: Timestamp,
     digest_key: bytes = b"",
 ) -> ModelRecord:
-    """The record after publishing a version. The sequence never goes backwards."""
+    """Return the record after a publish. The sequence never decreases."""
     record = ModelRecord()
     record.CopyFrom(model.record)
     assert version.sequence > record.latest.sequence, "a sequence is published once, in order"
@@ -187,7 +190,7 @@ def published(
 
 
 def verified(model: ModelState, evidence: Verification) -> ModelRecord:
-    """The record with other evidence for the published version."""
+    """Return the record with new evidence for the published version."""
     record = ModelRecord()
     record.CopyFrom(model.record)
     record.verification.CopyFrom(evidence)
@@ -195,9 +198,9 @@ def verified(model: ModelState, evidence: Verification) -> ModelRecord:
 
 
 def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
-    """The record after reserving the next sequence for an update, which keeps it from being used twice.
+    """Return the record with the next sequence reserved for an update, so that no sequence is used twice.
 
-    The first one is the first version's, which may come while the update is open.
+    The first sequence stays free for the first version, which may come while the update is open.
     """
     record = fenced(model, trainer_incarnation)
     record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence, first_sequence(record)) + 1
@@ -205,7 +208,7 @@ def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
 
 
 def fenced(model: ModelState, trainer_incarnation: int) -> ModelRecord:
-    """The record after an update of this trainer was accepted: earlier incarnations are over."""
+    """Return the record after an accepted update. Lower trainer incarnations are then fenced."""
     record = ModelRecord()
     record.CopyFrom(model.record)
     record.trainer_incarnation = trainer_incarnation
@@ -213,7 +216,7 @@ def fenced(model: ModelState, trainer_incarnation: int) -> ModelRecord:
 
 
 def with_adapter(model: ModelState, adapter: Adapter) -> ModelRecord:
-    """The record with an adapter in the place of the one of its name."""
+    """Return the record with an adapter, which replaces an adapter of the same name."""
     record = without_adapter(model, adapter.name)
     record.adapters.append(adapter)
     record.adapters.sort(key=lambda other: other.name)
@@ -221,7 +224,6 @@ def with_adapter(model: ModelState, adapter: Adapter) -> ModelRecord:
 
 
 def without_adapter(model: ModelState, name: str) -> ModelRecord:
-    """The record without the adapter of this name."""
     record = ModelRecord()
     record.CopyFrom(model.record)
     del record.adapters[:]
@@ -230,7 +232,7 @@ def without_adapter(model: ModelState, name: str) -> ModelRecord:
 
 
 def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
-    """Adapters of the model that a stage does not hold, or holds another load of."""
+    """Return adapters of the model that a stage lacks, or has in another load."""
     if slot.report is None:
         return []
     held = {adapter.name: adapter for adapter in slot.report.adapters}
@@ -239,7 +241,7 @@ def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
 
 
 def surplus(roster: Roster, slot: Slot) -> list[Adapter]:
-    """Adapters that a stage holds a version of, and that its model has no more."""
+    """Return a stage's adapters with a version that the model no longer has."""
     if slot.report is None:
         return []
     known = {adapter.name for adapter in roster.models[slot.model].record.adapters}
