@@ -1,6 +1,6 @@
 """The stages of the fleet: slots, links, leases, versions, pauses by name, routing followers.
 
-Decides the state of each stage, whether it is routable, which versions it may serve and until when. Serving
+Decides the state of each stage, whether the stage is routable, which versions it may serve and until when. Serving
 leases are granted in ``stage_links.py`` (``Peers.grant``); a stage that must not serve is silenced there
 (``Peers.silence``).
 

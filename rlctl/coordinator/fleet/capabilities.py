@@ -99,6 +99,6 @@ def refuse_keyed_check(slots: Sequence[Slot], request: CheckWeightsRequest) -> N
 
 
 def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:
-    """Whether an adapter's tensors can reach or leave a stage by one of the transports."""
+    """Whether an adapter's tensors can reach or leave a stage by any of the transports."""
     by = slot.capabilities.adapter_transports
     return not by or not set(transports).isdisjoint(by)

@@ -1,6 +1,6 @@
-"""Repeats of commands whose link broke before their result, over the next link.
+"""Repeats of commands without a result over the next link, after a broken link.
 
-Commands are repeated in their order and under their ids. The same process answers with the recorded result, or runs the
+Repeats keep the order and ids of the commands. The same process answers with the recorded result, or runs the
 command now. The wait ends after the time in which a lost stage may still serve. Every update waits that long before it
 publishes, so repeats delay no update.
 """
@@ -15,7 +15,7 @@ from rlctl.coordinator.fleet.roster import Slot
 
 
 class Unanswered:
-    """Commands without a result, by slot, in the order of their sending."""
+    """Commands without a result, by slot, in sending order."""
 
     def __init__(self, within_s: float) -> None:
         """``within_s``: longest wait for a stage's next link, in seconds. The command is UNKNOWN afterwards."""

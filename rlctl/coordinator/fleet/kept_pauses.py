@@ -1,10 +1,10 @@
-"""Pauses by name in force. A pause is journaled before its first command is sent, and ends with a continue by name.
+"""Pauses by name in force. A pause is journaled before the first command is sent, and ends with a continue by name.
 
-A pause belongs to the fleet, not to the stages that it has reached. A stage that was unreachable, restarts or joins
-later is paused before it may serve. The scope of a pause is one adapter or, with "", all requests. Pauses of different
+A pause belongs to the fleet, not to the paused stages. A stage that was unreachable, restarts or joins
+later is paused before it may serve. The scope of a pause is an adapter or, with "", all requests. Pauses of different
 scopes are independent.
 
-A continue narrows a pause and never widens it. The rest of a pause of one model covers stages of that model only.
+A continue can only narrow a pause. The rest of a pause of a model covers stages of that model only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pauses:
         self._changed = changed
         self._records: dict[str, PauseRecord] = {}
         self._replaced: dict[str, list[PauseRecord]] = {}
-        """Pauses that a running pause has replaced, by its key. They are in force again if it is taken back."""
+        """Replaced pauses, by the key of the running pause. A take-back puts them in force again."""
         self._unrecorded: set[str] = set()
         """Ended and restored pauses that are not journaled yet."""
         self._writing = asyncio.Lock()
@@ -79,9 +79,9 @@ class Pauses:
         return list(self._records.values())
 
     async def begin(self, record: PauseRecord) -> None:
-        """Put a pause in force, durably. Earlier pauses that it covers end. Raises JOURNAL_FAILED.
+        """Put a pause in force, durably. Covered earlier pauses end. Raises JOURNAL_FAILED.
 
-        Call :meth:`confirm` or :meth:`take_back` after it.
+        Call :meth:`confirm` or :meth:`take_back` afterwards.
         """
         key = record.pause.operation_id
         async with self._writing:
@@ -109,7 +109,7 @@ class Pauses:
         await self._remove(key, restores=True)
 
     async def expire(self, key: str) -> None:
-        """End a pause for its whole target. The replaced pauses stay ended."""
+        """End a pause for the whole target. The replaced pauses stay ended."""
         await self._remove(key, restores=False)
 
     async def _remove(self, key: str, *, restores: bool) -> None:
@@ -168,7 +168,7 @@ class Pauses:
                 self._changed()
 
     async def refill(self, name: str, write: Callable[[Sequence[Put]], Awaitable[None]]) -> None:
-        """Cancel the continues of a slot that a stage of another model or pipeline stage fills.
+        """Cancel the continues of a slot that a stage of a different model or pipeline stage fills.
 
         Pauses of all slots then cover the slot like a stage that joins later. ``write`` journals the changes.
         """
@@ -202,7 +202,7 @@ def _applies(record: PauseRecord, slot: Addressed) -> bool:
 def _rest(
     record: PauseRecord, target: Target, slots: Sequence[Addressed], refused: Collection[str]
 ) -> PauseRecord | None:
-    """Return the rest of a pause after a continue of a target, except for the slots in ``refused``; None: no rest."""
+    """Return the rest of a pause after a continue of a target, except for the slots in ``refused``"""
     rest = PauseRecord()
     rest.CopyFrom(record)
     paused = [slot for slot in slots if _applies(record, slot)]

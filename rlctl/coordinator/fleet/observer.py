@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Receives events of the coordinator. This class ignores them."""
+    """Receives events of the coordinator. This class does nothing."""
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
         """An operation has ended, with its outcomes and timeline. ``traceparent``: from the call that started the

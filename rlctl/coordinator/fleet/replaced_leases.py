@@ -1,7 +1,7 @@
 """Serving leases of replaced processes. Such a process may run behind a network partition, and serves until its lease
 ends.
 
-Leases are kept by model, because the process that fills the slot now may serve another model.
+Leases are kept by model, because the process that fills the slot now may serve a different model.
 """
 
 from __future__ import annotations

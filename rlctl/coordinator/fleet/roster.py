@@ -96,33 +96,33 @@ class Slot:
         record: the journaled record.
         verbs: verbs that the stage supports.
         workers: ranks of the stage.
-        commander: the link; None: no link.
+        commander: the link, if any.
         report: latest report of the present incarnation.
         lease_until: latest end of the stage's serving lease, on the clock's ``now``.
-        gone: nothing listens at the stage's address, or the stage deregisters. Once replaced, it serves nothing.
+        gone: nothing listens at the stage's address, or the stage deregisters. Once replaced, the stage serves nothing.
         silent_from: number of a grant. During a publish, a confirmation of this or a later grant says that the stage
             serves nothing. 0: no confirmation counts, the lease must end.
-        restoring: a heal or update is bringing the stage to the published version. Until it ends the stage may not
-            serve that version, whatever its reports say.
-        late: the stage joined after the served version was published, or was excluded from it. It may be STALE only
+        restoring: a heal or update is bringing the stage to the published version. Until then the stage
+            may not serve that version, regardless of reports.
+        late: the stage joined after the served version was published, or was excluded. The stage may be STALE only
             briefly.
         leaving: number of callers that are about to take the stage out of service (:meth:`Roster.leaving`).
         heal_at: time on the clock's ``now`` of the stage's heal, or of the next try after a failed heal; None: no heal
             is planned.
         heal_time: the same as wall time, for people.
         unhealable: cause why a stage that needs a heal has no heal source, or "".
-        misread: a heal from the version's checkpoint failed. The next heal prefers another stage as its source.
-        engine_failure: failure of the process, as its launcher reports it; None: no report.
+        misread: a heal from the version's checkpoint failed. The next heal prefers a stage as source.
+        engine_failure: failure of the process, as the launcher reports it; None: no report.
         pause: the pause by name of all requests that is in force for the slot, or None.
         adapter_pauses: the pauses by name of single adapters that are in force for the slot, by adapter.
         away: cause of the missing link, if known, or "".
         taken: the stage obeys the epoch of another fleet's coordinator.
         withheld_adapters: adapters that the last grant withheld, because the slot owed a pause by name of them.
-        in_hand: number of running operations by name that pause or continue the slot, by the adapter that they name.
-            Their outcome decides the slot's pause.
+        in_hand: number of running operations by name that pause or continue the slot, by adapter. The outcome
+            decides the slot's pause.
         undecided: number of these operations for each pause in force that they may put in force or end. The slot does
-            not owe such a pause until they have ended. A pause that began after a continue is not counted.
-        continuing: number of running ContinueGenerations, by the adapter that they name. Such a stage may report a
+            not owe such a pause until then. A pause that began after a continue is not counted.
+        continuing: number of running ContinueGenerations, by adapter. Such a stage may report a
             pause and be about to generate.
     """
 
@@ -162,7 +162,7 @@ class Slot:
         self.workers = list(registration.layout.workers)
 
     def fill(self, registration: StageRegistration) -> None:
-        """Store a further registration of the same process. Its content may differ."""
+        """Store a further registration of the same process. The content may differ."""
         _fill(self.record, registration)
         self.__post_init__()
 
@@ -178,14 +178,14 @@ class Slot:
 
     @property
     def owes_pause(self) -> bool:
-        """Whether the stage has yet to carry out a pause by name in force. Until then it may serve nothing."""
+        """Whether the stage has yet to carry out a pause by name in force. Until then the stage may serve nothing."""
         if self.pause is None or self.undecided[self.pause.operation_id] or self.has_paused or self.report is None:
             return False
         return "PauseGeneration" in self.verbs
 
     @property
     def has_paused(self) -> bool:
-        """Whether the stage reports a pause, and no operation is about to continue it."""
+        """Whether the stage reports a pause, and no operation is about to continue generation."""
         return self.report is not None and self.report.paused and not self.continuing[""]
 
     def has_paused_adapter(self, adapter: str) -> bool:
@@ -235,7 +235,7 @@ class Slot:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Failure of the engine: from the stage's report while the stage is linked, else from its launcher, or None."""
+        """Failure of the engine: from the stage's report while the stage is linked, else from the launcher."""
         if not self.linked:
             return self.engine_failure
         if self.report is not None and self.report.HasField("engine_failure"):
@@ -244,7 +244,7 @@ class Slot:
 
     @property
     def quarantine(self) -> ErrorDetail | None:
-        """Cause of the quarantine: the coordinator's, else the stage's own, else None."""
+        """Cause of the quarantine: the coordinator's, else the stage's own."""
         if self.record.HasField("quarantine"):
             return self.record.quarantine
         if self.report is not None and self.report.HasField("quarantine"):
@@ -252,7 +252,7 @@ class Slot:
         return None
 
     def dead_ranks(self) -> list[int]:
-        """Ranks whose processes have ended. The stage then needs a restart."""
+        """Ranks with ended processes. The stage then needs a restart."""
         if self.report is None:
             return []
         return [rank.coordinates.rank for rank in self.report.ranks if not rank.alive]
@@ -285,7 +285,7 @@ class Slot:
 
 @dataclass(eq=False)
 class ModelState:
-    """State of one model.
+    """State of a model.
 
     Attributes:
         record: the journaled record.
@@ -326,12 +326,11 @@ class Roster:
         self.pauses = Pauses(journal, self._pauses_changed)
         self._closed = False
         self.publishing = asyncio.Lock()
-        """Locked from the read of a model's record to its write, where another task could change the record meanwhile.
-        """
+        """Locked from the read of a model's record to the write, so that no other task changes the record meanwhile."""
         self._writing = asyncio.Lock()
         """Locked while slot records are written, so that two changes of a record do not undo each other."""
         self._unrecorded: dict[Slot, None] = {}
-        """Slots whose quarantine is not in the journal yet."""
+        """Quarantined slots without a journaled quarantine."""
 
     def load(self) -> None:
         for name, body in self._journal.read("slot"):
@@ -559,7 +558,7 @@ class Roster:
         return ResponseHeader(fleet_epoch=self.epoch, served_by="coordinator", observed_at=self._clock.wall())
 
     def fleet(self, model: str = "") -> Fleet:
-        """Return the state of the fleet, or of one model. Raises MODEL_NOT_FOUND."""
+        """Return the state of the fleet, or of a single model. Raises MODEL_NOT_FOUND."""
         if model:
             self.model(model)
         return Fleet(
@@ -690,7 +689,7 @@ class Roster:
 
 
 def failed(failure: EngineFailure) -> str:
-    """Describe a failure of an engine in one line."""
+    """Describe a failure of an engine in a line."""
     if failure.given_up:
         return f"crash loop, not started again after {failure.failures} failures: {failure.reason}"
     if failure.failures > 1:
@@ -699,7 +698,7 @@ def failed(failure: EngineFailure) -> str:
 
 
 def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:
-    """Set the operator's mark, with its reason and time."""
+    """Set the operator's mark, with reason and time."""
     if enabled:
         record.ClearField("disable_time")
     elif not record.HasField("disable_time"):
@@ -734,7 +733,7 @@ def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
             changed.stages.add().CopyFrom(stage)
     there = {"s:" + stage.registration.slot for stage in fleet.stages}
     for name in [name for name in seen if name.startswith("s:") and name not in there]:
-        # The stage has deregistered. Without this event a watcher would keep it.
+        # The stage has deregistered. Without this event a watcher would keep the stage.
         stage = changed.stages.add()
         stage.ParseFromString(seen.pop(name))
         stage.state, stage.routable, stage.not_routable = common_pb2.STAGE_STATE_RETIRED, False, "RETIRED"

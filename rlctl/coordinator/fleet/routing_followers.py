@@ -1,5 +1,5 @@
-"""Routing followers: clients that keep a list of stages, such as a router. A stage leaves their lists before it
-changes.
+"""Routing followers: clients that keep a list of stages, such as a router. A stage leaves these lists before a
+change.
 
 A follower watches the fleet and confirms each change (``WatchFleetRequest.watch_id``, ``ConfirmFleet``). Before the
 coordinator pauses or writes to a stage, it reports the stage as not routable. Then it waits until every follower has
@@ -34,7 +34,7 @@ class Follower:
         looked: revision of the fleet at the latest comparison.
         told: revision of the latest event.
         confirmed: latest confirmed revision.
-        late: the coordinator does not wait for the follower. It has confirmed nothing yet, or took too long.
+        late: the coordinator does not wait for the follower, which has confirmed nothing yet or took too long.
     """
 
     watch_id: str
@@ -51,7 +51,7 @@ class Follower:
 
 
 class Followers:
-    """All followers of one coordinator. They are not journaled: followers watch a new coordinator again."""
+    """All followers of a coordinator. Followers are not journaled: followers watch a new coordinator again."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Follower] = {}
@@ -59,14 +59,14 @@ class Followers:
 
     @contextlib.contextmanager
     def following(self, watch_id: str, model: str) -> Iterator[Follower]:
-        """Yield the follower of a watch while the watch lasts. Without a watch id it confirms nothing.
+        """Yield the follower of a watch while the watch lasts. Without a watch id the watch confirms nothing.
 
-        Raises FIELD_INVALID for the watch id of another principal.
+        Raises FIELD_INVALID for the watch id of a different principal.
         """
         follower = Follower(watch_id, model, current_caller().principal)
         if watch_id:
             _refuse_other(self._by_id.get(watch_id))
-            self._by_id[watch_id] = follower  # replaces a former watch, whose end may not have arrived yet
+            self._by_id[watch_id] = follower  # replaces a former watch that may not have ended here yet
         try:
             yield follower
         finally:

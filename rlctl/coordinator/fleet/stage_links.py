@@ -48,7 +48,7 @@ TAKE_OVER = "`rlctl take-over {}` takes it back if no other coordinator is to ho
 
 
 class Peers:
-    """Links to the stages, with one task for each filled slot."""
+    """Links to the stages, with a task for each filled slot."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Peers:
     def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
         """Grant a stage its serving lease and admitted versions. Returns the grant's number, or 0 if no grant was sent.
 
-        A stage is granted nothing if it is quarantined, FAILED, silenced for a publish, or owes a pause by name. An
+        A quarantined, FAILED or silenced stage, and a stage that owes a pause by name, is granted nothing. An
         adapter whose pause by name the stage owes is withheld.
 
         The lease runs from the stage's latest message (``echo``), not from the arrival of the grant.
@@ -167,7 +167,7 @@ class Peers:
     async def generating(self, target: Target, addressed: Collection[Slot], deadline: float) -> str:
         """Wait until each stage of a target, except ``addressed`` stages, has paused or its lease has ended.
 
-        The addressed stages confirm the pause by their results. Returns "", or at the deadline the name of a stage that
+        The results of the addressed stages confirm their pause. Returns "", or at the deadline the name of a stage that
         may still generate.
         """
         absent = self._absent(target, addressed)
@@ -183,7 +183,7 @@ class Peers:
     async def generating_with(self, adapter: str, target: Target, addressed: Collection[Slot], deadline: float) -> str:
         """Wait as in :meth:`generating`, for requests with an adapter whose pause by name is in force.
 
-        A stage has also stopped once it has confirmed a grant without the adapter. Its lease may continue.
+        A stage has also stopped once it has confirmed a grant without the adapter. The lease may continue.
         """
         absent = self._absent(target, addressed)
         leases = {slot: slot.lease_until for slot in absent}
@@ -270,7 +270,7 @@ class Peers:
     def outlive_predecessor(self) -> None:
         """After a take-over, assume that stages serve under leases of the previous coordinator.
 
-        Replaced processes may serve too. Only the previous coordinator knew their versions and leases.
+        Replaced processes may serve too. Only the previous coordinator knew the versions and leases there.
         """
         now, slots = self._clock.now(), self._roster.slots.values()
         for slot in slots:
@@ -308,7 +308,7 @@ class Peers:
             raise succeeded
 
     def succession(self) -> RlctlError | None:
-        """Return why no command may be sent if another coordinator owns the journal, or None."""
+        """Return why no command may be sent if another coordinator owns the journal."""
         return None if self._holds_journal() else self.succeeded_error()
 
     @staticmethod
@@ -396,8 +396,8 @@ class Peers:
     async def _meet(self, slot: Slot, report: StageReport) -> None:
         """Quarantine a new process in a slot that reports a version or an open update.
 
-        A fresh process reports neither. A process that was replaced and has returned does. Its earlier quarantine is
-        forgotten, and its weights are unproven since.
+        A fresh process reports neither. A process that was replaced and has returned does. The earlier quarantine
+        is forgotten, and the weights are unproven since.
         """
         if report.weight_version.sequence or report.update_id:
             why = "it had been replaced by another process, and what it holds now is not known"
@@ -405,7 +405,7 @@ class Peers:
         await self._roster.change([slot], lambda record: setattr(record, "unseen", False))
 
     async def _turn_to_connect(self) -> Callable[[], None]:
-        """Wait for a turn. Returns the function that ends the turn, which also ends by time."""
+        """Wait for a turn. Returns the function that ends the turn. The turn also ends by time."""
         await self._connecting.acquire()
         held = [self._connecting]
 

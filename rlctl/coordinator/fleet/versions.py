@@ -23,7 +23,7 @@ HISTORY = 50
 """Versions before the latest version that the journal keeps."""
 
 SOUND = (common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED)
-"""States in which a stage has the weights of its version, unless it is quarantined."""
+"""States of stages with the weights of their version, except under quarantine."""
 
 POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN)
 """Outcomes after which an effect is assumed, where this is the safe assumption."""
@@ -39,7 +39,7 @@ def first_version(model: ModelState, slot: Slot, now: Timestamp) -> ModelRecord 
 
     None if the model has a version, or if the stage has no usable weights.
 
-    The version is the checkpoint that the stage loaded. A stage that a coordinator with another journal has updated
+    The version is the checkpoint that the stage loaded. A stage that a coordinator with a different journal has updated
     keeps that version. Such a stage may still have that coordinator's groups, with lower numbers. ``now``: wall time.
     """
     if model.record.latest.sequence or slot.report is None or slot.report.state in _UNUSABLE:
@@ -62,7 +62,7 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
     """Whether the first weights of a stage are the latest version: the same digest or, without digests, the same
     checkpoint.
 
-    A stage that has a version adopts only a changed label of it.
+    A stage that has a version adopts only a changed label of that version.
 
     If only the model has a digest, a heal computes the digest of the stage. If the stage cannot compute digests, the
     checkpoint name decides for the first version only. The files of a later version may have been overwritten since the
@@ -83,9 +83,9 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
 
 
 def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
-    """Return the record of a first version with the digest of a stage with the same checkpoint name, or None.
+    """Return the record of a first version with the digest of a stage with the same checkpoint name.
 
-    None if the digest is known, or if a heal can now or later compare the weights with another stage.
+    None if the digest is known, or if a heal can now or later compare the weights with a peer.
 
     The record must be durable before the stage adopts the version. For later stages the checkpoint name is no proof:
     the files may have been overwritten.
@@ -104,7 +104,7 @@ def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
 
 
 def at_version(roster: Roster, slot: Slot) -> list[Slot]:
-    """Return the other stages of a stage's model that have its latest version and are sound and not quarantined."""
+    """Return the other stages of a stage's model at the latest version that are sound and not quarantined."""
     latest = roster.models[slot.model].record.latest
     return [
         peer
@@ -119,7 +119,7 @@ def at_version(roster: Roster, slot: Slot) -> list[Slot]:
 
 
 def witnesses(roster: Roster, slot: Slot) -> list[Slot]:
-    """Return the stages of :func:`at_version` that can digest their weights."""
+    """Return the stages of :func:`at_version` that can digest weights."""
     return [peer for peer in at_version(roster, slot) if can_digest(peer)]
 
 
@@ -160,7 +160,7 @@ def history(record: ModelRecord) -> list[PublishedVersion]:
 
 
 def digest_key(record: ModelRecord) -> bytes:
-    """Return the key of the published version's digests, or of its update if no digest is known. b"": SHA-256."""
+    """Return the key of the published version's digests, or of the update if no digest is known. b"": SHA-256."""
     return key_of(record.model_digest) if record.model_digest else record.digest_key
 
 
@@ -200,7 +200,7 @@ def verified(model: ModelState, evidence: Verification) -> ModelRecord:
 def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
     """Return the record with the next sequence reserved for an update, so that no sequence is used twice.
 
-    The first sequence stays free for the first version, which may come while the update is open.
+    The first sequence stays free for the first version, possible while the update is open.
     """
     record = fenced(model, trainer_incarnation)
     record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence, first_sequence(record)) + 1
@@ -216,7 +216,7 @@ def fenced(model: ModelState, trainer_incarnation: int) -> ModelRecord:
 
 
 def with_adapter(model: ModelState, adapter: Adapter) -> ModelRecord:
-    """Return the record with an adapter, which replaces an adapter of the same name."""
+    """Return the record with an adapter in place of an adapter of the same name."""
     record = without_adapter(model, adapter.name)
     record.adapters.append(adapter)
     record.adapters.sort(key=lambda other: other.name)
@@ -232,7 +232,7 @@ def without_adapter(model: ModelState, name: str) -> ModelRecord:
 
 
 def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
-    """Return adapters of the model that a stage lacks, or has in another load."""
+    """Return adapters of the model that a stage lacks, or has in a different load."""
     if slot.report is None:
         return []
     held = {adapter.name: adapter for adapter in slot.report.adapters}

@@ -1,12 +1,11 @@
 """Healing: bring single stages to the published version without the trainer.
 
-Decides which stage needs a heal, when the heal is due, and which checkpoint or stage is its source. It also decides how
-the remains of an ended update are cleared at a stage.
+Decides which stage needs a heal, when the heal is due, and which checkpoint or stage is its source. Also decides how
+orphans of ended updates are cleared at a stage.
 
 Imports: coordinator.transaction, coordinator.verbs, coordinator.operations, coordinator.fleet, contract, ports.
 
-Start with ``healer.py`` (``Healer.look`` notices a stage, ``Healer.heal`` runs) and ``sources.py``
-(``needs_heal``; ``Sources.of``: the checkpoint or stage, or the reason why there is none; ``Sources.obtainable``: the
-same for adapters). ``from_peer.py`` copies weights from another stage. ``orphans.py`` (``Orphans.look``) clears the
-remains of updates.
+Start with ``healer.py`` (``Healer.look`` notices a stage, ``Healer.heal`` runs) and ``sources.py`` (``needs_heal``;
+``Sources.of``: the checkpoint or stage, or the reason why there is no heal source; ``Sources.obtainable``: the same for
+adapters). ``from_peer.py`` copies weights from another stage. ``orphans.py`` (``Orphans.look``) clears orphans.
 """

@@ -1,7 +1,7 @@
 """Heals a stage from another stage, over a group of both. The sending stage continues to generate.
 
 Stages whose ranks hold the same parts form a pair for each rank, and every rank sends its own parts. Otherwise the
-sender's ranks gather full tensors at its rank 0, which broadcasts them to all ranks of the other.
+sender's ranks gather full tensors at rank 0, and rank 0 broadcasts to all ranks of the receiver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlctl.v1.verbs_pb2 import (
 
 ANSWER_S = 30.0
 SEND_S = 24 * 3600.0
-"""No limit but the session's."""
+"""No limit besides the session's deadline."""
 
 
 def alike(one: Slot, other: Slot) -> bool:
@@ -44,14 +44,14 @@ def alike(one: Slot, other: Slot) -> bool:
 
 
 def refuse_failed(results: Sequence[StageResult]) -> None:
-    """Raise what the first target says that did not confirm."""
+    """Raise the error of the first target that did not confirm."""
     for result in results:
         if not acknowledged(result, update=True):
             raise blame(result)
 
 
 class FromPeer:
-    """Lets the stage of a session take in what another stage sends."""
+    """Sends the weights of a stage to the target of a session."""
 
     def __init__(
         self, session: Session, peer: Slot, fanout: Fanout, roster: Roster, journal: Journal, clock: Clock
@@ -67,7 +67,7 @@ class FromPeer:
         self._paired = not self._adapter and alike(peer, self._slot)
 
     async def receive(self) -> list[StageResult]:
-        """What the stage answers to having taken everything in. Raises what else went wrong."""
+        """Return the target's results of the transfer. Raises other failures."""
         group = await self._new_group(self._session.model)
         both = [self._peer, self._slot]
         try:
@@ -83,7 +83,7 @@ class FromPeer:
             try:
                 await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
-                    # One that does not send would be waited for until the deadline.
+                    # The receiver would wait for a failed sender until the deadline.
                     refuse_failed(sending.result())
                 return await receiving
             finally:
@@ -94,7 +94,7 @@ class FromPeer:
             await asyncio.shield(self._leave(group, both))
 
     async def _leave(self, group: str, slots: Sequence[Slot]) -> None:
-        """One that a rank may still be in stays on record, to be left by the next update."""
+        """Destroy the group. A group that a rank may still be in stays on record for the next update to destroy."""
         results = await self.ask(DestroyWeightsUpdateGroupRequest(group_name=group), slots, "leave", ANSWER_S)
         groups = self._session.model.record.groups
         if group in groups and all(has_left(result) for result in results):
@@ -129,7 +129,7 @@ class FromPeer:
         return name
 
     async def _buckets(self) -> list[TensorBucket]:
-        """Every tensor of the model or the adapter, each in a broadcast of its own."""
+        """Return a bucket with every tensor of the model or the adapter."""
         reference = GetModelInfoRequest(reference=True, adapter=self._adapter)
         asked = await self.ask(reference, [self._peer], "reference", ANSWER_S)
         refuse_failed(asked)
@@ -145,7 +145,7 @@ class FromPeer:
         ]
 
     async def ask(self, request: Message, slots: Sequence[Slot], step: str, limit_s: float) -> list[StageResult]:
-        """One verb to stages that need not be targets of the session."""
+        """Send a verb to stages that need not be targets of the session."""
         return await self._fanout.run(
             request,
             slots,

@@ -1,8 +1,8 @@
-"""Bringing single stages to the published version from a known source, without the trainer.
+"""Heals: bring single stages to the published version from a known source, without the trainer.
 
-A stage that joins late, was restarted, or was left out of an update is STALE; one whose update failed is DIRTY. The
-version's checkpoint is read again or, where it has none, another stage that is at the version broadcasts its weights.
-What the stage then holds must have the digest that was published.
+A stage that joins late, was restarted or was excluded from an update is STALE. A stage whose update failed is DIRTY.
+The stage reads the version's checkpoint again. Without a checkpoint, a stage at the version
+broadcasts weights. The healed weights must have the published digest.
 """
 
 from __future__ import annotations
@@ -62,47 +62,45 @@ HEAL_S = 300.0
 OWNER = "healing"
 
 AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
-"""Pauses between tries to heal a stage: something else may hold it, or an update was begun and refused."""
+"""Waits between tries of a heal. A different operation may have the stage, or a begun update was refused."""
 
 GRACE_S = 60.0
-"""How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed, where nothing
-else is configured.
-"""
+"""Default time in which a DIRTY or quarantined stage waits for the trainer's next update."""
 
 LATER_S = 0.01
-"""So much after a stage is due it is looked at: timers may come a little early."""
+"""Delay after the due time of a heal, since timers may fire a little early."""
 
 MAKE_WAY_S = 5.0
-"""How long whatever goes first waits for a heal to end that it has cancelled."""
+"""Longest wait for the end of a heal that a different operation has cancelled."""
 
 UNVERIFIED = "it is being brought to the published version, and not verified yet"
 
 
 @dataclass(eq=False)
 class _Heal:
-    """One operation, from before it is accepted until it holds its stages no more.
+    """A heal operation, from before the acceptance until the release of its stages.
 
     Attributes:
-        asked: somebody has asked for it; otherwise it is tried again.
+    asked: a caller requested the heal. Other heals are retried.
     """
 
     slots: set[str]
     asked: bool
     over: asyncio.Event = field(default_factory=asyncio.Event)
     session: Session | None = None
-    """Of the stage that it is at."""
+    """Session of the stage that is being healed."""
     work: asyncio.Task[None] | None = None
     stopped: RlctlError | None = None
-    """Why it ends with the stage that it is at."""
+    """Cause of an early end."""
 
     def stop(self, cause: RlctlError) -> None:
-        """End it with the stage that it is at, or before it begins."""
+        """End the heal before the start or at its present stage."""
         self.stopped = self.stopped or cause
         if self.work is not None:
             self.work.cancel()
 
     async def makes_way(self, why: str, within_s: float = MAKE_WAY_S) -> bool:
-        """End it for something else. False when it does not end in time."""
+        """End the heal for a different operation. False if the heal does not end in time."""
         self.stop(Reason.CANCELLED.error(why))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(within_s, MAKE_WAY_S)):
@@ -111,8 +109,10 @@ class _Heal:
 
 
 class Healer:
-    """At most one heal per model at a time; an update ends it and reaches the stage by itself. What is done by name (a
-    pause, say) ends one that nobody has asked for: its trainer would be refused at random moments otherwise.
+    """Runs at most a single heal per model at a time. An update ends the heal, since the update reaches the stage too.
+
+    A verb by name, such as a pause, ends a heal that no caller requested. Otherwise trainers would be refused at
+    random.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Healer:
         by_hand: Collection[str],
         grace_s: float = GRACE_S,
     ) -> None:
-        """``by_hand``: models whose stages are healed only when somebody asks; ``grace_s``: how long a stage that is
-        DIRTY or quarantined is left to the trainer's next update.
+        """``by_hand``: models whose stages are healed only on request. ``grace_s``: wait of a DIRTY or quarantined
+        stage for the trainer's next update.
         """
         self._grace_s = grace_s
         self._roster = roster
@@ -143,8 +143,9 @@ class Healer:
         self._looking: dict[Slot, asyncio.Task[None]] = {}
 
     def policy(self, model: str, *, by_hand: bool) -> None:
-        """Heal the model's stages by itself from now on, beginning with those that wait for it, or not any more. Raises
-        MODEL_NOT_FOUND.
+        """Switch the automatic heals of a model off (``by_hand``) or on, beginning with stages that need a heal.
+
+        Raises MODEL_NOT_FOUND.
         """
         self._roster.model(model)
         if by_hand:
@@ -156,9 +157,9 @@ class Healer:
                 self.look(slot)
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None, *, asked: bool = True) -> Run:
-        """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot.
+        """Heal stages, one after the other. Raises if no stage needs or can have a heal, or if a named stage cannot.
 
-        ``asked``: by somebody, not by this coordinator itself.
+        ``asked``: a caller requested the heal, not this coordinator.
         """
         known = self._operations.known(request.header.request_id, request)
         if known is not None:
@@ -200,12 +201,12 @@ class Healer:
                 except RlctlError as error:
                     failure = failure or error
                     if source and error.reason is not Reason.CANCELLED:
-                        # Its files may have gone, or be another version's by now: the next try is from another stage,
-                        # and the one after that from the checkpoint again.
+                        # The files may be gone, or have a different version. The next try prefers a stage, and the
+                        # try after that the checkpoint again.
                         slot.misread = isinstance(source, str) and not request.checkpoint
-                    # Who stopped it waits for this operation, which holds all of its stages.
+                    # A canceller waits for this operation, and all its stages are busy.
                     stopped = error.reason is Reason.CANCELLED
-                    # That it has read, or was healed before it lacked an adapter still, is not that it was healed.
+                    # A result of a read, or of a heal before a missing adapter, does not say that the stage is healed.
                     results = run.operation.stage_results
                     answered = {result.slot for result in results if not acknowledged(result, update=True)}
                     for left in slots[index:] if stopped else [slot]:
@@ -216,7 +217,7 @@ class Healer:
             if failure is not None and len(slots) == 1:
                 raise failure
 
-        self._heals.append(heal)  # it holds its stages from before it is on record
+        self._heals.append(heal)  # owns the stages before the record does
         try:
             return await self._operations.start(
                 request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
@@ -230,7 +231,9 @@ class Healer:
         heal.over.set()
 
     def _healable(self, slots: Sequence[Slot], checkpoint: str, *, named: bool) -> list[Slot]:
-        """Those that there is a source for. Raises why one that is ``named`` cannot be healed, or none can."""
+        """Return the stages with a heal source. Raises the cause if a ``named`` stage, or every stage, has no
+        source.
+        """
         failure: RlctlError | None = None
         found = []
         for slot in slots:
@@ -245,8 +248,10 @@ class Healer:
         return found
 
     def _is_due(self, slot: Slot) -> bool:
-        """Whether a stage is to be healed now: at once when it came late or lacks an adapter, after a while when
-        something spoilt it or it was tried in vain.
+        """Whether a stage is to be healed now.
+
+        A late stage, or a stage without an adapter, is healed at once. After a failed update or heal the stage waits
+        first.
         """
         if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
             slot.heal_at, slot.heal_time, slot.unhealable = None, None, ""
@@ -261,7 +266,7 @@ class Healer:
         return self._clock.now() >= slot.heal_at
 
     def _postpone(self, slot: Slot, wait_s: float) -> None:
-        """Heal a stage after a while, unless an update reaches it before."""
+        """Plan a heal of a stage. An update that reaches the stage first makes the heal unnecessary."""
         slot.heal_at = self._clock.now() + wait_s
         slot.heal_time = Timestamp()
         slot.heal_time.FromNanoseconds(self._clock.wall().ToNanoseconds() + round(wait_s * 1e9))
@@ -269,7 +274,7 @@ class Healer:
         self._roster.changed()
 
     def abandoned(self, slots: Collection[Slot]) -> None:
-        """The owner of their update is gone: there is no next update of its that they could be left to."""
+        """Heal the targets of a lost owner now, since no next update can be expected."""
         for slot in slots:
             self._postpone(slot, 0.0)
 
@@ -277,9 +282,7 @@ class Healer:
         return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
 
     def look(self, slot: Slot) -> None:
-        """Heal a stage that came late or was spoilt, if that is the policy and there is a source; otherwise say that
-        there is none.
-        """
+        """Start a heal that is due and that the policy allows. Without a source, record the cause instead."""
         if slot.model in self._by_hand or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
             return
         if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
@@ -298,16 +301,17 @@ class Healer:
         task.add_done_callback(lambda _: self._looking.pop(slot, None))
 
     def is_open(self, update_id: str) -> bool:
-        """Whether a heal of this id is running."""
+        """Whether a heal with this update id is running."""
         return any(session.update_id == update_id for session in self.sessions())
 
     def sessions(self) -> list[Session]:
-        """Those of the heals that run."""
+        """Return the sessions of the running heals."""
         return [heal.session for heal in self._heals if heal.session is not None]
 
     async def make_way(self, model: str) -> None:
-        """End a heal that holds stages of this model: an update is about to begin, and reaches them too. It is refused
-        with the name of one that does not end.
+        """End the heals of a model before an update begins. The update reaches the stages too.
+
+        The begin is refused with the name of a heal that does not end.
         """
         while (heal := self._holding(model)) is not None and await heal.makes_way(
             "an update of the trainer's goes first"
@@ -315,20 +319,20 @@ class Healer:
             pass
 
     async def make_way_by_itself(self, model: str, verb: str, within_s: float) -> None:
-        """End a heal of this model that nobody has asked for: what is done by name goes first. It is tried again."""
+        """End a heal of a model that no caller requested, before a verb by name. The heal is retried."""
         heal = self._holding(model)
         if heal is not None and not heal.asked:
             await heal.makes_way(f"{verb} goes first", within_s)
 
     def _holding(self, model: str) -> _Heal | None:
-        """A heal whose operation has stages of this model, whichever it is at."""
+        """Return a heal with stages of a model, also if the heal is at a stage of a different model now."""
         if not self._heals:
             return None
         names = {slot.name for slot in self._roster.slots.values() if slot.model == model}
         return next((heal for heal in self._heals if not names.isdisjoint(heal.slots)), None)
 
     async def stop(self) -> None:
-        """End what runs. What takes longer to end is an operation that goes on until it has."""
+        """End running heals. An operation that takes longer continues to the end."""
         looking = list(self._looking.values())
         for task in looking:
             task.cancel()
@@ -337,7 +341,7 @@ class Healer:
             await heal.makes_way("the coordinator stops")
 
     async def _heal_alone(self, slot: Slot) -> None:
-        calling.set(None)  # the task may have been started within a call, which did not ask for the heal
+        calling.set(None)  # the call that started this task did not request the heal
         for pause in AGAIN_S:
             try:
                 run = await self.heal(HealStageRequest(slots=[slot.name]), None, asked=False)
@@ -352,10 +356,10 @@ class Healer:
                 break
         if needs_heal(slot):
             self._postpone(slot, self._grace_s)
-            slot.late = False  # from now on it is tried once in a while
+            slot.late = False  # from now on retried after each grace
         elif self._sources.lacks_adapters(slot):
             self._postpone(slot, self._grace_s)
-        # Another one may have waited for its turn.
+        # Other stages may wait for a turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:
                 self.look(other)
@@ -371,7 +375,7 @@ class Healer:
         try:
             await asyncio.gather(heal.work)
             slot.late = slot.late and session.adapter is not None
-        except BaseException as error:  # noqa: BLE001 - the stage must not be left in an open update
+        except BaseException as error:  # noqa: BLE001 - no stage may stay in an open update
             cause = error if isinstance(error, RlctlError) else heal.stopped or Reason.CANCELLED.error()
             await session.abort(run, cause)
             raise cause from None
@@ -425,7 +429,7 @@ class Healer:
         return session
 
     async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
-        """Let a stage read an adapter of its model again, or get it from another. It must be what was loaded before."""
+        """Let a stage read an adapter of the model again, or receive the adapter from a peer. The digest must match."""
         (slot,) = session.targets
         if adapter.path:
             await session.ready()
@@ -460,7 +464,7 @@ class Healer:
         return FromPeer(session, peer, self._fanout, self._roster, self._journal, self._clock)
 
     async def _digest_of_peer(self, session: Session) -> str:
-        """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
+        """Return the digest of a version that was published without digest, from a witness. Raises UNHEALABLE."""
         (slot,) = session.targets
         for witness in witnesses(self._roster, slot):
             (result,) = await self._fanout.run(

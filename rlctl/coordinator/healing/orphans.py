@@ -1,13 +1,12 @@
-"""Orphans: remainders of updates, pauses and adapters at stages. They are cleared there, with as many tries as it
-takes.
+"""Orphans: remainders of updates, pauses and adapters at stages. The coordinator retries until they are cleared.
 
-- An update that is not open at the coordinator is aborted, unless it is on record as published. A stage that was out of
-  reach during the abort returns with such an update, and would refuse every other update.
-- A stage that is still paused by an ended update continues. So does a stage that was continued while its memory was
-  released or while it was out of reach.
+- An update that is not open at the coordinator is aborted, unless the record says published. A stage that was
+  unreachable during the abort returns with such an update, and would refuse every other update.
+- A stage that an ended update has paused continues. So does a stage that was continued while unreachable or with
+  released memory.
 - A stage that returns under a pause by name is paused.
 - Pauses of single adapters follow the record of pauses by name.
-- A stage that was out of reach when an adapter was unloaded unloads it.
+- A stage that was unreachable when an adapter was unloaded unloads the adapter.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rlctl.v1.verbs_pb2 import (
 log = logging.getLogger(__name__)
 
 HEAL_MARK = "/heal/"
-"""Stands in the update ids of heals."""
+"""Part of the update ids of heals."""
 
 END_S = 30.0
 AGAIN_S = (0.2, 1.0, 5.0)
@@ -48,7 +47,7 @@ _UNLOADING = (STAGE_STATE_STALE, STAGE_STATE_READY, STAGE_STATE_PAUSED)
 
 
 class Orphans:
-    """One task per stage that has an orphan."""
+    """Clears orphans, with a task for each stage."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Orphans:
         is_open: Callable[[str], bool],
         is_held: Callable[[Slot], bool],
     ) -> None:
-        """``is_held``: whether an operation has a stage to itself, which may be about to pause it by name."""
+        """``is_held``: whether an exclusive operation has a stage, and may be about to pause the stage by name."""
         self._roster = roster
         self._fanout = fanout
         self._clock = clock
@@ -69,21 +68,21 @@ class Orphans:
         self._steps = 0
 
     def look(self, slots: Iterable[Slot]) -> None:
-        """See to the stages that have something of an update that is not open."""
+        """Clear the orphans of stages."""
         for slot in slots:
             if slot not in self._tasks and self._orphan(slot) is not None:
                 task = self._tasks[slot] = asyncio.create_task(self._end(slot))
                 task.add_done_callback(lambda _, slot=slot: self._tasks.pop(slot, None))  # type: ignore[misc]
 
     async def stop(self) -> None:
-        """Leave them."""
+        """Stop clearing."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _orphan(self, slot: Slot) -> Leftover | None:
-        """What ends the orphan that a stage has, or None."""
+        """Return the request that clears a stage's next orphan."""
         report = slot.report
         linked = slot.commander is not None and not slot.commander.lost
         if report is None or not linked or self._roster.slots.get(slot.name) is not slot:
@@ -92,7 +91,7 @@ class Orphans:
         if report.update_id:
             if self._is_open(report.update_id):
                 return None
-            healing = HEAL_MARK in report.update_id  # leads to a version that was published before: that says nothing
+            healing = HEAL_MARK in report.update_id  # heals lead to a version that is published already
             if report.update_committed and report.weight_version in model.admitted and not healing:
                 return None  # the next grant admits it
             abort = AbortUpdateRequest(reason="nobody owns it any more")
@@ -104,30 +103,30 @@ class Orphans:
         left = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
         nobodys = left and slot.pause is None
         if nobodys and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
-            # Generation goes on as it did before the update; what was paused by name stays so.
+            # The stage continues as before the update. A pause by name stays in force.
             return ContinueGenerationRequest()
         scoped = self._due_scoped(slot, report)
         if scoped is not None:
             return scoped
         if not model.update_id and report.state in _UNLOADING and unsupported(slot, "UnloadAdapter") is None:
-            # It could not be told when its model's adapter was unloaded. Nobody is served with it.
+            # The stage was unreachable when the adapter was unloaded. Nothing is served with the adapter.
             for adapter in surplus(self._roster, slot):
                 return UnloadAdapterRequest(name=adapter.name, abort_requests=True)
         return None
 
     def _due_pause(self, slot: Slot, pause: Pause) -> PauseGenerationRequest | None:
-        """What pauses by name a stage that has not taken a pause in force, or that only an update has paused."""
+        """Return the pause of a stage that has not carried out a pause by name, or that only an update has paused."""
         assert slot.report is not None
-        # A stage that comes later serves no requests yet, so that any of its modes will do.
+        # A stage that joins later serves no requests yet, so any of its modes will do.
         mode = pause.mode if slot.pauses_in(pause.mode) else slot.capabilities.pause_modes[0]
-        # Of requests that an update has frozen, another mode could be refused.
+        # For requests that an update has frozen, the stage could refuse a different mode.
         request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else mode)
         busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand[""]
         able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
         return request if able and not busy else None
 
     def _due_scoped(self, slot: Slot, report: StageReport) -> PauseGenerationRequest | ContinueGenerationRequest | None:
-        """What pauses an adapter of which a pause by name is in force, or continues one of which none is."""
+        """Return the pause of an adapter that the stage owes, or the continue of an adapter without a pause by name."""
         busy = self._roster.models[slot.model].update_id or self._is_held(slot)
         able = VERBS["PauseGeneration"].allows(report.state) and not report.HasField("quarantine")
         modes = slot.capabilities.adapter_pause_modes
@@ -147,7 +146,7 @@ class Orphans:
             update_id = request.header.fence.update_id or type(request).DESCRIPTOR.name
             try:
                 if isinstance(request, PauseGenerationRequest) and not request.adapter:
-                    # The pause may be taken back, or end, before its operation knows of this stage.
+                    # The pause may be taken back or end before the operation includes this stage.
                     await self._waking.remember([slot])
                 [result] = await self._fanout.run(
                     request,

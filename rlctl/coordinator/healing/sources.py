@@ -26,23 +26,25 @@ _HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
 
 
 def needs_heal(slot: Slot) -> bool:
-    """Whether a stage is not at the published version, or nobody vouches that it is."""
+    """Whether a stage is not at the published version, or has unproven weights."""
     return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in SOUND)
 
 
 def unverifiable() -> RlctlError:
-    """The refusal of a heal whose outcome could not be checked."""
+    """Return the refusal of a heal whose result could not be verified."""
     return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
 
 
 class Sources:
-    """Where each stage of a fleet could get what it lacks, as things stand."""
+    """Heal sources of the stages in the present state of the fleet."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
 
     def of(self, slot: Slot, checkpoint: str) -> str | Slot:
-        """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
+        """Return the heal source of a stage: a checkpoint or another stage. Raises the cause if the stage cannot be
+        healed.
+        """
         model = self._roster.models[slot.model].record
         if slot.state == STAGE_STATE_FAILED and slot.quarantine is not None:
             raise from_detail(slot.quarantine)
@@ -55,7 +57,7 @@ class Sources:
         if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
             raise Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released", field="slots")
         if slot.report is not None and slot.report.HasField("quarantine"):
-            # It would refuse every step, and those that can be healed would wait for it.
+            # The stage would refuse every step, while healable stages wait.
             raise from_detail(slot.report.quarantine)
         if not model.latest.sequence:
             raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
@@ -83,21 +85,21 @@ class Sources:
         return found
 
     def lacks_adapters(self, slot: Slot) -> bool:
-        """Whether a stage that is at its version lacks adapters that it could get."""
+        """Whether a stage at the version lacks adapters that a source exists for."""
         return slot.state in SOUND and bool(self.obtainable(slot))
 
     def obtainable(self, slot: Slot) -> list[Adapter]:
-        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
+        """Return missing adapters of a stage that lie on disk or that a peer can send."""
         return [a for a in lacking(self._roster, slot) if a.path or self.holder(slot, a) is not None]
 
     def holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
-        """Another stage that serves the adapter, and can send it."""
+        """Return a stage that serves the adapter and can send tensors."""
         if not adapter_travels(slot, *GROUPS):
             return None
         return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
 
     def _peer(self, slot: Slot) -> Slot | None:
-        """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
+        """Return a stage that is at the version and can send weights, preferably with the same parts at each rank."""
         able = self._senders(slot) if _receives(slot) else []
         return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
 
@@ -110,7 +112,7 @@ class Sources:
 
 
 def _receives(slot: Slot) -> bool:
-    """Whether a stage can take weights in over a group of another stage's, which is one of gloo's."""
+    """Whether a stage can receive weights from a peer, over a gloo group."""
     joins = slot.capabilities.transports
     return unsupported(slot, "UpdateWeightsFromDistributed") is None and (not joins or TRANSPORT_TORCH_GLOO in joins)
 

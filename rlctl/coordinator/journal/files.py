@@ -1,4 +1,4 @@
-"""Files of journals that no coordinator has open: copy one, put another in its place."""
+"""Copies and replaces journal files that no coordinator has open."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IN_USE = "`rlctl journal backup` and `verify` without --journal and --name copy 
 
 
 def copy(path: Path, target: Path) -> None:
-    """Copy the journal into a new file, and leave it and its log as they are. Raises JOURNAL_FAILED.
+    """Copy the journal into a new file. The journal and its log stay unchanged. Raises JOURNAL_FAILED.
 
-    A journal that was closed has no log. It is read without locks: SQLite would leave the files of the locks behind.
+    A closed journal has no log and is read without locks, because SQLite would leave lock files behind.
     """
     log, index = _beside(path, "-wal"), _beside(path, "-shm")
     closed, index_existed, before = not log.exists(), index.exists(), path.stat()
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
         with contextlib.closing(sqlite3.connect(uri, LOCK_S, uri=True, isolation_level=None)) as source:
-            source.execute("SELECT count(*) FROM sqlite_master")  # a copy would wait for the lock for ever
+            source.execute("SELECT count(*) FROM sqlite_master")  # a copy would wait for the lock without limit
             copy_database(source, target)
     except sqlite3.Error as error:
         raise failed(path, error, f"{LOCKED} {IN_USE}") from error
     finally:
         if not closed and not index_existed:
-            index.unlink(missing_ok=True)  # coordinators have none
+            index.unlink(missing_ok=True)  # coordinators have no such file
     after = path.stat()
     if closed and (log.exists() or (before.st_mtime_ns, before.st_ino) != (after.st_mtime_ns, after.st_ino)):
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: a coordinator has just opened it", next_step=IN_USE)
@@ -49,7 +49,8 @@ def check_pages(path: Path) -> None:
 
 
 def replace(path: Path, draft: Path) -> Path | None:
-    """Put a complete journal in the place of another, which is kept beside it. Returns its path; None: there was none.
+    """Replace a journal by a complete draft. Returns the path of the old journal, kept beside it, if there is an
+    old journal.
 
     Raises JOURNAL_FAILED, without a change, while a coordinator has the journal open.
     """
@@ -64,13 +65,14 @@ def replace(path: Path, draft: Path) -> Path | None:
     for suffix in ("-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.replace(_beside(path, suffix), _beside(kept, suffix))
-    os.replace(draft, path)  # a coordinator that has opened the old file meanwhile sees that it has lost it
+    os.replace(draft, path)  # a coordinator that has opened the old file meanwhile notices the loss
     return kept
 
 
 def refuse_as_target(target: Path, source: Path | None) -> None:
-    """Refuse to replace a file that is the journal to copy, or that a coordinator has open. ``source``: None where a
-    coordinator sends its journal. Raises FIELD_INVALID, JOURNAL_FAILED.
+    """Refuse to overwrite the journal to copy, or a journal that a coordinator has open.
+
+    ``source``: None where a coordinator sends its journal. Raises FIELD_INVALID, JOURNAL_FAILED.
     """
     if not target.exists():
         return
@@ -85,8 +87,9 @@ def refuse_as_target(target: Path, source: Path | None) -> None:
 
 
 def refuse_used(path: Path) -> bool:
-    """Raise JOURNAL_FAILED while a coordinator has the file open. Returns whether SQLite can read the file: then its
-    log is part of it.
+    """Raise JOURNAL_FAILED while a coordinator has the file open.
+
+    Returns whether SQLite can read the file. The log is then part of the file.
     """
     uri = f"{path.absolute().as_uri()}?mode=rw"
     with contextlib.closing(sqlite3.connect(uri, LOCK_S, uri=True, isolation_level=None)) as connection:
@@ -102,7 +105,7 @@ def refuse_used(path: Path) -> bool:
 
 
 def failed(path: Path, error: sqlite3.Error, locked: str = LOCKED) -> RlctlError:
-    """What an error of SQLite means for a journal."""
+    """Return the error of a journal for an error of SQLite."""
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
         return Reason.JOURNAL_FAILED.error(f"journal {path}: it is locked{lock_holder(path)}", next_step=locked)
     return Reason.JOURNAL_FAILED.error(f"journal {path}: {error}", next_step=NEXT_STEP)

@@ -1,4 +1,4 @@
-"""Records of the journal, parsed. A damaged record is an error of its own: neither absent nor a defect of rlctl."""
+"""Parses records of the journal. A damaged record is an error of its own: neither absent nor a defect of rlctl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEXT_STEP = (
 
 
 def parsed(kind: str, key: str, body: bytes, record: type[M]) -> M:
-    """A record of the journal. Raises JOURNAL_FAILED for one that is damaged."""
+    """Parse a record of the journal. Raises JOURNAL_FAILED for a damaged record."""
     try:
         return record.FromString(body)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""The journal in SQLite: write-ahead log, every write synchronised to disk, one writer thread, writes grouped."""
+"""The journal in SQLite: write-ahead log, every write synchronised to disk, a single writer thread, grouped writes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlctl.runtime import private_files
 MIGRATIONS = (
     "CREATE TABLE record (kind TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (kind, key))",
 )
-"""What made each schema of the one before; a new file goes through all of them. Only ever added to."""
+"""Each statement migrates the previous schema. A new file runs all statements. Append only."""
 
 LOCK_S = 0.5
-"""How long to wait for a coordinator that is just leaving to let the file go."""
+"""Wait for a coordinator that is just ending and releases the file."""
 
 NEXT_STEP = "Make the file writable and its disk big enough."
 LOCKED = "Stop the coordinator that uses it, or give this one a journal of its own."
@@ -35,7 +35,7 @@ _COMMAND_SHOWN = 200
 """Characters of a process's command line in an error."""
 
 COPIED_AT_ONCE = 256
-"""Pages that a copy takes before it lets a write of the coordinator through."""
+"""Pages that a copy reads before letting a write of the coordinator through."""
 
 COPY_PAUSE_S = 0.001
 
@@ -43,14 +43,15 @@ _Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Futur
 
 
 class SqliteJournal:
-    """A journal in one file, locked for as long as it is open.
+    """A journal in a file, locked while open.
 
-    Writes that arrive while one is being synchronised go to disk together with the next one.
+    Writes that arrive during a synchronisation go to disk together with the next write.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open the file, or make one where there is none. Raises JOURNAL_FAILED, saying why: what is there and cannot
-        be read is kept as it is, and never taken for a fleet that has no records.
+        """Open the file, or make a new file. Raises JOURNAL_FAILED with the cause.
+
+        An unreadable file is kept unchanged, and never treated as a fleet without records.
         """
         self._path = Path(path)
         self._name = os.fspath(self._path)
@@ -70,12 +71,12 @@ class SqliteJournal:
         self._thread.start()
 
     def _make(self) -> None:
-        """A new journal appears under its name complete: so an empty file is always one that lost its records."""
+        """Make a complete journal before the name exists. An empty file is therefore always a loss of records."""
         if self._beside("-wal").exists():
             raise self._failed(f"the file is gone, but {self._beside('-wal').name} has records of it", DAMAGED)
         draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")
         try:
-            private_files.write_text(draft, "")  # SQLite would make one that others can read
+            private_files.write_text(draft, "")  # SQLite would make a file that other users can read
             with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
                 self._migrate(connection, 0)
             with contextlib.suppress(FileExistsError):  # another coordinator was first
@@ -84,7 +85,7 @@ class SqliteJournal:
             draft.unlink(missing_ok=True)
 
     def _open(self) -> sqlite3.Connection:
-        # Named by a URI, because sqlite3.connect(path) makes a file where there is none.
+        # A URI, because sqlite3.connect(path) makes a missing file.
         for suffix in ("", "-wal", "-shm"):
             private_files.tighten(self._beside(suffix))
         uri = f"{self._path.absolute().as_uri()}?mode=rw"
@@ -110,7 +111,7 @@ class SqliteJournal:
         return connection
 
     def _inspect(self, connection: sqlite3.Connection) -> int:
-        """The schema of a file that is whole, found out without changing it."""
+        """Return the schema of a sound file, without changing the file."""
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         if not found:
             raise self._failed("it is empty, or was not written by rlctl", DAMAGED)
@@ -123,7 +124,7 @@ class SqliteJournal:
         return int(found)
 
     def _migrate(self, connection: sqlite3.Connection, found: int) -> None:
-        """Bring a file of schema ``found`` to the present one, in one transaction."""
+        """Migrate a file of schema ``found`` to the present schema, in a single transaction."""
         if found == len(MIGRATIONS):
             return
         connection.execute("BEGIN EXCLUSIVE")
@@ -140,7 +141,7 @@ class SqliteJournal:
         return self._path.with_name(self._path.name + suffix)
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
-        """Make the changes durable, all or none. Raises JOURNAL_FAILED."""
+        """Make the changes durable, all or nothing. Raises JOURNAL_FAILED."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         with self._closing:
@@ -150,7 +151,7 @@ class SqliteJournal:
         await asyncio.shield(done)
 
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
-        """Every record of a kind, in key order."""
+        """Return every record of a kind, in key order."""
         try:
             rows = self._connection.execute("SELECT key, body FROM record WHERE kind = ? ORDER BY key", (kind,))
             return rows.fetchall()
@@ -158,8 +159,9 @@ class SqliteJournal:
             raise self._failed(str(error)) from error
 
     def copy(self, target: Path) -> None:
-        """Copy the journal into a new file, from any thread. Writes go on meanwhile. The copy has each write that ends
-        before it. Raises JOURNAL_FAILED.
+        """Copy the journal into a new file, from any thread. Raises JOURNAL_FAILED.
+
+        Writes continue meanwhile. The copy has each write that ends before the copy begins.
         """
         with self._copying:
             if self._closed:
@@ -170,25 +172,25 @@ class SqliteJournal:
                 raise self._failed(f"it cannot be copied to {target}: {error}") from error
 
     def vacuum(self) -> None:
-        """Give the room of deleted records back. Raises JOURNAL_FAILED."""
+        """Free the space of deleted records. Raises JOURNAL_FAILED."""
         try:
             self._connection.execute("VACUUM")
         except sqlite3.Error as error:
             raise self._failed(str(error)) from error
 
     def held(self) -> bool:
-        """Whether the file that is locked is still the one of that name: moved away, it may have a successor."""
+        """Whether the locked file still has the journal's name. A moved file may have a successor."""
         try:
             return self._identity() == self._file
         except OSError:
             return False
 
     def _identity(self) -> tuple[int, int]:
-        status = os.stat(self._name)  # by its text: this is asked before everything that is sent
+        status = os.stat(self._name)  # a string is fast: checked before every send
         return status.st_dev, status.st_ino
 
     def close(self) -> None:
-        """Write what is queued, then close the file."""
+        """Write the queued changes, then close the file."""
         with self._closing:
             self._closed = True
             self._queue.put(None)
@@ -208,12 +210,12 @@ class SqliteJournal:
             if writes:
                 error = self._commit(writes)
                 for _, loop, done in writes:
-                    # A loop that was closed meanwhile has nobody left to tell.
+                    # A closed loop needs no result.
                     with contextlib.suppress(RuntimeError):
                         loop.call_soon_threadsafe(_settle, done, error)
 
     def _commit(self, writes: Sequence[_Write]) -> RlctlError | None:
-        if not self.held():  # nobody will read there what is written: it would be said to be durable, and is lost
+        if not self.held():  # a write to a moved file would be reported as durable, and lost
             return self._failed("the file was moved or replaced", MOVED)
         run = self._connection.execute
         try:
@@ -245,9 +247,9 @@ def copy_database(source: sqlite3.Connection, target: Path) -> None:
 
 
 def lock_holder(path: Path) -> str:
-    """The process that has locked a file, for an error message: " by process 4711 (rlctl coordinator)".
+    """Describe the process that has locked a file, for an error: " by process 4711 (rlctl coordinator)".
 
-    Empty where the kernel does not list locks, and where the holder is on another host or in another namespace.
+    Empty if the kernel does not list locks, or if the process has a different host or namespace.
     """
     try:
         inode = str(path.stat().st_ino)

@@ -1,4 +1,4 @@
-"""Start a fleet over: put its journal aside, and continue its epoch and sequence numbers."""
+"""Starts a fleet over: puts the journal aside, and continues epoch and sequences."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
 
 
 def previous(path: Path) -> Path:
-    """Path of the journal that was put aside: ``journal.previous.db`` beside ``journal.db``."""
+    """Return the path of a journal that was put aside: ``journal.previous.db`` beside ``journal.db``."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
 def start_over(path: Path) -> None:
-    """Put a journal aside as :func:`previous`, over an earlier one. The new journal holds only the epoch and the first
-    free sequence: stages that outlive the fleet obey no lower epoch, and a sequence never names two versions. Without a
-    journal nothing happens.
+    """Put a journal aside as :func:`previous`, over an earlier file. Without a journal nothing happens.
+
+    The new journal holds only the epoch and the first free sequence. Stages that outlive the fleet obey no lower epoch,
+    and a sequence never names two versions.
 
     Raises JOURNAL_FAILED, without a change, if another coordinator holds the journal or the journal is damaged.
     """
@@ -57,7 +58,7 @@ async def _begin(path: Path, reached: FleetRecord) -> None:
 
 
 def read_reached(path: Path) -> FleetRecord:
-    """The epoch and the first free sequence of a journal, as the first record of the next one."""
+    """Return the epoch and the first free sequence of a journal, as the first record of the next journal."""
     reached = FleetRecord()
     journal = SqliteJournal(path)
     try:

@@ -1,8 +1,8 @@
 """A continue of a stage that is ASLEEP: recorded in the journal, and done when the last memory region is resumed.
 
-Co-located trainers continue an engine before its KV cache is resumed, as SGLang allows. slime updates the weights,
-which ends in a continue, and then resumes the KV cache. The engine must not continue earlier, because waiting requests
-would use memory that is not allocated.
+Co-located trainers continue an engine before its KV cache is resumed, as SGLang allows. slime's weight
+update ends in a continue, and then slime resumes the KV cache. The engine must not continue earlier, because waiting
+requests would use memory that is not allocated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, ResumeMemoryRequest
 
 
 class Waking:
-    """Which stages go on when their memory is there again; a record of the slot's says so."""
+    """Continues stages when memory is resumed, by a mark on the slot's record."""
 
     def __init__(self, roster: Roster, fanout: Fanout, clock: Clock) -> None:
         self._roster = roster
@@ -35,13 +35,13 @@ class Waking:
         self._clock = clock
 
     async def forget(self, targets: Sequence[Slot]) -> None:
-        """They are continued now, or their update leaves them paused."""
+        """Clear the mark of targets that have continued, or stay paused after the update."""
         await self._remember([slot for slot in targets if slot.record.continue_when_resident], False)
 
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
     ) -> None:
-        """Continue the targets, those of them later that sleep with whole weights and may wait for that."""
+        """Continue the targets. With ``when_resident``, a stage that is ASLEEP with whole weights continues later."""
         later = [slot for slot in targets if request.when_resident and _may_wait(slot)]
         await self._remember(later, True)
         for slot in later:
@@ -49,7 +49,7 @@ class Waking:
         await self._carry_out(request, [slot for slot in targets if slot not in later], run, "1", deadline)
 
     async def resume(self, request: ResumeMemoryRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
-        """Resume regions, and let those go on that somebody continued and that are whole now."""
+        """Resume regions, and continue the marked stages that are resident now."""
         results = await self._carry_out(request, targets, run, "1", deadline)
         whole = {r.slot for r in results if r.outcome == OUTCOME_APPLIED and r.state == STAGE_STATE_PAUSED}
         free = [slot for slot in targets if slot.name in whole and slot.pause is None]
@@ -83,8 +83,9 @@ class Waking:
     async def remember(
         self, slots: Sequence[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
     ) -> None:
-        """Record that stages go on as soon as they can and no pause by name is in force for them. ``write``: as for
-        :meth:`Roster.change`.
+        """Record that stages continue as soon as they can, unless a pause by name is in force.
+
+        ``write``: as for :meth:`Roster.change`.
         """
         await self._remember(slots, True, write)
 
@@ -102,8 +103,8 @@ class Waking:
 
 
 def _may_wait(slot: Slot) -> bool:
-    """Whether nothing but the memory that is released keeps a stage from going on."""
-    # Weights whose content is lost are of no version.
+    """Whether released memory is all that keeps a stage from continuing."""
+    # Weights with lost content have no version.
     return slot.state == STAGE_STATE_ASLEEP and slot.report is not None and slot.report.weight_version.sequence > 0
 
 

@@ -1,12 +1,12 @@
 """Pauses and continues by name: change the fleet's record of pauses and its stages together.
 
-The record comes first (:mod:`rlctl.coordinator.fleet.kept_pauses`), so that a stage that joins meanwhile is paused as
-well. A pause that a target does not confirm is taken back: the targets that it paused go on, and the operation failed.
-Otherwise one refusal would leave most of the fleet paused, and no caller would know that it has to continue. Stages
-that were paused before stay paused.
+The record comes first (:mod:`rlctl.coordinator.fleet.kept_pauses`), so that a stage that joins meanwhile is also
+paused. A pause that a target does not confirm is taken back: the paused targets continue, and the operation
+fails. Otherwise a refusal would leave most of the fleet paused, and no caller would know that a continue is
+necessary. Stages that were paused before stay paused.
 
-A pause of one adapter takes the same way. What a stage keeps paused of single adapters always follows the record: a
-stage that returns with a pause of which there is no record any more goes on with that adapter (`orphans.py`).
+A pause of an adapter works alike. Paused adapters of a stage always follow the record: a stage that returns with an
+adapter paused, without a pause on record, continues with that adapter (`orphans.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlctl.v1.results_pb2 import ExcludedStage, StageResult
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 
 TAKE_BACK_S = 5.0
-"""How long continuing may take, which comes after the deadline of the pause if that was used up."""
+"""Time for the continue of a failed pause, after the pause's deadline."""
 
 PAUSED_LATER = "not there; it is paused before it serves again"
 """Reason for which an absent stage is excluded from a pause."""
@@ -50,14 +50,14 @@ class Pausing:
         self._clock = clock
 
     async def pause(self, request: PauseGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
-        """Pause all targets or, as far as they answer, none; the results are filed in ``run``.
+        """Pause all targets or, as far as they answer, no target. The results are added to ``run``.
 
-        An absent stage of the request's target has stopped serving when this returns, and is paused before it serves
-        again. A target whose pause a continue has ended meanwhile is REJECTED.
+        On return, absent stages of the target have stopped serving. They are paused before they serve again. A target
+        is REJECTED if a continue has ended the pause meanwhile.
         """
         target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
         generating = {slot.name for slot in targets if _generates(slot, adapter)}
-        unpaused = [slot for slot in targets if not _is_kept(slot, adapter)]  # the others stay under their pause
+        unpaused = [slot for slot in targets if not _is_kept(slot, adapter)]  # the other targets stay paused
         with self._in_hand(targets, adapter), _undecided(unpaused, [operation_id]):
             await self._roster.pauses.begin(
                 PauseRecord(
@@ -74,7 +74,7 @@ class Pausing:
                 )
             )
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
-            # Lenient: a paused stage must go on again, even if a full disk prevents the record.
+            # Lenient: a paused stage must continue again, even if a full disk prevents the record.
             results = await self._fanout.run(
                 request,
                 targets,
@@ -88,7 +88,7 @@ class Pausing:
             absent = "" if missing else await self._generating(adapter, target, targets, deadline)
             if not missing and not absent:
                 self._roster.pauses.confirm(operation_id)
-                # A continue beside this pause does not address a stage without a link, and ends its pause all the same.
+                # A concurrent continue does not address a stage without a link, but ends the pause there.
                 ended = {slot.name for slot in targets if not _is_kept(slot, adapter)}
                 for result in results:
                     if result.slot in ended and result.outcome == OUTCOME_APPLIED:
@@ -119,7 +119,7 @@ class Pausing:
             if result.outcome == OUTCOME_APPLIED:
                 run.add(_taken_back(result, f"paused, then continued, because {because_of} did not pause"))
             elif result.outcome in POSSIBLY_DONE:
-                run.add(result)  # its pause was confirmed, but its present state is not known
+                run.add(result)  # the pause was confirmed, the present state is unknown
             else:
                 why = f"the pause was taken back, because {because_of} did not pause"
                 run.add(_taken_back(result, f"{why}; the stage does not generate: {result.error.message}"))
@@ -127,8 +127,10 @@ class Pausing:
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
     ) -> None:
-        """Continue the targets. Pauses by name end for stages that go on now or with the resume of their memory, and
-        for absent stages of the request's target.
+        """Continue the targets.
+
+        Pauses by name end for stages that continue now or when memory is resumed, and for absent stages of the
+        target.
         """
         target, known = request.header.target, self._roster.pauses.besides((), "")
         with self._in_hand(targets, ""), _undecided(targets, known), continuing(targets, ""):
@@ -141,8 +143,9 @@ class Pausing:
     async def go_on_with(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
     ) -> None:
-        """Continue an adapter at the targets, in whatever state they are. Pauses of it by name end as in
-        :meth:`go_on`; an absent stage goes on when it returns.
+        """Continue an adapter at the targets, in any state. Pauses of the adapter end as in :meth:`go_on`.
+
+        An absent stage continues on return.
         """
         adapter = request.adapter
         known = self._roster.pauses.besides((), adapter)
@@ -160,17 +163,17 @@ class Pausing:
     async def end_with(
         self, adapter: str, target: Target, refused: Collection[str] = (), newer: Collection[str] = ()
     ) -> None:
-        """End pauses of an adapter. Stages that keep it paused go on with it as soon as they can."""
+        """End pauses of an adapter. Stages with the adapter paused continue it as soon as possible."""
         every = list(self._roster.slots.values())
         await self._roster.pauses.end(target, every, refused, adapter=adapter, newer=newer)
 
     async def go_on_later(self, target: Target) -> None:
-        """End the pauses of a target whose stages cannot go on now: each goes on as soon as it can."""
+        """End the pauses of a target whose stages cannot continue now. The stages continue as soon as possible."""
         await self._end(target, (), addressed=())
 
     @contextlib.contextmanager
     def _in_hand(self, slots: Sequence[Slot], adapter: str) -> Iterator[None]:
-        """Mark stages whose pause an operation decides. At the end, those that owe a pause stop serving at once."""
+        """Mark stages whose pause an operation decides. At the end, stages that owe a pause stop serving at once."""
         for slot in slots:
             slot.in_hand[adapter] += 1
         try:
@@ -184,9 +187,7 @@ class Pausing:
     async def _end(
         self, target: Target, refused: Collection[str], addressed: Collection[Slot], newer: Collection[str] = ()
     ) -> None:
-        """End pauses, except for ``newer`` ones. The same write records that the stages besides the ``addressed`` ones
-        go on later.
-        """
+        """End pauses except ``newer``. The same write records that stages besides ``addressed`` continue later."""
         covered = [slot for slot in self._roster.covered(target) if slot not in addressed]
         later = [slot for slot in covered if slot.pause is not None and slot.pause.operation_id not in newer]
         every = list(self._roster.slots.values())
@@ -196,10 +197,10 @@ class Pausing:
 
 
 def _generates(slot: Slot, adapter: str) -> bool:
-    """Whether a stage generates, with an adapter if one is named, and would go on if a pause were taken back."""
+    """Whether a stage generates (with the adapter, if set) and would continue after a taken-back pause."""
     if adapter:
         return slot.report is not None and adapter not in slot.paused_adapters and not _is_kept(slot, adapter)
-    # The pause of an ended update is about to be lifted, unlike a pause by name.
+    # The pause of an ended update is about to end, unlike a pause by name.
     generates = slot.report is not None and (not slot.report.paused or slot.held)
     return generates and not _is_kept(slot, adapter)
 
@@ -210,7 +211,7 @@ def _is_kept(slot: Slot, adapter: str) -> bool:
 
 
 def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
-    """Time when a pause ends by itself, or None."""
+    """Return the time when a pause ends by the ttl."""
     if not request.HasField("ttl"):
         return None
     end = Timestamp()
@@ -219,7 +220,7 @@ def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
 
 
 def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
-    """Record that the absent stages are paused when they return."""
+    """Record that the absent stages are paused on return."""
     for stage in excluded:
         stage.reason = PAUSED_LATER
 
@@ -234,7 +235,7 @@ def _undecided(slots: Sequence[Slot], pauses: Collection[str]) -> Iterator[None]
     finally:
         for slot in slots:
             slot.undecided.subtract(pauses)
-            slot.undecided += Counter()  # drops those that are zero
+            slot.undecided += Counter()  # drops zero counts
 
 
 def _taken_back(result: StageResult, cause: str) -> StageResult:

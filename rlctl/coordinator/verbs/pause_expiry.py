@@ -1,4 +1,4 @@
-"""End pauses by name at their ttl, also after a restart of the coordinator."""
+"""Ends pauses by name at the ttl, also after a restart of the coordinator."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LOOK_S = 1.0
 """Seconds between two checks: the wall clock may be set in between."""
 
 AGAIN_S = (0.0, 1.0, 5.0, 15.0)
-"""Waits between attempts to lift a pause. Each attempt may be an operation on record."""
+"""Waits between tries to end a pause. Each try may be an operation on record."""
 
 
 class Lifting:
-    """One task, which sleeps while no pause has an end."""
+    """Ends pauses with a task that sleeps while no pause has an end."""
 
     def __init__(
         self,
@@ -40,15 +40,13 @@ class Lifting:
         self._clock = clock
         self._go_on = go_on
         self._tries: dict[str, tuple[int, float]] = {}
-        """Of each pause that is over: how often it was tried to lift it, and when that is tried again."""
+        """Number of tries for each expired pause, and time of the next try."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the task."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -78,7 +76,7 @@ class Lifting:
         self._tries[key] = tries + 1, self._clock.now() + AGAIN_S[min(tries, len(AGAIN_S) - 1)]
 
     async def _lift(self, record: PauseRecord) -> None:
-        """End a pause. The stages that it alone keeps paused go on, now or as soon as they can."""
+        """End a pause. Stages without a further pause continue, now or as soon as possible."""
         key, pauses = _key(record), self._roster.pauses
         if record.pause.adapter:
             await self._lift_adapter(record)
@@ -91,12 +89,10 @@ class Lifting:
         if later:
             await self._pausing.go_on_later(Target(slots=later))
         if not any(slot in kept for slot in self._own(record)):
-            await pauses.expire(key)  # an older one counts again; stages that join later are free
+            await pauses.expire(key)  # an older pause may decide again; stages that join later generate
 
     async def _lift_adapter(self, record: PauseRecord) -> None:
-        """End a pause of one adapter. The stages that it alone keeps paused go on with the adapter, absent ones when
-        they return.
-        """
+        """End a pause of an adapter. Stages without a further pause continue the adapter, absent stages on return."""
         key, adapter, pauses = _key(record), record.pause.adapter, self._roster.pauses
         kept = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
         now = [slot.name for slot in kept if slot.linked and adapter in slot.paused_adapters]
@@ -110,7 +106,7 @@ class Lifting:
             await pauses.expire(key)
 
     def _own(self, record: PauseRecord) -> list[Slot]:
-        """The slots for which this pause is in force."""
+        """Return the slots for which this pause is in force."""
         pauses = {
             slot: self._roster.pauses.of(slot).get(record.pause.adapter) for slot in self._roster.covered(record.target)
         }
