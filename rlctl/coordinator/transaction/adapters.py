@@ -1,9 +1,9 @@
-"""Adapters as objects of a model: the end of an update that loads one, and unloading.
+"""Adapters of a model: the end of an update that loads an adapter, and unloading.
 
-The adapter lies staged at every target and is verified there before anything is replaced anywhere. Generation goes on
-until then. The targets are sealed, which stops the requests with the adapter and no others. Then its version goes on
-record, and from then on no stage serves another one (grants name the versions that may be served); only after
-that the targets are told to put it in its place. One that fails to is without the adapter, not with the old one.
+The adapter is staged and verified at every target while generation continues. Then the targets are sealed, which stops
+only the requests with the adapter. Then the adapter's version goes on record. From then on no stage serves a different
+version, since grants name the versions that may be served. Only then the targets swap the adapter in. A target that
+fails the swap has no adapter, rather than the old adapter.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from rlctl.v1.verbs_pb2 import (
 
 
 class FinishAdapter(Finish):
-    """Finishes an update whose targets have staged an adapter. The weights and their version stay as they are."""
+    """Finishes an update whose targets have staged an adapter. Weights and version stay as they are."""
 
     async def restore(self, run: Run, expected: Expected) -> None:
-        """Verify and put in place what targets lacked of the model's adapters. Raises when one did not confirm."""
+        """Verify and swap in missing adapters of the model at targets. Raises if a target did not confirm."""
         session = self._session
         levels = await self._written(expected)
         await session.advance(UPDATE_PHASE_COMMITTING)
@@ -58,10 +58,10 @@ class FinishAdapter(Finish):
     async def _complete(
         self, run: Run, slots: Sequence[Slot], levels: Levels, expected: Expected
     ) -> tuple[list[Slot], str]:
-        """Verify what is staged: the targets that hold the right thing, and its digest, or ""."""
+        """Verify the staged adapter. Returns the targets with the right content, and the digest, or ""."""
         session = self._session
         self._levels = levels
-        # Always: it is small, what is missing shows here, and whoever loads it again must hold the same.
+        # Always digested: an adapter is small, missing tensors show here, and a later load must match.
         checked = [slot for slot in slots if can_digest(slot)]
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
@@ -109,7 +109,7 @@ class FinishAdapter(Finish):
         try:
             results = await self._session.step(request, slots, cleanup=True)
         except RlctlError as error:
-            # They have staged it, which is no answer to this.
+            # The results of the staging are no results of the commit.
             unknown = Reason.JOURNAL_FAILED.error(error.message, outcome=OUTCOME_UNKNOWN)
             self._spoil(run, {slot.name: unknown for slot in slots})
             raise
@@ -139,8 +139,10 @@ async def unload(
     journal: Journal,
     publishing: asyncio.Lock,
 ) -> None:
-    """Unload an adapter at its holders. Once one of them may have, the model has it no more, and on return no stage
-    serves it; who still holds it is told again (`orphans.py`).
+    """Unload an adapter at its holders.
+
+    If a holder may have unloaded the adapter, the model loses it, and on return no stage serves it. Remaining holders
+    are cleared as orphans (`orphans.py`).
     """
     run.refuse_given_up()
     run.cancel = lambda: fanout.cancel(targets, run.operation.operation_id, "1")
@@ -161,7 +163,7 @@ _NOT_FOUND = Reason.ADAPTER_NOT_FOUND.name
 
 
 def holders(request: UnloadAdapterRequest, model: ModelState, slots: Sequence[Slot]) -> list[Slot]:
-    """The stages that hold an adapter; all of them when none says so. Raises ADAPTER_NOT_FOUND."""
+    """Return the stages that hold an adapter, or all stages if no stage reports it. Raises ADAPTER_NOT_FOUND."""
     name = request.name
     found = [slot for slot in slots if slot.report is not None and name in {held.name for held in slot.report.adapters}]
     known = sorted(adapter.name for adapter in model.record.adapters)
@@ -173,7 +175,7 @@ def holders(request: UnloadAdapterRequest, model: ModelState, slots: Sequence[Sl
 
 
 def _refused(slot: Slot, error: RlctlError) -> StageResult:
-    """Of a target that holds what it was with before: what it staged is dropped."""
+    """Return the result of a target that drops the staged adapter and keeps its former adapter."""
     return StageResult(
         slot=slot.name,
         incarnation=slot.record.incarnation,

@@ -1,4 +1,4 @@
-"""Plans a weight update: its targets, version and groups, or the reason for a refusal. Changes nothing."""
+"""Plans a weight update: targets, version and groups, or the reason for a refusal. Changes nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Planner:
         self._tokens = 0
 
     def plan(self, request: BeginWeightUpdateRequest) -> tuple[BeginWeightUpdateResponse, list[Slot]]:
-        """The answer to the request, without groups, and the frozen targets. Raises why the update cannot be."""
+        """Return the answer to the request, without groups, and the frozen targets. Raises the reason for a refusal."""
         model = self._roster.model(request.model)
         self.refuse(request)
         if model.update_id:
@@ -101,9 +101,10 @@ class Planner:
         return plan, targets
 
     def _digest_key(self, request: BeginWeightUpdateRequest, model: ModelState) -> bytes:
-        """Key of the digests of an update; b"": SHA-256. Raises UNSUPPORTED for a stage that computes no keyed digest.
+        """Return the key of an update's digests; b"": SHA-256. Raises UNSUPPORTED if a stage computes no keyed digests.
 
-        Every stage of the model must compute it, targets or not: a later heal compares with the version's digest.
+        Every stage of the model, target or not, must compute keyed digests: a later heal compares with the version's
+        digest.
         """
         named = request.options.digest
         delta = request.kind == UPDATE_KIND_DELTA
@@ -130,8 +131,9 @@ class Planner:
     def targets(
         self, request: BeginWeightUpdateRequest
     ) -> tuple[list[Slot], list[ExcludedStage], dict[str, Transport.ValueType]]:
-        """The targets that an update has as the stages are, those that it leaves out, and how tensors reach each
-        target, by slot. Raises why it cannot be.
+        """Return the targets in the present state, the excluded stages, and the transport of each target by slot.
+
+        Raises the reason for a refusal.
         """
         selected, excluded = self._roster.select(Target(model=request.model))
         targets = []
@@ -159,7 +161,7 @@ class Planner:
     def plan_path(
         self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
     ) -> None:
-        """Plan anew how tensors reach the targets of an unwritten update. Raises why they cannot."""
+        """Plan the transports of an unwritten update anew. Raises if a target cannot be reached."""
         for slot in targets:
             obstacle = self._obstacle(request, slot)
             if obstacle is not None:
@@ -170,9 +172,9 @@ class Planner:
     def add_groups(
         self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
     ) -> list[str]:
-        """Set the groups that an accepted update uses; returns the names of others that stages may still be in.
+        """Set the groups of an accepted update. Returns the names of other groups that stages may still be in.
 
-        The model's record takes in their names and generation; the caller journals it.
+        Adds names and generation to the model's record, which the caller journals.
         """
         del plan.groups[:]
         reached: dict[Circle, list[Slot]] = {}
@@ -198,8 +200,9 @@ class Planner:
         return abandoned
 
     def only_model(self, target: Target) -> str:
-        """The model whose adapters are meant. Raises FIELD_REQUIRED when several could be, FIELD_INVALID for a target
-        that is less than a model: adapters are a model's.
+        """Return the model of an adapter request. Raises FIELD_REQUIRED if the model is ambiguous.
+
+        Raises FIELD_INVALID for a target smaller than a model, since adapters belong to a model.
         """
         if target.slots or target.stages:
             raise Reason.FIELD_INVALID.error(
@@ -211,7 +214,7 @@ class Planner:
         return self._roster.model(target.model or next(iter(self._roster.models)), "header.target.model").record.name
 
     def only_updatable(self, target: Target) -> str:
-        """The model that an update without a name is meant for. Raises FIELD_REQUIRED when several could be."""
+        """Return the model of an update without a model name. Raises FIELD_REQUIRED if the model is ambiguous."""
         if target.model:
             return self._roster.model(target.model, "header.target.model").record.name
         updatable = [name for name, model in self._roster.models.items() if model.record.updatable]
@@ -223,7 +226,7 @@ class Planner:
         return updatable[0]
 
     def refuse(self, request: BeginWeightUpdateRequest) -> None:
-        """Raise what is wrong with an update whatever the stages are doing: nothing has to make way for it."""
+        """Raise for errors of an update that no state of the stages can cure. No heal then ends for the update."""
         model = self._roster.model(request.model)
         if request.num_sources > MOST_SOURCES:
             raise Reason.FIELD_INVALID.error(
@@ -240,7 +243,7 @@ class Planner:
         if request.kind == UPDATE_KIND_DELTA:
             _refuse_base(request.base, model.record.latest)
         staged, options = request.apply == APPLY_MODE_STAGED, request.options
-        adapter = request.kind == UPDATE_KIND_ADAPTER  # which is staged in any case
+        adapter = request.kind == UPDATE_KIND_ADAPTER  # always staged
         if adapter and request.rollout.max_unavailable:
             raise Reason.FIELD_CONFLICT.error(
                 "an adapter comes beside the one that it replaces, and takes its place everywhere at once",
@@ -265,7 +268,7 @@ class Planner:
             )
 
     def _obstacle(self, request: BeginWeightUpdateRequest, slot: Slot) -> RlctlError | None:
-        """Why a stage that holds weights of the model cannot take this update, or None."""
+        """Return why a stage of the model cannot take this update."""
         if request.path == DATA_PATH_IPC and not _shares_memory(request, slot):
             return Reason.NOT_COLOCATED.error(
                 f"{slot.name}: not all of its ranks share memory with every source", field="path"
@@ -319,24 +322,25 @@ class Planner:
         beside = request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_PARTIAL)
         field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
         if beside and (slot.report is None or slot.report.weight_version != latest):
-            # What it leaves as it is would be another version's than at the other targets.
+            # The tensors outside of the update would have a different version than at the other targets.
             return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field=field)
         if beside and slot.quarantine is not None:
-            # It says that it is, and nobody vouches for it: the new version's digest could be that of its weights.
+            # The stage reports the version without proof. The new version's digest could be computed over wrong
+            # weights.
             why = slot.quarantine.message
             return Reason.BASE_MISMATCH.error(f"{slot.name} may not be at version {latest.label!r}: {why}", field=field)
         return None
 
 
 def pause_mode(request: BeginWeightUpdateRequest) -> PauseMode.ValueType:
-    """How requests are to be stopped for an update; UNSPECIFIED: not before it is known that none are active."""
-    # Of an adapter, the requests that are aborted are those that use it, by the stages themselves.
+    """Return the pause mode of an update. UNSPECIFIED: no pause before it is known that no requests are active."""
+    # In an adapter update the stages abort only the requests that use the adapter.
     abort = request.options.abort_all_requests and request.kind != UPDATE_KIND_ADAPTER
     return request.options.pause or (PAUSE_MODE_ABORT if abort else PAUSE_MODE_UNSPECIFIED)
 
 
 def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:
-    """A delta is a difference to the version that is published; its label alone may have been used before."""
+    """Raise unless a delta's base is the published version. The label alone may have been used before."""
     if not base.label:
         raise Reason.FIELD_REQUIRED.error("a delta names the version that it is a difference to", field="base.label")
     same = base.label == latest.label and base.trainer_incarnation in (0, latest.trainer_incarnation)
@@ -348,7 +352,7 @@ def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:
 
 
 def in_progress(model: ModelState) -> RlctlError:
-    """The refusal that names who holds a model."""
+    """Return the refusal that names the owner of the open update."""
     return Reason.UPDATE_IN_PROGRESS.error(
         f"{model.update_owner} is updating {model.record.name} (update {model.update_id})",
         metadata={"holder": model.update_id, "owner": model.update_owner},
@@ -356,7 +360,7 @@ def in_progress(model: ModelState) -> RlctlError:
 
 
 def _version(request: BeginWeightUpdateRequest, model: ModelState) -> WeightVersion:
-    """Where an update leads: the next version, or with an adapter beside it the one that there is."""
+    """Return the version after an update: the next version, or for an adapter the latest version."""
     if request.kind == UPDATE_KIND_ADAPTER:
         return model.record.latest
     return WeightVersion(
@@ -367,7 +371,7 @@ def _version(request: BeginWeightUpdateRequest, model: ModelState) -> WeightVers
 
 
 def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
-    """How tensors reach a target."""
+    """Return the transport of a target."""
     if request.path == DATA_PATH_DISK:
         return TRANSPORT_DISK
     if request.path in (DATA_PATH_UNSPECIFIED, DATA_PATH_IPC) and _shares_memory(request, slot):
@@ -376,7 +380,7 @@ def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.Value
 
 
 def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
-    """The first of the sources' transports by which a target can take the update, or the first of all."""
+    """Return the first of the sources' transports by which a target can take the update, else the first transport."""
     given = [transport for transport in request.transports or [TRANSPORT_TORCH_GLOO] if transport in BACKENDS]
     if not given:
         raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
@@ -386,18 +390,18 @@ def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueT
 
 
 def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
-    """Whether the update's NCCL collectives would go on beside those of the target's own steps."""
+    """Whether the update's NCCL collectives would run concurrently with the collectives of the target's steps."""
     alone = len(slot.workers) == 1
     aside = request.apply == APPLY_MODE_STAGED or request.kind == UPDATE_KIND_ADAPTER
     return aside and not alone and transport == TRANSPORT_TORCH_NCCL
 
 
 def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
-    """What vLLM's own engine takes instead, and the field that says otherwise; None where it takes this update."""
+    """Return the limit of vLLM's own transfer that an update exceeds, with the field."""
     if request.num_sources > 1:
         return "weights from one source", "num_sources"
     if request.kind in (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA):
-        # It would fill up what comes in part of a fused layer with whatever the memory held.
+        # vLLM would fill missing parts of a fused layer with arbitrary memory.
         return "full updates", "kind"
     return None
 

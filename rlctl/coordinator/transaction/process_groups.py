@@ -1,4 +1,4 @@
-"""Which process groups an update needs: ranks and names assigned from the roster, kept while membership stands."""
+"""Process groups of an update: ranks and names from the roster, reused while the membership is the same."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, GroupPlan
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
 
 BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl", TRANSPORT_VLLM_NCCL: BACKEND}
-"""What a process group of a transport is made with."""
+"""Backend of the process groups, by transport."""
 
 ALONE = {TRANSPORT_VLLM_NCCL}
-"""Transports over which every stage has a group of its own: nothing gets its ranks out of a collective that another
-one's do not come to."""
+"""Transports over which every stage has its own group. Ranks cannot leave a collective that ranks of a different stage
+do not join."""
 
 Circle = tuple[str, str]
-"""Who shares groups: those of a backend, and of these, where it is not "", one stage alone."""
+"""Stages that share groups: by backend and, for transports in ``ALONE``, by slot; "" for all slots."""
 
 
 def circle(slot: Slot, transport: Transport.ValueType) -> Circle:
-    """The one that a stage is in."""
     return BACKENDS[transport], slot.name if transport in ALONE else ""
 
 
@@ -45,12 +44,13 @@ class GroupBook:
     def plan(
         self, model: str, generation: int, trainer: str, targets: Mapping[Circle, Sequence[Slot]], *, sources: int
     ) -> list[GroupPlan]:
-        """Groups in the one order in which they are formed; ``targets`` by who shares them.
+        """Return the groups in the order of their formation. ``targets``: by circle.
 
-        While trainer process, targets, their incarnations and backends and the sources are what they were and no group
-        broke, the groups that stand are used again; otherwise they get ``generation``, which nobody has used before:
-        members that are still in an older group of the same name would meet its traces.
-        Source k is rank 0 of its groups, one for each circle; the targets' ranks follow in slot order.
+        Groups are reused while trainer process, sources, targets, incarnations and backends are the same and no group
+        broke. Otherwise the groups get ``generation``, a number never used before. Members of an older group of the
+        same name would otherwise meet remains of that group.
+
+        Source k is rank 0 of a group for each circle. The targets' ranks follow in slot order.
         """
         placed = tuple(
             (shared, tuple((slot.name, slot.record.incarnation) for slot in slots)) for shared, slots in targets.items()
@@ -78,25 +78,25 @@ class GroupBook:
         return plans
 
     def formed(self, model: str, group_name: str) -> None:
-        """Every rank has joined."""
+        """Record that every rank has joined a group."""
         groups = self._models.get(model)
         if groups is not None:
             groups.formed.add(group_name)
 
     def unformed(self, plan: BeginWeightUpdateResponse) -> list[str]:
-        """Groups of an update that not every rank has joined: somebody may still wait in them."""
+        """Return the groups of an update that not every rank has joined. Ranks may still wait in these groups."""
         formed = {name for groups in self._models.values() for name in groups.formed}
         return [group.group_name for group in plan.groups if group.group_name not in formed]
 
     def broke(self, model: str) -> None:
-        """Something went wrong inside a group, or in forming one: the next update gets new ones."""
+        """Record a failure in or during the formation of a group. The next update gets new groups."""
         groups = self._models.get(model)
         if groups is not None:
             groups.broken = True
 
 
 def members(targets: Sequence[Slot]) -> list[GroupMember]:
-    """Where each target's ranks stand in a group whose rank 0 is the source."""
+    """Return the rank offset of each target in a group whose rank 0 is the source."""
     listed: list[GroupMember] = []
     offset = 1
     for slot in targets:
@@ -107,12 +107,12 @@ def members(targets: Sequence[Slot]) -> list[GroupMember]:
 
 
 def world_size(listed: Sequence[GroupMember]) -> int:
-    """Joining ranks, the source included."""
+    """Return the number of ranks, with the source."""
     return 1 + sum(member.num_ranks for member in listed)
 
 
 def refuse_world_size(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> None:
-    """Raise FIELD_INVALID when a group has not as many members as there are ranks of the targets, and a source."""
+    """Raise FIELD_INVALID unless the world size is the number of the targets' ranks and a source."""
     expected = world_size(members(targets))
     if request.world_size != expected:
         raise Reason.FIELD_INVALID.error(
@@ -122,9 +122,9 @@ def refuse_world_size(request: InitWeightsUpdateGroupRequest, targets: Sequence[
 
 
 def place(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> None:
-    """Fill in who joins where; members that are given may come in any order, if they are the roster's.
+    """Set the members of a group, or check given members, in any order, against the roster.
 
-    Raises FIELD_INVALID when the request says otherwise than the roster.
+    Raises FIELD_INVALID if the request contradicts the roster.
     """
     refuse_world_size(request, targets)
     if not request.members:

@@ -1,7 +1,7 @@
-"""Another label for the version that is published: the weights, and the sequence that orders them, stay.
+"""Relabels the published version. Weights and sequence stay.
 
-For clients that say only after their update what its version is called. A stage that holds the version is told in one
-word that it is admitted under its new label and that this is what it holds, so that none stops serving meanwhile.
+For clients that name the version only after their update. A stage with the version gets a single grant that admits the
+new label and adopts it, so that no stage stops serving.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
 
 TOLD_S = 10.0
-"""Time that a grant may take to a stage and its report back."""
+"""Time for a grant to reach a stage and for the report to return, in seconds."""
 
 
 OWNER = "another label"
 
 FORMER_LABELS = 64
-"""Of one version that are remembered: a stage that missed more of them is healed."""
+"""Former labels of a version on record. A stage that missed more labels is healed."""
 
 
 async def relabel(
@@ -48,9 +48,10 @@ async def relabel(
     operations: Operations,
     journal: Journal,
 ) -> Run:
-    """Call the published version of a model by ``request.version`` from now on.
+    """Label the published version of a model ``request.version``.
 
-    The operation fails with WEIGHTS_DIRTY where an update has left a mixture, with WEIGHTS_STALE if nobody holds it.
+    The operation fails with WEIGHTS_DIRTY after an update that left a mixture, and with WEIGHTS_STALE if no stage has
+    the version.
     """
     targets, excluded = roster.select(Target(model=model))
 
@@ -64,7 +65,7 @@ async def relabel(
             before = state.record.latest
             holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == before]
             mixed = [slot.name for slot in targets if slot.state == STAGE_STATE_DIRTY]
-            # What was to be called so is an update that has failed, and not the version before it.
+            # The label was meant for a failed update, not for the version before it.
             if mixed:
                 raise Reason.WEIGHTS_DIRTY.error(f"{mixed[0]} holds a mixture", field="version")
             if not holders:
@@ -74,7 +75,7 @@ async def relabel(
             record.latest.label = request.version
             record.former_labels.append(before.label)
             del record.former_labels[:-FORMER_LABELS]
-            # A heal that began now would bring its stage to a version that is called otherwise by its end.
+            # A heal that began now would use the former label.
             state.update_id, state.update_owner = run.operation.operation_id, OWNER
             try:
                 await journal.write([model_put(record)])
@@ -111,12 +112,12 @@ def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -
         weight_version=slot.report.weight_version if slot.report is not None else None,
     )
     if not _holds(slot, version):
-        # Whatever it holds is not admitted under another name: it serves nothing, or still the same weights.
+        # The stage serves nothing, or still the same weights: no other weights are admitted.
         result.outcome = OUTCOME_UNKNOWN if told else OUTCOME_REJECTED
         error = Reason.RANK_SILENT if told else Reason.WEIGHTS_STALE
         result.error.CopyFrom(error.error(f"{slot.name} does not hold version {version.label!r}").detail())
     for worker in slot.workers:
-        # A version's name is kept by the stage, for all of its ranks.
+        # The stage keeps the version's label for all of its ranks.
         rank = result.rank_results.add(coordinates=worker, outcome=result.outcome, evidence=EVIDENCE_ENGINE)
         if result.HasField("error"):
             rank.error.CopyFrom(result.error)

@@ -1,7 +1,7 @@
-"""The timeline of one update: its phases, and the time of each stage and rank in them.
+"""The timeline of an update: phases, and the time of each stage and rank in a phase.
 
-The timeline is the only record of where the time of an update went. It is journaled with the operation; metrics read it
-when the operation has ended.
+The timeline is the only record of the times of an update. The journal keeps it with the operation. Metrics read it when
+the operation has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS: Mapping[str, PhaseKind.ValueType] = {
     "ContinueGeneration": PHASE_KIND_RESUME,
     "AbortUpdate": PHASE_KIND_ABORT,
 }
-"""Kind of the phase that a step of an update belongs to, by verb. Steps of other verbs are in no phase."""
+"""Phase of each verb of an update. Steps of other verbs are in no phase."""
 
 _FROM_DISK = ("UpdateWeightsFromDisk", "LoadAdapter")
 
@@ -63,7 +63,7 @@ Transports = Callable[[], Mapping[str, Transport.ValueType]]
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage in one phase. ``answered_at`` and the clock's ``now`` count alike."""
+    """A stage in a phase. ``answered_at`` is on the clock's ``now``."""
 
     answered_at: float = 0.0
     elapsed_s: float = 0.0
@@ -81,14 +81,14 @@ class _Phase:
     running: int = 0
     stages: dict[str, _Stage] = field(default_factory=dict)
     message: Phase | None = None
-    """What was written of it, if nothing has changed since."""
+    """The written message, if nothing has changed since."""
 
 
 class UpdateTimeline:
-    """Records the phases of one update. Steps of one kind in one batch and attempt are one phase.
+    """Records the phases of an update. Steps of the same kind in the same batch and attempt are one phase.
 
-    Messages are made by :meth:`write`, at the end of the operation or when it is read before: during most steps the
-    engines stand still.
+    Messages are made by :meth:`write`, at the end of the operation or for an earlier read, since the engines wait
+    during most steps.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -98,12 +98,12 @@ class UpdateTimeline:
         self._present: dict[PhaseKind.ValueType, _Phase] = {}
 
     def belong_to(self, run: Run) -> None:
-        """Be part of the timeline of an operation."""
+        """Add this timeline to an operation."""
         self._origin = run.begun_at
         run.timelines.append(self.write)
 
     def turn(self) -> None:
-        """Begin the phases of another batch or attempt."""
+        """Begin the phases of the next batch or attempt."""
         self._present = {}
 
     @contextlib.contextmanager
@@ -117,7 +117,7 @@ class UpdateTimeline:
 
     @contextlib.contextmanager
     def step(self, verb: str, slots: Sequence[Slot], transports: Transports) -> Iterator[OnResult]:
-        """Record a step. Yields the function that takes each result when it comes."""
+        """Record a step. Yields the function that takes each result on arrival."""
         kind = KINDS.get(verb)
         if kind is None or not slots:
             yield lambda _: None
@@ -139,7 +139,7 @@ class UpdateTimeline:
             self._end(phase)
 
     def fail(self, slots: Iterable[str], level: Mapping[str, Level] | Level) -> None:
-        """Record the level of verification that stages have failed, for all or by slot."""
+        """Record the level of verification that stages have failed: a single level or levels by slot."""
         for slot in slots:
             phase = self._present.get(PHASE_KIND_VERIFY)
             if phase is None:
@@ -150,7 +150,7 @@ class UpdateTimeline:
             stage.failed_level = level[slot] if isinstance(level, Mapping) else level
 
     def write(self, timeline: Timeline) -> None:
-        """Add the phases, by their starts."""
+        """Add the phases, ordered by their starts."""
         for phase in sorted(self._phases, key=lambda phase: phase.started_at):
             if phase.message is None or phase.running:
                 phase.message = self._message(phase)
@@ -166,7 +166,7 @@ class UpdateTimeline:
         return written
 
     def _begin(self, kind: PhaseKind.ValueType) -> _Phase:
-        """The phase of this kind, with one more step, which begins now."""
+        """Return the phase of a kind, with a further step that begins now."""
         phase = self._present.get(kind)
         if phase is None:
             phase = self._present[kind] = _Phase(kind, self._clock.now())
@@ -184,7 +184,7 @@ class UpdateTimeline:
 def _write_stage(written: StagePhase, stage: _Stage, phase: _Phase) -> None:
     answered_s = max(0.0, stage.answered_at - phase.started_at)
     set_duration(written.duration, answered_s)
-    # A stage counts from the receipt of a command: the times of commands that wait for each other overlap.
+    # A stage counts from the receipt of a command: times of commands that wait for each other overlap.
     set_duration(written.elapsed, max(0.0, min(answered_s, stage.elapsed_s)))
     written.transport, written.failed_level = stage.transport, stage.failed_level
     if stage.result is None:
@@ -195,7 +195,7 @@ def _write_stage(written: StagePhase, stage: _Stage, phase: _Phase) -> None:
         written.slowest_rank = max(ranks, key=lambda rank: seconds(rank.elapsed)).coordinates.rank
     for rank in ranks if phase.kind == PHASE_KIND_TRANSFER else ():
         if rank.HasField("weights"):
-            report = rank.weights  # it counts from the beginning of the attempt
+            report = rank.weights  # counts from the beginning of the attempt
             written.ranks.add(
                 rank=rank.coordinates.rank, bytes=report.bytes_received, transfer=report.transfer, load=report.load
             )

@@ -35,14 +35,14 @@ from rlctl.v1.verbs_pb2 import (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it.
+    """The result of a verification.
 
     Attributes:
-        wrong: why, for each target that failed, by slot.
-        checks: answers of those whose tensors were compared one by one, by slot: what each rank holds of the first
-            that differs.
-        digest: model digest that all others have, hex; "" when none or several were found.
-        decode: targets that have passed the decode check, by slot.
+        wrong: error of each failed target, by slot.
+        checks: results of the targets that were compared tensor by tensor, by slot, with each rank's part of the first
+            difference.
+        digest: model digest of all other targets, hex; "" if there is no digest or more than one.
+        decode: targets that passed the decode check, by slot.
     """
 
     wrong: dict[str, RlctlError]
@@ -53,11 +53,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Computed:
-    """What targets computed of the update's probe and in the decode check.
+    """The result of the probe and the decode check.
 
     Attributes:
-        wrong: why, for each target that failed, by slot.
-        decode: targets that have passed the decode check, by slot.
+        wrong: error of each failed target, by slot.
+        decode: targets that passed the decode check, by slot.
     """
 
     wrong: dict[str, RlctlError]
@@ -66,9 +66,8 @@ class Computed:
 
 LEAST_CHECK_S = 5.0
 PATIENCE = 10.0
-"""Time limit of a decode check that the update does not ask for: PATIENCE times its time at the engine's start, and at
-least LEAST_CHECK_S. A busy server computes other requests beside it.
-"""
+"""Time limit of a decode check that the update does not request: PATIENCE times its time at the engine's start, and at
+least LEAST_CHECK_S. A busy server computes other requests meanwhile."""
 
 NOTHING_COMPUTED = Computed({}, frozenset())
 
@@ -80,15 +79,16 @@ async def verify(
     levels: Mapping[str, Level],
     expected: Expected,
 ) -> Verdict:
-    """Verify what targets hold once they have completed it: the weights that they committed or, staged, the shadow copy
-    that they sealed. ``completed`` are their answers to that, in their order.
+    """Verify the committed weights of targets, or the sealed shadow copies of a staged update.
+
+    ``completed``: results of that commit or seal, in the order of the slots.
     """
 
     def at(*wanted: Level) -> list[Slot]:
         return [slot for slot in slots if levels[slot.name] in wanted]
 
     options = session.record.request.options
-    # With AUTO, ranks must agree among themselves also where there is nothing else to compare with.
+    # With AUTO, the ranks of a target must agree even without any other digest to compare with.
     auto = verification_levels.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
     results = await session.step(_check(session, expected), [slot for slot in digested if can_digest(slot)])
@@ -107,7 +107,7 @@ async def verify(
 
 
 async def compute(session: Session, slots: Sequence[Slot]) -> Computed:
-    """Let targets compute with the weights that serve. Of a staged update that is after the swap."""
+    """Let targets compute probe and decode check with the served weights. In a staged update, after the swap."""
     options = session.record.request.options
     wrong: dict[str, RlctlError] = {}
     if options.HasField("probe"):
@@ -132,8 +132,10 @@ async def compute(session: Session, slots: Sequence[Slot]) -> Computed:
 async def _compared(
     session: Session, results: Sequence[StageResult], wrong: Mapping[str, RlctlError], expected: Expected
 ) -> dict[str, StageResult]:
-    """Tensor by tensor, the targets whose digest is another one: with the source's, or with those of a replica, one
-    that is right if there is any, or of the stage that holds what they should.
+    """Compare targets with a wrong digest tensor by tensor.
+
+    The reference is the source's fingerprints, else the first right target, else a stage at the version, else the first
+    wrong target.
     """
     differ = [
         result.slot
@@ -156,7 +158,7 @@ async def _compared(
 
 
 async def _fingerprints_of(session: Session, slot: Slot, expected: Expected) -> bytes:
-    """What a target holds, tensor by tensor; nothing when it does not list its tensors."""
+    """Return the fingerprints of a target, empty if the target does not list its tensors."""
     (result,) = await session.step(_check(session, expected, per_tensor=True), [slot])
     found = {tensor.name: tensor.sha256 for rank in result.rank_results for tensor in rank.check.model_tensors}
     return fingerprints(found) if result.outcome == OUTCOME_APPLIED else b""
@@ -165,7 +167,7 @@ async def _fingerprints_of(session: Session, slot: Slot, expected: Expected) -> 
 def _check(
     session: Session, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
 ) -> CheckWeightsRequest:
-    """The check that verifies a target. Its digest function is the one of the expected digest, or of the update."""
+    """Return the check of a target, with the digest function of the expected digest or of the update."""
     given = expected.digest or expected.held
     key = key_of(given) if given else session.record.plan.digest_key
     return CheckWeightsRequest(

@@ -1,8 +1,8 @@
-"""Judges the evidence for an update: the weights at its targets, and the values computed with them. Pure.
+"""Judges the evidence for an update: the weights at the targets, and the values computed there. Pure.
 
-Evidence is of two kinds. A level of the bytes that ranks hold is chosen for each target. The probe and the decode check
-are the evidence of the values that an engine computes. A probe that is passed is computed by every target, at every
-level of the bytes. Each target makes the decode check that the update asks for, or that costs it little.
+Evidence is of two kinds. A level of the bytes at the ranks (*held*) is chosen for each target. Probe and decode check
+are evidence of the values that an engine computes (*computed*). Every target computes the probe, if there is any, at
+every level of the bytes. A target makes the decode check if the update requests the check, or if the check is cheap.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ Level: TypeAlias = VerificationLevel.ValueType
 _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
 _OF_BYTES = (VERIFICATION_LEVEL_NONE, VERIFICATION_LEVEL_RECEIVED, *reversed(_BY_DIGEST))
-"""Levels of the bytes that ranks hold, weakest first."""
+"""Levels of the bytes at the ranks, weakest first."""
 
 _DECODE_CHECK_SHARE = 0.1
-"""Largest share of an update that a decode check takes without being asked for."""
+"""Largest share of an update's time for a decode check that was not requested."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the sources say of the weights.
+    """The sources' digests of the weights.
 
     Attributes:
-        digest: model digest of all of them, hex; "" when it is not known.
-        sent: digest over just what was sent, hex; "" when it is not known.
-        fingerprints: of every tensor that ``digest`` is over, by sorted names; empty when they are not known.
-        held: what the stages hold that serve the version already, hex; "" when there are none.
+        digest: model digest, hex; "" if unknown.
+        sent: digest over the sent tensors only, hex; "" if unknown.
+        fingerprints: of every tensor that ``digest`` covers, by sorted names; empty if unknown.
+        held: digest of the stages that serve the version already, hex; "" without such stages.
     """
 
     digest: str = ""
@@ -74,11 +74,10 @@ def reached(
     options: UpdateOptions,
     together: Sequence[Slot],
 ) -> dict[Level, str]:
-    """Which levels of the bytes an update can be verified at on a target; those that it cannot, with the reason, are
-    not "".
+    """Return the obstacle of each level of the bytes at a target, "" if the target reaches the level.
 
-    ``together``: the stages that can be compared with each other, this one among them. EXPECTED is reached though the
-    sources may turn out to have computed no digest.
+    ``together``: the stages that can be compared with each other, including this stage. EXPECTED counts as reached
+    although the sources may turn out to have no digest.
     """
     obstacles: dict[Level, str] = dict.fromkeys(_OF_BYTES, "")
     for level in obstacles:
@@ -90,7 +89,7 @@ def reached(
         obstacles[VERIFICATION_LEVEL_REPLICA] = alone
     if transport == TRANSPORT_DISK:
         obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
-    # Over vLLM's own transfer every rank is asked.
+    # vLLM's own transfer has an answer of every rank.
     one_answer = slot.capabilities.answers_for_ranks and transport != TRANSPORT_VLLM_NCCL
     if one_answer and not options.HasField("probe"):
         obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
@@ -98,12 +97,12 @@ def reached(
 
 
 def of_bytes(options: UpdateOptions) -> Level:
-    """The level of the bytes that is asked for by name; UNSPECIFIED for AUTO."""
+    """Return the requested level of the bytes; UNSPECIFIED for AUTO."""
     return VERIFICATION_LEVEL_NONE if options.verify == VERIFICATION_LEVEL_PROBE else options.verify
 
 
 def refuse_other_key(expected: Expected, key: bytes) -> None:
-    """Raise FIELD_INVALID for digests of the sources that were made with another key than the update's."""
+    """Raise FIELD_INVALID for source digests with a different key than the update's."""
     for field, digest in (("expected_digest", expected.digest), ("sent_digest", expected.sent)):
         if digest and key_of(digest) != key:
             raise Reason.FIELD_INVALID.error(
@@ -144,8 +143,9 @@ def checks_decode(slot: Slot) -> bool:
 
 
 def decode_check_due(options: UpdateOptions, slot: Slot, elapsed_s: float) -> bool:
-    """Whether a target makes the decode check: as ``UpdateOptions.decode_check`` says. Where that is unset, the check
-    must cost less than a tenth of the time of the update, which has taken ``elapsed_s`` so far.
+    """Whether a target makes the decode check, as ``UpdateOptions.decode_check`` says.
+
+    If unset, the check must cost less than a tenth of the update's time, of which ``elapsed_s`` has passed.
     """
     if options.HasField("decode_check"):
         return options.decode_check
@@ -161,9 +161,14 @@ def refuse_unreachable(
     transports: Mapping[str, Transport.ValueType],
     together: Sequence[Slot],
 ) -> None:
-    """Raise VERIFICATION_UNREACHABLE, naming the target, when it cannot reach the level that is asked for by name; or,
-    with AUTO, any; or when it cannot compute the probe. ``transports`` are the targets' by slot; ``together`` as for
-    :func:`reached`. FIELD_REQUIRED for level PROBE without a probe.
+    """Raise VERIFICATION_UNREACHABLE if a target cannot reach the requested level, or any level with AUTO.
+
+    Also raised if a target cannot compute the probe. The error names the target. FIELD_REQUIRED for level PROBE without
+    a probe.
+
+    Args:
+        transports: the targets' transports, by slot.
+        together: as for :func:`reached`.
     """
     wanted = of_bytes(options)
     if options.verify == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
@@ -200,13 +205,18 @@ def levels(
     digesting: Collection[str],
     adapter: bool = False,
 ) -> dict[str, Level]:
-    """At which level of the bytes each target is verified, by slot. AUTO takes the highest that it reaches.
-    ``together`` as for :func:`reached`. ``digesting``: slots that were told to digest what they take in. ``adapter``:
-    it is one, which an engine that answers for its ranks says to be loaded when every rank has.
+    """Return the level of the bytes for each target, by slot. AUTO takes the highest level that the target reaches.
 
-    Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
-    VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by, or when one can no
-    longer compute the probe.
+    Args:
+        together: as for :func:`reached`.
+        digesting: slots that were told to digest the tensors on arrival.
+        adapter: the update loads an adapter. An engine that answers for all ranks confirms after every rank has loaded
+            it.
+
+    Raises:
+        FIELD_REQUIRED: the requested level needs a digest that the sources did not supply.
+        VERIFICATION_UNREACHABLE: without the sources' digest a target reaches no level, or cannot compute the probe any
+            more.
     """
     wanted = of_bytes(options)
     given = {VERIFICATION_LEVEL_EXPECTED: expected.digest, VERIFICATION_LEVEL_RECEIVED: expected.sent}
@@ -231,8 +241,9 @@ def levels(
 def digests_what_comes(
     options: UpdateOptions, slot: Slot, transport: Transport.ValueType, together: Sequence[Slot], *, partial: bool
 ) -> bool:
-    """Whether a target must digest what it takes in, because it may be verified at level RECEIVED. Of a ``partial``
-    update the sources know no digest of all weights, which level EXPECTED needs.
+    """Whether a target must digest the tensors on arrival, because level RECEIVED may be chosen.
+
+    For a ``partial`` update the sources know no model digest, so EXPECTED is out of reach.
     """
     if of_bytes(options) != VERIFICATION_LEVEL_UNSPECIFIED:
         return of_bytes(options) == VERIFICATION_LEVEL_RECEIVED
@@ -245,11 +256,11 @@ def digests_what_comes(
 def judge_digests(
     results: Sequence[StageResult], levels: Mapping[str, Level], expected: Expected
 ) -> dict[str, RlctlError]:
-    """What is wrong with each target that digested its weights, by slot; those that are right are not in it.
+    """Return the error of each target with a wrong digest, by slot.
 
-    Every rank of a target must name the same model digest, without an inconsistent replica. At level expected it must
-    be the source's. At level replica all targets must agree, with those that serve the version already too; when they
-    do not, nobody can say which is right, and one that is left alone has been compared with nothing.
+    Every rank of a target must report the same model digest, without an inconsistent replica. At level EXPECTED the
+    digest must be the source's. At level REPLICA all targets must agree, also with stages that serve the version
+    already. If targets disagree, no target is known to be right. A single remaining target has no proof.
     """
     wrong: dict[str, RlctlError] = {}
     found: dict[str, str] = {}
@@ -285,8 +296,9 @@ def judge_digests(
 def judge_evidence(
     committed: Sequence[StageResult], levels: Mapping[str, Level], *, probed: bool
 ) -> dict[str, RlctlError]:
-    """Targets that nothing is verified of, and whose engines gave one answer for all of their ranks, by slot.
-    ``probed``: a probe is evidence of all of them.
+    """Return the error of each target at level NONE whose engine gave a single answer for all ranks, by slot.
+
+    ``probed``: the probe is evidence for every target.
     """
     if probed:
         return {}
@@ -302,7 +314,7 @@ def judge_evidence(
 
 
 def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict[str, RlctlError]:
-    """What is wrong with targets at level RECEIVED, given their answers to commit or seal, by slot."""
+    """Return the error of each target at level RECEIVED, by slot, from the results of its commit or seal."""
     wrong = {}
     for result in committed:
         for rank in result.rank_results:
@@ -320,7 +332,7 @@ def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict
 
 
 def judge_probe(results: Sequence[StageResult], probe: Probe) -> dict[str, RlctlError]:
-    """What is wrong with targets, given what they computed of the probe, by slot."""
+    """Return the error of each target whose log probabilities differ from the probe's, by slot."""
     wrong = {}
     for result in results:
         error = _probed(result, probe)
@@ -358,10 +370,10 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
 
 
 def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[str, RlctlError], frozenset[str]]:
-    """The errors of targets by slot, and the slots that passed, given the answers to the decode check.
+    """Return the error of each target that failed the decode check, by slot, and the slots that passed.
 
-    ``wanted``: the update asks for the check, so a target without a result fails. Otherwise such a target, of a busy
-    server for example, has neither failed nor passed.
+    ``wanted``: the update requests the check, so a target without a result fails. Otherwise a target without a result,
+    such as a busy server, has neither failed nor passed.
     """
     wrong, passed = {}, set()
     for result in results:
@@ -380,15 +392,13 @@ def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[
 
 
 def certificate(level: Level, *, probed: bool, decode: bool) -> Verification:
-    """The record of a target that was verified at this level of the bytes, and whether it computed a probe and passed
-    the decode check.
-    """
+    """Return the evidence of a target: its level of the bytes, a probe, and a passed decode check."""
     computed = VERIFICATION_LEVEL_PROBE if probed else VERIFICATION_LEVEL_NONE
     return Verification(held=level, computed=computed, decode=decode)
 
 
 def weakest(records: Sequence[Verification]) -> Verification:
-    """The evidence, of each kind, that all of these records have; empty for none."""
+    """Return the evidence of each kind that all records share; empty without records."""
     if not records:
         return Verification()
     return Verification(
@@ -399,9 +409,10 @@ def weakest(records: Sequence[Verification]) -> Verification:
 
 
 def named(error: RlctlError, result: StageResult) -> RlctlError:
-    """A mismatch with the first tensor that differs, and the ranks whose part of it does or may.
+    """Add the first differing tensor to a mismatch, and the ranks that hold it or a differing part.
 
-    ``result`` is the target's answer to a check with fingerprints; without one that says so the error stays as it is.
+    ``result``: the target's answer to a check with fingerprints. Without a difference in the answer the error stays
+    unchanged.
     """
     reports = {rank.coordinates.rank: rank.check.difference for rank in result.rank_results}
     first = next((report for report in reports.values() if report.first), None)

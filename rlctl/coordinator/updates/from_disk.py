@@ -1,4 +1,4 @@
-"""Whole updates in one call, whose targets read from disk: a checkpoint, or an adapter."""
+"""Whole updates in a single call, whose targets read a checkpoint or an adapter from disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _READ_AGAIN = ("", "auto", "safetensors")
 
 
 class FromDisk:
-    """Opens them, and is what they contain."""
+    """Opens updates from disk and supplies their content."""
 
     def __init__(self, updates: Updates, roster: Roster, planner: Planner, clock: Clock) -> None:
         self._updates = updates
@@ -53,7 +53,7 @@ class FromDisk:
         self._clock = clock
 
     async def update(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
-        """A whole update in one call: every target reads a checkpoint."""
+        """Run a whole update in a single call: every target reads a checkpoint."""
         target = request.header.target
         model = self._planner.only_updatable(target)
         begin = BeginWeightUpdateRequest(
@@ -77,15 +77,15 @@ class FromDisk:
         return await self._updates.begin_whole(begin, timeout_s, request, content, vet=vet)
 
     def _label(self) -> str:
-        """Of a version that got none: of an id's two ends the first is its time, and the same for a minute."""
+        """Return a label for an unnamed version. The first part of an id is the time, equal for a minute."""
         return f"disk-{self._clock.new_id()[-12:]}"
 
     def _nobody(self, name: str, model: str) -> Trainer:
-        """Whoever has something read from disk is no trainer that another one could have taken over from."""
+        """Return a trainer with the model's present incarnation. An update from disk fences no trainer."""
         return Trainer(name=name, incarnation=self._roster.model(model).record.trainer_incarnation)
 
     async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
-        """A whole adapter update in one call: every stage of the model reads it from disk."""
+        """Run a whole adapter update in a single call: every stage of the model reads the adapter from disk."""
         model = self._planner.only_model(request.header.target)
         version = request.version or self._label()
         begin = BeginWeightUpdateRequest(
@@ -109,7 +109,7 @@ class FromDisk:
         return await self._updates.begin_whole(begin, timeout_s, request, content, adapter=adapter, vet=vet)
 
     async def _read(self, opened: OpenUpdate, *, request: Request) -> None:
-        """Let every target read; an abort meanwhile does not wait for them."""
+        """Let every target read. An abort meanwhile does not wait for the reads."""
         session = opened.session
         digest = ""
         if isinstance(request, UpdateWeightsFromDiskRequest):
@@ -121,7 +121,7 @@ class FromDisk:
         sent = type(request).FromString(request.SerializeToString())
         compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets)
         if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:
-            sent.expected_digest = digest  # what turns out to be something else is rolled back
+            sent.expected_digest = digest  # a read with a different digest is rolled back
         reading = asyncio.create_task(session.step(sent, session.targets))
         aborted = asyncio.create_task(opened.decided.wait())
         await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,8 +139,10 @@ class FromDisk:
         opened.decide(expected=Expected(digest=digest))
 
     async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> str:
-        """Let every target look at the checkpoint, before anything is paused for it; returns the model digest that it
-        must have: the request's or, of a whole one, what all find that it says of itself. Raises what the first says.
+        """Let every target inspect the checkpoint before any pause. Returns the expected model digest.
+
+        The digest is the request's or, for a full update, the digest that all targets find declared in the checkpoint.
+        Raises the first refusal.
         """
         session = opened.session
         inspect = InspectCheckpointRequest(
@@ -159,7 +161,7 @@ class FromDisk:
 
 
 def _tell(reading: asyncio.Task[list[StageResult]]) -> None:
-    """Of a read that nobody waits for any more: what could not be recorded of it."""
+    """Log the failure of a read whose update was aborted."""
     error = None if reading.cancelled() else reading.exception()
     if error is not None:
         log.warning("a read whose update was aborted: %s", error)

@@ -1,6 +1,6 @@
-"""One group out of the calls that come for each engine by itself, every one with its own rank offset.
+"""Forms a group from calls for single engines, each with its own rank offset.
 
-None of them alone says who joins where, so each waits for the others; then the group is one operation.
+No call alone lists all members, so each call waits for the other calls. Then the group is one operation.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _Pending:
     """A group that is not complete.
 
     Attributes:
-        ranks: how many each of the model's engines has, as they were at the first call.
-        offsets: where those that were called join.
-        callers: how many calls for each of them wait.
-        now: the model's engines, once they are not those of the first call any more.
+        ranks: number of ranks of each engine of the model at the first call.
+        offsets: rank offset of each called engine.
+        callers: number of waiting calls for each engine.
+        now: names of the model's engines, once they differ from the engines of the first call.
     """
 
     body: InitWeightsUpdateGroupRequest
@@ -55,17 +55,20 @@ class Gathering:
         start: Start,
         timeout_s: float,
     ) -> Joined:
-        """The operation in which the engines of a model join a group, once all of them were called.
+        """Return the operation in which the engines of a model join a group, once all were called.
 
-        A group of one engine alone, and of a source, waits for nobody. Raises FIELD_INVALID for a world size or offset
-        that the roster does not give, UNREACHABLE for an engine that is not there, GROUP_EXISTS for one that an engine
-        was told otherwise of, GROUP_FAILED when an engine was not called in time, or the model has other engines than
-        at the first call.
+        A group of a single engine and a source waits for no call.
+
+        Raises:
+            FIELD_INVALID: the world size or offset contradicts the roster.
+            UNREACHABLE: an engine is absent.
+            GROUP_EXISTS: calls of the same group contradict each other.
+            GROUP_FAILED: an engine was not called in time, or the model's engines differ from the first call.
         """
         body = InitWeightsUpdateGroupRequest()
         body.CopyFrom(request)
         body.ClearField("rank_offset")
-        body.header.unkeyed = True  # a repeat waits with the first, whatever its key
+        body.header.unkeyed = True  # a repeat waits with the first call under any key
         [own] = process_groups.members([engine])
         if request.world_size == 1 + own.num_ranks:
             body.header.target.slots[:] = [engine.name]
@@ -103,16 +106,16 @@ class Gathering:
         try:
             joined = await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
         except BaseException:
-            # Who has left joins nothing, unless a repeat of the call still waits.
+            # An engine whose caller has disconnected joins nothing, unless a repeat of the call still waits.
             pending.callers[engine.name] -= 1
             if not pending.callers[engine.name]:
                 del pending.offsets[engine.name]
             pending.changed.set()
             if not pending.offsets and self._pending.get(place) is pending:
-                del self._pending[place]  # nobody may be gathering it: this call had joined one that was ended
+                del self._pending[place]  # this call had joined an ended call, so no task may gather this group
             raise
         if self._pending.get(place) is pending:
-            del self._pending[place]  # a repeat, whose group was complete before it came: nobody gathers this one
+            del self._pending[place]  # a repeat of a call whose group was complete: no task gathers this group
         return joined
 
     @staticmethod
@@ -139,7 +142,7 @@ class Gathering:
 
 
 async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
-    """Who joins where, once every engine was called."""
+    """Wait until every engine was called. Returns the members."""
     ranks = pending.ranks
     try:
         async with asyncio.timeout(timeout_s):

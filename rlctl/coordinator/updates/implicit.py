@@ -1,11 +1,13 @@
 """Implicit updates: weight updates of clients that do not name updates.
 
 Trainers that use the HTTP interface of SGLang, slime or vLLM know pauses and buckets, not updates. Their writes under a
-pause, or after a begin without an id, are one update of the model. It is journaled, leased and fenced as any other
-update. It is committed by the client's end of the update, by a version that the client sets, or by a continue,
-whichever comes first. A write outside of a pause is a whole update. A write under a pause belongs to a full update
-unless the client requests another kind: a continue must not publish half of an update that a trainer has abandoned. The
-end of an update that the client has begun may leave tensors out (``may_be_partial`` and ``partial``).
+pause, or after a begin without an id, are one update of the model. Such an update is journaled, leased and fenced like
+any update. The client's end of the update, a version that the client sets, or a continue commits it, whichever comes
+first.
+
+A write outside of a pause is a whole update. A write under a pause belongs to a full update unless the client requests
+a different kind: a continue must not publish half of an update that a trainer has abandoned. The end of an update that
+the client has begun may leave tensors out (``may_be_partial`` and ``partial``).
 """
 
 from __future__ import annotations
@@ -67,10 +69,10 @@ from rlctl.v1.verbs_pb2 import (
 log = logging.getLogger(__name__)
 
 LEASE_S = 60.0
-"""An implicit update is aborted when nothing of it was heard for this long after its last write."""
+"""Time after the last write, in seconds, after which an implicit update without further calls is aborted."""
 
 STORE_S = 60.0
-"""How long the store of a client's group may take to listen: trainers call the engines first."""
+"""Wait for the store of a client's group to listen, in seconds. Trainers call the engines first."""
 
 ASK_S = 10.0
 
@@ -78,7 +80,7 @@ OWNER = "a client that names no update"
 
 
 class Implicit:
-    """The implicit updates of all models, and the calls that are one operation."""
+    """The implicit updates of all models, and the coalesced calls of their clients."""
 
     def __init__(
         self,
@@ -107,15 +109,15 @@ class Implicit:
         self.joining = updates.joining
         self._gathering = Gathering(self.joining)
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By model: one update of it is opened at a time."""
+        """By model, so that only a single update of a model is opened at a time."""
         self._came: dict[str, WrittenTensors] = {}
-        """What came so far, by update."""
+        """Tensors written so far, by update."""
         self._unended: dict[str, Run] = {}
-        """By model: the update of a client that will end it, which a version or a continue has committed already."""
+        """By model: a client's update that a version or a continue has committed before the client's end."""
 
     @staticmethod
     def takes(request: Message) -> bool:
-        """Whether a verb is carried out here: it names no update, or comes from somebody who knows engines only."""
+        """Whether a verb is carried out here: without an update id, or from a client that addresses single engines."""
         header = request.header  # type: ignore[attr-defined]
         if header.validate_only or header.fence.update_id:
             return False
@@ -129,7 +131,7 @@ class Implicit:
         return False
 
     async def run(self, request: Message, timeout_s: float) -> Joined:
-        """The operation that a verb is, or is part of."""
+        """Return the operation of a verb, or the operation that the verb is part of."""
         header = request.header  # type: ignore[attr-defined]
         model = self._model(header.target, header.for_slot)
         header.target.CopyFrom(Target(model=model))
@@ -186,7 +188,7 @@ class Implicit:
     # Open.
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
-        """Open an implicit update, or confirm one that nothing was written in yet. Raises UPDATE_IN_PROGRESS."""
+        """Open an implicit update, or confirm an open update without writes. Raises UPDATE_IN_PROGRESS."""
         begin = BeginWeightUpdateRequest()
         begin.CopyFrom(request)
         begin.model = self._model(Target(model=request.model), request.header.for_slot)
@@ -219,7 +221,7 @@ class Implicit:
         return opened
 
     async def _partial_reference(self, begin: BeginWeightUpdateRequest) -> set[str] | None:
-        """Every tensor of the model, if its stages can take a partial update; else None: the update must be full."""
+        """Return every tensor of the model if its stages can take a partial update. None: the update must be full."""
         partial = BeginWeightUpdateRequest()
         partial.CopyFrom(begin)
         partial.kind = UPDATE_KIND_PARTIAL
@@ -231,7 +233,7 @@ class Implicit:
             return None
 
     def _complete(self, begin: BeginWeightUpdateRequest) -> BeginWeightUpdateRequest:
-        """What such a client does not say; returns the request."""
+        """Set the fields that such a client does not send. Returns the request."""
         model = self._roster.model(begin.model)
         begin.implicit = True
         begin.path = begin.path or DATA_PATH_BROADCAST
@@ -266,7 +268,7 @@ class Implicit:
     async def _alone(
         self, begin: BeginWeightUpdateRequest, request: Write, targets: list[Slot], timeout_s: float
     ) -> Run:
-        """A write that is a whole update."""
+        """Carry out a write that is a whole update."""
         if begin.kind == UPDATE_KIND_UNSPECIFIED:
             begin.kind = await self._kind(request, targets)
         begin.header.request_id = request.header.request_id
@@ -280,16 +282,16 @@ class Implicit:
             opened.decide()
 
         verb = of_request(request).name
-        # The operation is what was asked for: its record has the hash of that.
+        # The record of the operation has the hash of the request as received.
         asked = type(request).FromString(request.SerializeToString())
         return (await self._updates.begin_implicit(begin, timeout_s, request=asked, verb=verb, content=content)).run
 
     async def _kind(self, request: Write, targets: list[Slot]) -> UpdateKind.ValueType:
-        """Whether a write has every parameter of the model; engines that list none find out by themselves."""
+        """Return FULL for a write with every parameter of the model. Engines without a list decide themselves."""
         return UPDATE_KIND_FULL if await self._reference(targets) <= names_of(request) else UPDATE_KIND_PARTIAL
 
     async def _reference(self, targets: list[Slot]) -> set[str]:
-        """Every tensor that the first target lists; none: its engine lists none."""
+        """Return every tensor that the first target lists, empty if its engine lists no tensors."""
         [result] = await self._fanout.run(
             GetModelInfoRequest(reference=True),
             targets[:1],
@@ -302,11 +304,11 @@ class Implicit:
         return {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
 
     def _takes_writes(self, opened: OpenUpdate) -> bool:
-        """Whether further writes may become part of it: it is not decided, and not the whole of a single one."""
+        """Whether further writes may join an update: not decided, and not a whole update of a single write."""
         return opened.session.update_id in self._came and not opened.decided.is_set()
 
     def _refuse(self, opened: OpenUpdate, request: Write) -> None:
-        """A write that does not fit into the update that is open."""
+        """Raise for a write that does not fit into the open update."""
         begin = opened.session.record.request
         if not self._takes_writes(opened):
             raise in_progress(opened.session.model)
@@ -324,7 +326,7 @@ class Implicit:
         self._planner.plan_path(opened.session.record.plan, begin, opened.session.targets)
 
     async def _into(self, opened: OpenUpdate, request: Write, timeout_s: float) -> Run:
-        """A write as a part of the open update, which it keeps alive."""
+        """Carry out a write as a part of the open update, and renew the lease."""
         session, came = opened.session, self._came[opened.session.update_id]
         body = type(request).FromString(request.SerializeToString())
         body.header.fence.update_id = session.update_id
@@ -344,7 +346,7 @@ class Implicit:
                 opened.renew(self._clock.now())
                 failed = [result for result in run.operation.stage_results if not acknowledged(result, update=True)]
                 if opened.broken:
-                    # Nobody who names it could retry it; the next write opens another one.
+                    # No client can retry by update id. The next write opens a new update.
                     opened.decide(verdict=blame(to_blame(failed)) if failed else Reason.GROUP_FAILED.error())
                     await opened.run.ended.wait()
                 elif failed:
@@ -370,7 +372,7 @@ class Implicit:
     # End.
 
     async def commit(self, request: CommitWeightUpdateRequest) -> Joined:
-        """Commit the open implicit update of a model; where none is open, a version is the published one's new label.
+        """Commit the open implicit update of a model. Without an open update, relabel the published version.
 
         Raises UPDATE_NOT_FOUND.
         """
@@ -400,12 +402,12 @@ class Implicit:
         )
 
     def _is_latest(self, run: Run, model: str) -> bool:
-        """Whether an update has published the version that the model has."""
+        """Whether an update has published the model's latest version."""
         published = run.operation.weight_version.sequence
         return bool(published) and published == self._roster.models[model].record.latest.sequence
 
     async def _end(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> Run:
-        async with opened.session.taken_in():  # what is being taken in is part of it
+        async with opened.session.taken_in():  # running writes are part of the update
             if request.version and not opened.decided.is_set():
                 opened.session.record.plan.version.label = request.version
             if opened.session.record.request.may_be_partial and not request.partial:
@@ -415,8 +417,9 @@ class Implicit:
         return opened.run
 
     def _refuse_incomplete(self, opened: OpenUpdate, *, partial: bool) -> bool:
-        """Decide an update against its version if tensors are missing; returns whether it did. Engines that were
-        prepared for a full update see to that themselves.
+        """Decide an update against its version if tensors are missing. Returns whether tensors are missing.
+
+        Engines that were prepared for a full update check for missing tensors themselves.
         """
         session = opened.session
         came = self._came.get(session.update_id)
@@ -434,9 +437,9 @@ class Implicit:
         return error is not None
 
     async def settle(self, request: Message, targets: Iterable[Slot]) -> None:
-        """Before generation goes on, or memory that it needs is there again: commit what is open for these stages.
+        """Commit the open implicit updates of stages before generation continues or memory is resumed.
 
-        One that nothing was written in is dropped. Raises what kept an update from being published.
+        An update without writes is dropped. Raises the cause if an update was not published.
         """
         if not isinstance(request, ContinueGenerationRequest | ResumeMemoryRequest):
             return
@@ -458,7 +461,10 @@ class Implicit:
                 raise error
 
     def flushed_in(self, request: Message, targets: Iterable[Slot]) -> str:
-        """The open update that a flush is a step of: its client knows of none (verl flushes after its last write)."""
+        """Return the open update that a flush is a step of, or "". The client does not name updates.
+
+        verl flushes after the last write.
+        """
         if not isinstance(request, FlushCacheRequest):
             return ""
         opened = [self._updates.implicit_of(model) for model in {slot.model for slot in targets}]
@@ -474,7 +480,7 @@ class Implicit:
         return self._roster.select(Target(model=model))[0]
 
     def _model(self, target: Target, for_slot: str) -> str:
-        """The model that a call is about."""
+        """Return the model of a call."""
         if not for_slot:
             return self._planner.only_updatable(target)
         model = self._roster.slot(for_slot, "header.for_slot").model
@@ -484,13 +490,15 @@ class Implicit:
 
 
 def _paused_by_name(slot: Slot) -> bool:
-    """Whether somebody keeps a stage from generating, and will let it go on."""
+    """Whether a stage is paused by name or ASLEEP, so that a later continue is expected."""
     paused = slot.report is not None and slot.report.paused and not slot.held
     return paused or slot.state == STAGE_STATE_ASLEEP
 
 
 def _by_path(begin: BeginWeightUpdateRequest, request: Write, targets: Sequence[Slot]) -> None:
-    """The path that a write takes. Segments of one stage say nothing of the others: each gets its own, on its host."""
+    """Set the path of a write. Segments for a single stage do not describe the segments for other stages on other
+    hosts.
+    """
     begin.path = DATA_PATH_BROADCAST
     if not isinstance(request, UpdateWeightsFromTensorRequest) or not request.segments:
         return
@@ -502,7 +510,7 @@ def _by_path(begin: BeginWeightUpdateRequest, request: Write, targets: Sequence[
 
 
 def _refuse_part(request: Write, targets: Sequence[Slot]) -> None:
-    """Refuse a write of one stage as a whole update of several: outside of a pause no further write could join it."""
+    """Refuse a write to a single stage as a whole update of several. Outside of a pause no further write could join."""
     reader = reader_of(request)
     others = sorted(slot.name for slot in targets if slot.name != reader)
     if reader and others:

@@ -1,4 +1,4 @@
-"""What the clients of one implicit update have written: buckets by group, tensors, and what may be missing. Pure."""
+"""Tensors that the clients of an implicit update have written: buckets by group, and missing tensors. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SHOWN = 5
 
 
 class WrittenTensors:
-    """The writes of one update.
+    """The writes of an update.
 
     Attributes:
-        reference: every tensor of the model, if the commit may say that the update is partial; else None. The engines
-            of an update with a reference were prepared for a partial one: they miss no tensor.
-        kind: the kind that a write has named, of an update with a reference.
-        contested: another caller has begun an update since the first write.
+        reference: every tensor of the model, if the commit may be partial; else None. The engines of an update with a
+            reference were prepared for a partial update and check for no missing tensor.
+        kind: the kind that a write has named, for an update with a reference.
+        contested: a second caller has begun an update since the first write.
     """
 
     def __init__(self, reference: Collection[str] | None = None) -> None:
@@ -40,10 +40,10 @@ class WrittenTensors:
         self._written: set[str] = set()
         self._pending: set[str] = set()
         self._stages: defaultdict[str, set[str]] = defaultdict(set)
-        """By tensor that came in writes of one stage each: those stages."""
+        """Stages that have a tensor, by tensors that are written to each stage alone."""
 
     def refuse_other_source(self, request: Write) -> None:
-        """Raise UPDATE_IN_PROGRESS for a tensor that came over another group: the weights would be two trainers'."""
+        """Raise UPDATE_IN_PROGRESS for a tensor that came over a second group: the weights would mix two trainers."""
         for number, bucket, group in _buckets(request):
             for place, name in enumerate(bucket.names):
                 if self._groups.get(name, group) != group:
@@ -53,7 +53,7 @@ class WrittenTensors:
                     )
 
     def refuse_other_kind(self, request: Write, begun: UpdateKind.ValueType) -> None:
-        """Raise FIELD_CONFLICT for a write of another kind than the update; ``begun``: the kind of its begin."""
+        """Raise FIELD_CONFLICT for a write of a different kind than the update. ``begun``: the kind of its begin."""
         kind = begun if self.reference is None else self.kind
         if self.reference is not None and kind == UPDATE_KIND_UNSPECIFIED:
             kind = self.kind = request.kind
@@ -63,7 +63,7 @@ class WrittenTensors:
             )
 
     def number(self, request: Write) -> set[str]:
-        """Number the buckets of every group on from those that came before; returns the tensors that are new."""
+        """Number the buckets of every group after the earlier buckets. Returns the new tensors."""
         added = set()
         for _, bucket, group in _buckets(request):
             bucket.sequence = self._buckets[group]
@@ -73,11 +73,13 @@ class WrittenTensors:
         return added
 
     def announce(self, request: Write) -> None:
-        """A write was requested: its tensors are missing until a write of them is done, also if it is refused."""
+        """Record a requested write. The tensors are missing until a write with these tensors is done, also after a
+        refusal.
+        """
         self._pending |= names_of(request)
 
     def done(self, request: Write, targets: Collection[str]) -> None:
-        """A write is done. A tensor that each target gets on its own is written when the last of them has it."""
+        """Record a finished write. A tensor for each target alone is written when the last target has the tensor."""
         names = names_of(request)
         if reader := reader_of(request):
             for name in names:
@@ -87,21 +89,21 @@ class WrittenTensors:
         self._pending -= names
 
     def take_back(self, request: Write, added: set[str]) -> None:
-        """A numbered write was not accepted. Writes with later numbers then leave a gap and fail."""
+        """Take back a numbered write that was not accepted. Writes with later numbers then leave a gap and fail."""
         for _, _, group in _buckets(request):
             self._buckets[group] -= 1
         for name in added:
             self._groups.pop(name, None)
 
     def forget(self, request: Write, added: set[str]) -> None:
-        """A write named groups without members. New groups of these names start again at bucket 0."""
+        """Forget a write to groups without members. New groups of the same names start again at bucket 0."""
         for _, _, group in _buckets(request):
             self._buckets.pop(group, None)
         for name in added:
             self._groups.pop(name, None)
 
     def uneven(self, targets: Collection[str]) -> RlctlError | None:
-        """Why targets that each get their own tensors cannot be committed: some have a tensor and others do not."""
+        """Return the error of targets with their own tensors, if a tensor was written to some targets only."""
         for name, stages in sorted(self._stages.items()):
             lacking = sorted(set(targets) - stages)
             if lacking:
@@ -122,7 +124,9 @@ class WrittenTensors:
         return sorted(set(self.reference or ()) - self._written)
 
     def incomplete(self, *, partial: bool) -> RlctlError | None:
-        """Why an update with a reference cannot be committed, or None. ``partial``: the commit says that it is."""
+        """Return why an update with a reference cannot be committed. ``partial``: the commit says that the update is
+        partial.
+        """
         if self.reference is None or self.whole:
             return None
         if self._pending:
@@ -137,14 +141,14 @@ class WrittenTensors:
 
 
 def names_of(request: Write) -> set[str]:
-    """The tensors that a write announces."""
+    """Return the tensors that a write announces."""
     if isinstance(request, UpdateWeightsFromDistributedRequest):
         return {name for bucket in request.buckets for name in bucket.names}
     return {tensor.name for segment in request.segments for tensor in segment.tensors}
 
 
 def reader_of(request: Write) -> str:
-    """The only stage that a write is for, or ""."""
+    """Return the only stage that a write is for, or ""."""
     segments = request.segments if isinstance(request, UpdateWeightsFromTensorRequest) else []
     return next((segment.reader.slot for segment in segments), "")
 
@@ -157,7 +161,7 @@ def _incomplete(why: str, names: list[str]) -> RlctlError:
 
 
 def _buckets(request: Write) -> Iterator[tuple[int, TensorBucket, str]]:
-    """Every bucket's place, itself and its group; what comes from memory has none."""
+    """Yield each bucket with its place and group. A write from memory has no buckets."""
     if isinstance(request, UpdateWeightsFromDistributedRequest):
         for number, bucket in enumerate(request.buckets):
             yield number, bucket, bucket.group_name or request.group_name
