@@ -4,6 +4,6 @@ Decides the public names only: each method forwards to client, rollout or traine
 
 Imports: client, rollout, trainer, contract, engine, ports, runtime, transport.
 
-Start with ``aio.py`` (``AsyncFleet``). ``blocking.py`` runs the same on a background loop; ``sglang_names.py``
+Start with ``aio.py`` (``AsyncFleet``). ``blocking.py`` runs the same methods on a background loop; ``sglang_names.py``
 has the method names of SGLang's Python API.
 """

@@ -1,4 +1,4 @@
-"""The SDK for asyncio. :mod:`rlctl.sdk.blocking` is the same for blocking code."""
+"""The SDK for asyncio. :mod:`rlctl.sdk.blocking` has the same methods for blocking code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONNECT_S = 10.0
 
 
 class Generating(Sampling, total=False):
-    """What :meth:`AsyncFleet.generate` takes beside the prompt."""
+    """The arguments of :meth:`AsyncFleet.generate` beside the prompt."""
 
     model: str
     adapter: str
@@ -68,8 +68,8 @@ async def connect(
 
     The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
     RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. ``client``: name of the
-    program, which operations record. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for
-    another form of address.
+    program, recorded in operations. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for any other form of
+    address.
     """
     refuse_unreachable(address)
     tls = load_tls() if tls is None else tls or None
@@ -83,56 +83,54 @@ async def connect(
 
 
 class AsyncFleet(AsyncAdmin):
-    """A fleet: its admin verbs (:class:`rlctl.client.admin.AsyncAdmin`), generation, and publishers of weights."""
+    """A fleet: admin verbs (:class:`rlctl.client.admin.AsyncAdmin`), generation, and publishers of weights."""
 
     def __init__(self, connection: Connection, lines: Lines | None = None) -> None:
-        """``lines``: those of another, to share them."""
+        """``lines``: the lines of a second fleet object, shared by both."""
         super().__init__(connection)
         self._lines = lines or Lines(connection)
         self._generator = Generator(self._lines)
 
     async def __aenter__(self) -> Self:
-        """Use it as a context manager to close it."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connection."""
         await self.close()
 
     def on_behalf_of(self, credentials: Credentials) -> AsyncFleet:
-        """The same fleet, called with another caller's credentials. Not to be closed by itself."""
+        """Return the same fleet with the credentials of a different caller. Do not close the returned object."""
         if (credentials or None) == (self.connection.credentials or None):
             return self
         return AsyncFleet(self.connection.on_behalf_of(credentials), self._lines.on_behalf_of(credentials))
 
     async def close(self) -> None:
-        """Close the connection, when updates that are being committed have ended, or after 10 s."""
+        """Wait up to 10 s for updates in commit, then close the connection."""
         await self.committed()
         await self._lines.close()
         await self.connection.close()
 
     def publisher(self, model: str, **settings: Any) -> AsyncPublisher:
-        """What sends a model's weights from this process; see :class:`rlctl.trainer.publisher.AsyncPublisher`."""
+        """Return the publisher of a model for this process; see :class:`rlctl.trainer.publisher.AsyncPublisher`."""
         from rlctl.trainer.publisher import AsyncPublisher  # loads torch
 
         return AsyncPublisher(self, model, **settings)
 
     async def engine(self, slot: str) -> AsyncEngine:
-        """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
+        """Return an engine with the method names of SGLang's own API. Raises STAGE_NOT_FOUND."""
         for stage in (await self.status()).stages:
             if stage.registration.slot == slot:
                 return AsyncEngine(self, self._generator, slot, stage.registration.model)
         raise Reason.STAGE_NOT_FOUND.error(f"there is no stage {slot!r}", field="slot")
 
     async def models(self, timeout_s: float = CONNECT_S) -> list[Model]:
-        """The models as the coordinator last told them, by name. Raises DEADLINE_EXCEEDED."""
+        """Return the models by name, as last reported by the coordinator. Raises DEADLINE_EXCEEDED."""
         await self._told(timeout_s)
         return self._lines.view.models
 
     async def stages(self, timeout_s: float = CONNECT_S) -> list[Stage]:
-        """The stages as the coordinator last told them, by slot. Raises DEADLINE_EXCEEDED."""
+        """Return the stages by slot, as last reported by the coordinator. Raises DEADLINE_EXCEEDED."""
         await self._told(timeout_s)
         return list(self._lines.view.stages)
 
@@ -149,15 +147,14 @@ class AsyncFleet(AsyncAdmin):
     # Generation.
 
     def rollout(self, model: str, **settings: Unpack[Rollouts]) -> AsyncRollout:
-        """What generates samples of a model for a trainer, over pauses, updates and failures.
+        """Return a rollout, for samples of a model across pauses, updates and failures.
 
-        ``policy``: least_connections (default), round_robin, or consistent_hashing, which keeps a session at one stage
-        and forgets it after ``session_idle_s`` (600). ``admission``: at which versions tokens may be generated: latest
-        (default), max_staleness=VERSIONS, any. ``resume``: a sample that is cut by a pause or an abort goes on where it
-        was, at any admitted stage (continue, default), or is returned (return). ``max_inflight_samples`` bounds how
-        many are generated at a time, over all calls. ``max_cuts``: pauses and aborts that a sample goes on from (None:
-        all). ``retries``: failures of stages that a sample survives (4). Raises
-        FIELD_INVALID.
+        ``policy``: least_connections (default), round_robin, or consistent_hashing, which keeps a session at a stage
+        and drops it after ``session_idle_s`` (600). ``admission``: the versions at which tokens may be generated:
+        latest (default), max_staleness=VERSIONS, any. ``resume``: a sample that a pause or an abort cuts continues at
+        any admitted stage (continue, default), or is returned (return). ``max_inflight_samples``: limit of samples at a
+        time, over all calls. ``max_cuts``: pauses and aborts after which a sample continues (None: no limit).
+        ``retries``: stage failures that a sample survives (4). Raises FIELD_INVALID.
         """
         return AsyncRollout(self._lines, model, **settings)
 
@@ -180,10 +177,10 @@ class AsyncFleet(AsyncAdmin):
     ) -> GenerateResponse:
         """Generate on a routable stage. ``sampling`` are the fields of SamplingParams: max_new_tokens, n, stop, ...
 
-        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. ``engine_fields``: further ones of
-        the engine's, in its names. ``return_engine_meta``: return what it says itself of each sample. ``slot``: at this
-        stage only. Raises MODEL_NOT_FOUND, ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within
-        ``timeout_s``.
+        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. ``engine_fields``: further fields
+        of the engine, in its names. ``return_engine_meta``: return the engine's own data about each sample. ``slot``:
+        at this stage only. Raises MODEL_NOT_FOUND, ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE if no stage accepts the
+        request within ``timeout_s``.
         """
         request = build_request(
             prompt,
@@ -203,10 +200,10 @@ class AsyncFleet(AsyncAdmin):
     async def generate_batch(
         self, prompts: Iterable[str | Sequence[int]], **settings: Unpack[Generating]
     ) -> list[GenerateResponse]:
-        """:meth:`generate` for every prompt, side by side; results in the prompts' order. Raises what the first one to
-        fail fails with, when the others have been ended.
+        """Call :meth:`generate` for all prompts concurrently. Returns the results in the order of the prompts.
 
-        With a ``seed``, prompt i gets ``seed + i``: equal prompts are sampled independently, and the batch repeatably.
+        Raises the error of the first failed prompt, after the rest have ended. With a ``seed``, prompt i gets ``seed +
+        i``: equal prompts are sampled independently, and the batch is repeatable.
         """
         prompts = batch_of(prompts)
         requests: list[Generating] = [settings.copy() for _ in prompts]
@@ -238,7 +235,7 @@ class AsyncFleet(AsyncAdmin):
         timeout_s: float = GENERATE_S,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """As :meth:`generate`, but yields what is new as it comes."""
+        """Call :meth:`generate` and yield new output on arrival."""
         request = build_request(
             prompt,
             sampling,

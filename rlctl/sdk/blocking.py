@@ -25,7 +25,7 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class _OnLoop(Generic[A_co]):
-    """Something for asyncio, and the background loop that it lives on."""
+    """An asyncio object and the background loop that runs the object."""
 
     def __init__(self, aio: A_co, loop: LoopThread) -> None:
         self.aio = aio
@@ -44,8 +44,8 @@ def connect(
 
     The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. ``tls``: by default the files in
     RLCTL_TLS_CA, RLCTL_TLS_CERT and RLCTL_TLS_KEY, plain text without them; False: plain text. ``client``: name of the
-    program, which operations record. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for
-    another form of address.
+    program, recorded in operations. Raises UNREACHABLE, TLS_FAILED, TLS_INVALID; FIELD_INVALID for any other form of
+    address.
     """
     loop = LoopThread("rlctl client")
     try:
@@ -84,7 +84,7 @@ def _iterating(
 
 
 class _Items(Generic[R]):
-    """An asynchronous iterator on the background loop, stepped from another thread that may be interrupted."""
+    """An asynchronous iterator on the background loop, stepped from a thread that may be interrupted."""
 
     def __init__(self, items: Any) -> None:
         self._items = items
@@ -99,7 +99,7 @@ class _Items(Generic[R]):
             self._stepping = None
 
     async def close(self) -> None:
-        # An interrupt may leave a step behind that nobody waits for; the iterator cannot be closed while it runs.
+        # An interrupt may leave a running step without a waiter; the iterator cannot be closed during a step.
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.wait({self._stepping})
@@ -107,7 +107,7 @@ class _Items(Generic[R]):
 
 
 class Fleet(_OnLoop[AsyncFleet]):
-    """A fleet, through its coordinator. See :class:`rlctl.sdk.aio.AsyncFleet` for every method.
+    """A fleet, through the coordinator. See :class:`rlctl.sdk.aio.AsyncFleet` for every method.
 
     Safe to use from several threads. Close it, or use it as a context manager.
     """
@@ -118,29 +118,28 @@ class Fleet(_OnLoop[AsyncFleet]):
         self._closing = threading.RLock()
 
     def __enter__(self) -> Self:
-        """Use it as a context manager to close it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connection."""
         self.close()
 
     def close(self) -> None:
-        """End what is under way, and close the connection. An update that is being committed is seen to its end, for
-        10 s at most; others are aborted. Harmless to call again.
+        """Cancel open calls and close the connection. A second call is a no-op.
+
+        Waits up to 10 s for updates in commit; aborts other updates.
         """
         if not self.loop.running:
             return
         with self._closing:
-            if self.loop.running:  # no other thread has closed it meanwhile
+            if self.loop.running:  # no other thread has closed the fleet meanwhile
                 self.loop.call(self._close())
                 self.loop.stop()
 
     async def _close(self) -> None:
         await self.aio.committed()
-        await cancel_others()  # while the coordinator can still be told
+        await cancel_others()  # while the coordinator is still reachable
         await self.aio.close()
 
     call = _blocking(AsyncFleet.call)
@@ -179,22 +178,22 @@ class Fleet(_OnLoop[AsyncFleet]):
     set_healing = _blocking(AsyncFleet.set_healing)
 
     def engine(self, slot: str) -> Engine:
-        """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
+        """Return an engine with the method names of SGLang's own API. Raises STAGE_NOT_FOUND."""
         return Engine(self.loop.call(self.aio.engine(slot)), self.loop)
 
     def rollout(self, model: str, **settings: Unpack[aio.Rollouts]) -> Rollout:
-        """What generates samples of a model for a trainer; see :meth:`rlctl.sdk.aio.AsyncFleet.rollout`."""
+        """Return a rollout of a model; see :meth:`rlctl.sdk.aio.AsyncFleet.rollout`."""
         return Rollout(self.aio.rollout(model, **settings), self.loop)
 
     def publisher(self, model: str, **settings: Any) -> Publisher:
-        """What sends a model's weights from this process; see :class:`rlctl.trainer.publisher.Publisher`."""
+        """Return the publisher of a model for this process; see :class:`rlctl.trainer.publisher.Publisher`."""
         from rlctl.trainer.publisher import Publisher  # loads torch
 
         return Publisher(self.aio.publisher(model, **settings), self.loop)
 
 
 class Rollout(_OnLoop[AsyncRollout]):
-    """Samples of one model. See :class:`rlctl.rollout.rollout.AsyncRollout` for every method."""
+    """Samples of a model. See :class:`rlctl.rollout.rollout.AsyncRollout` for every method."""
 
     generate = _blocking(AsyncRollout.generate)
     generate_batch = _blocking(AsyncRollout.generate_batch)
@@ -204,12 +203,12 @@ class Rollout(_OnLoop[AsyncRollout]):
 
     @property
     def latest(self) -> int:
-        """Sequence number of the model's latest version as the coordinator last told it; 0: not known yet."""
+        """Sequence of the model's latest version, as last reported by the coordinator; 0: not known yet."""
         return self.aio.latest
 
 
 class Engine(_OnLoop[AsyncEngine]):
-    """One engine of a fleet. See :class:`rlctl.sdk.sglang_names.AsyncEngine` for every method."""
+    """An engine of a fleet. See :class:`rlctl.sdk.sglang_names.AsyncEngine` for every method."""
 
     generate = _blocking(AsyncEngine.generate)
     abort_request = _blocking(AsyncEngine.abort_request)
@@ -231,9 +230,9 @@ class Engine(_OnLoop[AsyncEngine]):
 
 
 def publisher(fleet: Fleet | None, model: str, **settings: Any) -> Publisher:
-    """What sends a model's weights from this process; ``fleet`` is None at trainer ranks other than 0.
+    """Return the publisher of a model for this process; ``fleet`` is None at trainer ranks other than 0.
 
-    ``settings`` are those of :class:`rlctl.trainer.publisher.AsyncPublisher`.
+    ``settings`` are the arguments of :class:`rlctl.trainer.publisher.AsyncPublisher`.
     """
     from rlctl.trainer.publisher import AsyncPublisher, Publisher  # loads torch
 

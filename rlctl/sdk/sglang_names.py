@@ -1,9 +1,11 @@
-"""One engine under the names of SGLang's own Python API, for code that was written against that.
+"""An engine under the names of SGLang's own Python API, for code written against that API.
 
-The names are those of ``sglang.srt.entrypoints.engine.Engine`` and of SGLang's HTTP routes; behind each is an operation
-of the fleet, for engines of every kind. What is different stays different: they return operations and raise
-:class:`rlctl.contract.errors.OperationFailed`, weights belong to a model and reach all of its engines under one
-version, and tensors are handed over whole: rlctl announces, sends and verifies them.
+The names are from ``sglang.srt.entrypoints.engine.Engine`` and from SGLang's HTTP routes. Behind each name is an
+operation of the fleet, for engines of every kind. Differences to SGLang:
+
+- Methods return operations and raise :class:`rlctl.contract.errors.OperationFailed`.
+- Weights belong to a model and reach all engines of the model under a single version.
+- Tensors are passed whole: rlctl announces, sends and verifies tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ PAUSE = "retract"
 
 
 class AsyncEngine:
-    """One engine of a fleet.
+    """An engine of a fleet.
 
     Attributes:
-        slot: its stage.
-        model: the model that it serves.
+        slot: slot of the engine's stage.
+        model: model that the stage serves.
     """
 
     def __init__(self, fleet: AsyncAdmin, generator: Generator, slot: str, model: str) -> None:
@@ -58,10 +60,10 @@ class AsyncEngine:
         rid: str = "",
         engine_fields: Mapping[str, Any] | None = None,
     ) -> GenerateResponse:
-        """Generate at this engine, with what it says itself of each sample in ``engine_meta``.
+        """Generate at this engine; ``engine_meta`` has the engine's own data about each sample.
 
-        ``lora_path``: name of a loaded adapter. ``engine_fields``: further fields of the engine's. Raises
-        FIELD_REQUIRED without a prompt, FIELD_CONFLICT with two, and as :meth:`rlctl.sdk.aio.AsyncFleet.generate`.
+        ``lora_path``: name of a loaded adapter. ``engine_fields``: further fields of the engine. Raises FIELD_REQUIRED
+        without a prompt, FIELD_CONFLICT with two, and as :meth:`rlctl.sdk.aio.AsyncFleet.generate`.
         """
         if prompt is not None and input_ids is not None:
             raise Reason.FIELD_CONFLICT.error("set either prompt or input_ids", field="input_ids")
@@ -82,31 +84,31 @@ class AsyncEngine:
         return await self._generator.generate(request, GENERATE_S, slot=self.slot)
 
     async def abort_request(self, rid: str = "", abort_all: bool = False) -> Operation:
-        """End a request, or all."""
+        """Abort the request ``rid``, or all requests of this engine."""
         return await self._fleet.abort_requests([rid] if rid else [], abort_all=abort_all, slots=[self.slot])
 
     async def pause_generation(self, mode: str = "abort") -> Operation:
-        """Stop generation. Modes: abort, retract, in_place; drain where the engine has it."""
+        """Stop generation. Modes: abort, retract, in_place, and drain (if supported by the engine)."""
         return await self._fleet.pause_generation(mode, slots=[self.slot])
 
     async def continue_generation(self, torch_empty_cache: bool = True) -> Operation:
-        """Start generation again."""
+        """Start generation again after a pause."""
         request = verbs_pb2.ContinueGenerationRequest(torch_empty_cache=torch_empty_cache)
         return await self._fleet.call(request, slots=[self.slot])
 
     async def flush_cache(self, idle_timeout_s: float = 0.0) -> Operation:
-        """Empty the KV caches, waiting so many seconds for requests to end."""
+        """Empty the KV caches. Waits ``idle_timeout_s`` seconds for requests to end."""
         return await self._fleet.flush_cache(idle_timeout_s=idle_timeout_s or None, slots=[self.slot])
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Operation:
-        """Give memory regions back: kv_cache, weights, cuda_graph; None: all."""
+        """Release memory regions: kv_cache, weights, cuda_graph; None: all."""
         return await self._fleet.release_memory(tags or (), slots=[self.slot])
 
     async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> Operation:
-        """Allocate memory regions again."""
+        """Allocate released memory regions again; None: all."""
         return await self._fleet.resume_memory(tags or (), slots=[self.slot])
 
-    # Weights: of the model, at every engine that serves it.
+    # Weights of the model, at all engines of the model.
 
     async def update_weights_from_disk(
         self,
@@ -121,9 +123,9 @@ class AsyncEngine:
         token_step: int = 0,
         flush_cache: bool = True,
     ) -> Operation:
-        """Every engine of the model reads a checkpoint; ``model_path`` is as they see it.
+        """Load a checkpoint at every engine of the model. ``model_path`` is the path at the engines.
 
-        Requests that run are retracted, and go on with the new weights, unless they are to be aborted.
+        Running requests are retracted and continue with the new weights; with ``abort_all_requests`` they are aborted.
         """
         options = verbs_pb2.UpdateOptions(
             pause=_pause(abort_all_requests),
@@ -151,9 +153,9 @@ class AsyncEngine:
         weight_version: str = "",
         abort_all_requests: bool = False,
     ) -> UpdateResult:
-        """Full tensors under checkpoint names, out of memory that the engines share with this process.
+        """Send full tensors under checkpoint names, through memory shared with the engines.
 
-        ``weight_version``: "" for a label that is made of the time. Raises UNSUPPORTED for a load format.
+        ``weight_version``: label; "" for a label made of the time. Raises UNSUPPORTED for a load format.
         """
         return await self._update("ipc", named_tensors, load_format, flush_cache, weight_version, abort_all_requests)
 
@@ -166,10 +168,10 @@ class AsyncEngine:
         weight_version: str = "",
         abort_all_requests: bool = False,
     ) -> UpdateResult:
-        """Full tensors under checkpoint names, broadcast over a process group that is formed for it.
+        """Broadcast full tensors under checkpoint names, over a process group formed for the update.
 
-        SGLang's own takes names, dtypes and shapes, and its caller broadcasts; here the pairs are given. Otherwise as
-        :meth:`update_weights_from_tensor`. Raises FIELD_INVALID for names, dtypes and shapes.
+        SGLang's own method takes names, dtypes and shapes, and the caller broadcasts; this method takes pairs of name
+        and tensor. Otherwise as :meth:`update_weights_from_tensor`. Raises FIELD_INVALID for names, dtypes and shapes.
         """
         return await self._update(
             "broadcast", named_tensors, load_format, flush_cache, weight_version, abort_all_requests
@@ -184,9 +186,9 @@ class AsyncEngine:
         group_name: str = "weight_update_group",
         backend: str = "nccl",
     ) -> Operation:
-        """Join the engine's ranks into a group of the caller's own, who listens at the address.
+        """Join the engine's ranks to a process group of the caller, which listens at the address.
 
-        Updates need none: they form their own.
+        Updates of rlctl form their own groups and do not need this group.
         """
         request = verbs_pb2.InitWeightsUpdateGroupRequest(
             master_address=master_address,
@@ -199,14 +201,14 @@ class AsyncEngine:
         return await self._fleet.call(request, slots=[self.slot])
 
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Operation:
-        """Leave a group."""
+        """Make the engine's ranks leave a process group."""
         request = verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=group_name)
         return await self._fleet.call(request, slots=[self.slot])
 
-    # Adapters: of the model, at every engine that serves it.
+    # Adapters of the model, at all engines of the model.
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> Operation:
-        """Every engine of the model reads a LoRA adapter; ``lora_path`` is as they see it."""
+        """Load a LoRA adapter at every engine of the model. ``lora_path`` is the path at the engines."""
         return await self._fleet.load_adapter(lora_name, lora_path, pinned=pinned, model=self.model)
 
     async def unload_lora_adapter(self, lora_name: str) -> Operation:
@@ -216,15 +218,15 @@ class AsyncEngine:
     # Reads.
 
     async def get_model_info(self) -> verbs_pb2.ModelInfo:
-        """What is loaded."""
+        """Return the model that the engine has loaded."""
         return (await self._first(verbs_pb2.GetModelInfoRequest())).model_info
 
     async def get_server_info(self) -> verbs_pb2.ServerInfo:
-        """How the engine was started."""
+        """Return the settings with which the engine was started."""
         return (await self._first(verbs_pb2.GetServerInfoRequest())).server_info
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """Values of a tensor's first rows as nested lists, by its checkpoint name; for debugging."""
+        """Return the first rows of a tensor as nested lists, by checkpoint name; for debugging."""
         request = verbs_pb2.CheckWeightsRequest(action=verbs_pb2.CHECK_ACTION_READ, tensor=name, rows=truncate_size)
         (result,) = (await self._fleet.call(request, slots=[self.slot])).stage_results
         rows: list[Any] = rows_of([rank.check.values for rank in result.rank_results if rank.check.HasField("values")])
