@@ -1,4 +1,4 @@
-"""The admin half of the SDK: the table's verbs, the fleet, its operations. For asyncio."""
+"""The admin half of the SDK: the table's verbs, the fleet, operations. For asyncio."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ DRAIN_S = 300.0
 LOADS_S = 5.0
 LOOK_S = 0.2
 MOST_PAGE = 1000
-"""Records of one page of a list."""
+"""Records of a page of a list."""
 QUIET_LOOKS = 2
 """Consecutive polls with an idle stage that end a drain: a request may be on its way to the stage."""
 
 COMMIT_S = 10.0
-"""How long whoever closes a fleet waits for updates that are being committed: what becomes of them is known then."""
+"""Longest wait of a closing fleet for updates in commit: the outcomes are known then."""
 
 
 class Targets(TypedDict, total=False):
-    """What every verb takes: its targets and how to call it."""
+    """The arguments of every verb: targets and call settings."""
 
     model: str
     slots: Sequence[str]
@@ -50,17 +50,18 @@ class Targets(TypedDict, total=False):
 
 
 class Publishing(Protocol):
-    """A publisher, which this does not know."""
+    """The interface of a publisher, so that this module does not import :mod:`rlctl.trainer`."""
 
     async def committed(self) -> None:
-        """Wait for the end of an update that is being committed, if there is one."""
+        """Wait for the end of an update in commit, if the publisher has such an update."""
 
 
 class AsyncAdmin:
-    """Administers a fleet through its coordinator.
+    """Administers a fleet through the coordinator.
 
-    Verbs return the ``Operation`` when every target confirmed and raise :class:`rlctl.contract.errors.OperationFailed`,
-    which carries it, when not. ``model``, ``slots`` and ``stages`` name the targets; none of them: every stage.
+    Verbs return the ``Operation`` if every target confirmed. Otherwise they raise
+    :class:`rlctl.contract.errors.OperationFailed` with the operation. ``model``, ``slots`` and ``stages`` name the
+    targets; no targets: every stage.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -68,11 +69,11 @@ class AsyncAdmin:
         self._publishers: weakref.WeakSet[Publishing] = weakref.WeakSet()
 
     def publishes(self, publisher: Publishing) -> None:
-        """Its updates are made over this connection."""
+        """Register a publisher that makes updates over this connection."""
         self._publishers.add(publisher)
 
     async def committed(self) -> None:
-        """Wait for the ends of updates that are being committed, no longer than 10 s."""
+        """Wait for the ends of updates in commit, 10 s at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COMMIT_S):
                 await asyncio.gather(*(publisher.committed() for publisher in self._publishers))
@@ -91,10 +92,11 @@ class AsyncAdmin:
         validate_only: bool = False,
         check: bool = True,
     ) -> Operation:
-        """Carry out any verb of the table from its request message, which stays as it is: each call is one of its own.
+        """Call any verb of the table with its request message. The message is not changed.
 
-        ``timeout_s`` bounds the operation (the verb's default if None), ``request_id`` makes a repeat return the
-        recorded result, ``check=False`` returns operations that did not end OK instead of raising.
+        ``timeout_s`` bounds the operation (None: the verb's default). A repeat with the same ``request_id`` returns the
+        recorded result; without a ``request_id`` every call is new. ``check=False`` returns operations that did not end
+        OK instead of raising.
         """
         verb, given = of_request(request), request
         request = type(given)()
@@ -124,7 +126,7 @@ class AsyncAdmin:
     ) -> Operation:
         """Stop generation. Modes: abort, retract, in_place, drain.
 
-        ``by``, ``reason``: shown while the pause is in force. ``ttl_s``: seconds after which it ends by itself.
+        ``by``, ``reason``: shown while the pause is in force. ``ttl_s``: seconds after which the pause ends by itself.
         ``adapter``: stop the requests with this adapter only.
         """
         value = number(common_pb2.PauseMode.DESCRIPTOR, mode, "mode")
@@ -139,32 +141,32 @@ class AsyncAdmin:
         return await self.call(request, **targets)
 
     async def continue_generation(self, *, adapter: str = "", **targets: Unpack[Targets]) -> Operation:
-        """Start generation again; ``adapter``: of the requests with this adapter, if they are paused by name."""
+        """Start generation again; ``adapter``: of the requests with this adapter, if paused by name."""
         return await self.call(verbs_pb2.ContinueGenerationRequest(adapter=adapter), **targets)
 
     async def abort_requests(
         self, rids: Sequence[str] = (), *, abort_all: bool = False, **targets: Unpack[Targets]
     ) -> Operation:
-        """End requests early; they return what they have."""
+        """Abort requests. An aborted request returns the tokens generated so far."""
         return await self.call(verbs_pb2.AbortRequestsRequest(rids=_listed(rids), abort_all=abort_all), **targets)
 
     async def flush_cache(self, *, idle_timeout_s: float | None = None, **targets: Unpack[Targets]) -> Operation:
-        """Empty the KV caches."""
+        """Empty the KV caches. ``idle_timeout_s``: longest wait for requests to end."""
         wait = None if idle_timeout_s is None else duration(idle_timeout_s)
         return await self.call(verbs_pb2.FlushCacheRequest(idle_timeout=wait), **targets)
 
     async def release_memory(
         self, tags: Sequence[str] = (), *, keep_weights: bool = False, **targets: Unpack[Targets]
     ) -> Operation:
-        """Give memory regions back: kv_cache, weights, cuda_graph; none named: all.
+        """Release memory regions: kv_cache, weights, cuda_graph; no tags: all.
 
-        ``keep_weights``: the weights have their content again after the resume, and are served without an update.
+        ``keep_weights``: the resume restores the weights' content, so that stages serve without an update.
         """
         request = verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags), keep_weights=keep_weights)
         return await self.call(request, **targets)
 
     async def resume_memory(self, tags: Sequence[str] = (), **targets: Unpack[Targets]) -> Operation:
-        """Allocate memory regions again."""
+        """Allocate released memory regions again; no tags: all."""
         return await self.call(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)), **targets)
 
     async def check_weights(
@@ -177,7 +179,8 @@ class AsyncAdmin:
         **targets: Unpack[Targets],
     ) -> Operation:
         """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256 or as_verified.
-        The default is as_verified for a checksum without expected_digest.
+
+        The default of ``digest`` is as_verified for a checksum without expected_digest.
         """
         request = verbs_pb2.CheckWeightsRequest(
             action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]
@@ -200,10 +203,10 @@ class AsyncAdmin:
         target_modules: Sequence[str] = (),
         **targets: Unpack[Targets],
     ) -> Operation:
-        """Every target reads a checkpoint; a whole update in one call. ``model_path`` is as the engines see it.
+        """Load a checkpoint at every target, a whole update in a single call. ``model_path``: path at the engines.
 
-        ``max_unavailable``: staged only; targets that swap at the same time, 0 for all. ``target_modules``: what is in
-        these is read and the rest stays; a partial update.
+        ``max_unavailable``: staged updates only; number of targets that swap at the same time, 0 for all.
+        ``target_modules``: load only the tensors of these modules, as a partial update; the rest stays.
         """
         request = verbs_pb2.UpdateWeightsFromDiskRequest(
             model_path=model_path,
@@ -228,9 +231,10 @@ class AsyncAdmin:
         abort_requests: bool = False,
         **targets: Unpack[Targets],
     ) -> Operation:
-        """Let every stage of a model read a LoRA adapter in PEFT's format, or replace the one of that name.
+        """Load a LoRA adapter in PEFT's format at every stage of a model, or replace the adapter of that name.
 
-        ``path`` is as the engines see it. ``abort_requests``: end what runs with the old one instead of refusing.
+        ``path`` is the path at the engines. ``abort_requests``: abort the requests with the old adapter instead of
+        refusing.
         """
         request = verbs_pb2.LoadAdapterRequest(
             name=name, path=path, version=version, pinned=pinned, abort_requests=abort_requests
@@ -242,34 +246,34 @@ class AsyncAdmin:
         return await self.call(verbs_pb2.UnloadAdapterRequest(name=name, abort_requests=abort_requests), **targets)
 
     async def list_adapters(self, **targets: Unpack[Targets]) -> Operation:
-        """The adapters that every rank holds."""
+        """Return the adapters of every rank."""
         return await self.call(verbs_pb2.ListAdaptersRequest(), **targets)
 
     # The fleet and its operations.
 
     async def status(self, model: str = "") -> Fleet:
-        """The fleet as the coordinator sees it now."""
+        """Return the present state of the fleet at the coordinator."""
         fleet: Fleet = await self.connection.call("GetFleet", coordinator_pb2.GetFleetRequest(model=model), READ_S)
         return fleet
 
     async def watch(self, model: str = "") -> AsyncIterator[FleetEvent]:
-        """A snapshot of the fleet, then every change."""
+        """Yield a snapshot of the fleet, then every change."""
         async for event in self.connection.stream("WatchFleet", coordinator_pb2.WatchFleetRequest(model=model)):
             yield event
 
     async def backup_journal(self) -> AsyncIterator[bytes]:
-        """The coordinator's journal as it stands, an SQLite file, in parts. Without an error the file is whole."""
+        """Yield the coordinator's journal, an SQLite file, in parts. Without an error the file is complete."""
         async for part in self.connection.stream("BackupJournal", coordinator_pb2.BackupJournalRequest()):
             yield part.data
 
     async def operation(self, operation_id: str) -> Operation:
-        """One operation as it stands."""
+        """Return the present state of an operation."""
         request = coordinator_pb2.GetOperationRequest(operation_id=operation_id)
         operation: Operation = await self.connection.call("GetOperation", request, READ_S)
         return operation
 
     async def operations(self, *, verb: str = "", state: str = "", page_size: int = 50) -> list[Operation]:
-        """The newest operations, newest first. States: running, ok, partial, failed, unknown, cancelled."""
+        """Return the newest operations, newest first. States: running, ok, partial, failed, unknown, cancelled."""
         value = number(OperationState.DESCRIPTOR, state, "state")
         request = coordinator_pb2.ListOperationsRequest(verb=verb, state=value, page_size=page_size)  # type: ignore[arg-type]
         return list((await self.connection.call("ListOperations", request, READ_S)).operations)
@@ -277,7 +281,10 @@ class AsyncAdmin:
     async def audit(
         self, *, principal: str = "", denied: bool = False, since_s: float | None = None, limit: int = 50
     ) -> list[AuditRecord]:
-        """Changes and denied calls with their callers, newest first. ``since_s``: seconds back; ``limit`` 0: all."""
+        """Return changes and denied calls with callers, newest first.
+
+        ``since_s``: age limit in seconds. ``limit``: number of records; 0: all.
+        """
         request = coordinator_pb2.ListAuditRecordsRequest(principal=principal, denied=denied)
         if since_s is not None:
             request.since.FromNanoseconds(time.time_ns() - round(since_s * 1e9))
@@ -291,13 +298,13 @@ class AsyncAdmin:
                 return found
 
     async def cancel_operation(self, operation_id: str) -> Operation:
-        """Give up an operation where it has not started."""
+        """Cancel the commands of an operation that have not started."""
         request = coordinator_pb2.CancelOperationRequest(operation_id=operation_id)
         operation: Operation = await self.connection.call("CancelOperation", request, READ_S)
         return operation
 
     async def abort_update(self, update_id: str, *, reason: str = "") -> Operation:
-        """End an open weight update without a version, whoever holds it. Targets past their first byte are DIRTY."""
+        """Abort an open weight update of any owner, without a version. Targets past the first byte become DIRTY."""
         request = update_pb2.AbortWeightUpdateRequest(update_id=update_id, reason=reason)
         operation: Operation = await self.connection.call("AbortWeightUpdate", request, ABORT_S)
         return operation
@@ -311,9 +318,9 @@ class AsyncAdmin:
         validate_only: bool = False,
         check: bool = True,
     ) -> Operation:
-        """Bring stages to the published version without the trainer; none named: every one that is STALE or DIRTY.
+        """Bring stages to the published version without the trainer; no slots: every stage that is STALE or DIRTY.
 
-        ``checkpoint``: read this directory, as the engines see it, instead of the version's own.
+        ``checkpoint``: directory to read instead of the version's own checkpoint, as a path at the engines.
         """
         request = coordinator_pb2.HealStageRequest(slots=_listed(slots), checkpoint=checkpoint)
         request.header.validate_only = validate_only
@@ -327,14 +334,14 @@ class AsyncAdmin:
     async def set_enabled(
         self, slots: Sequence[str], enabled: bool, *, reason: str = "", validate_only: bool = False
     ) -> Fleet:
-        """Let stages be routed to, or not. ``reason``: shown while they are disabled."""
+        """Enable or disable stages for routing. ``reason``: shown while the stages are disabled."""
         request = coordinator_pb2.SetStageEnabledRequest(slots=_listed(slots), enabled=enabled, reason=reason)
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
 
     async def versions(self, model: str) -> list[PublishedVersion]:
-        """The published versions of a model, the latest first."""
+        """Return the published versions of a model, latest first."""
         request = coordinator_pb2.ListVersionsRequest(model=model)
         answer: coordinator_pb2.ListVersionsResponse = await self.connection.call("ListVersions", request, READ_S)
         return list(answer.versions)
@@ -349,11 +356,11 @@ class AsyncAdmin:
         validate_only: bool = False,
         check: bool = True,
     ) -> Operation:
-        """Publish an earlier version of a model again, from its checkpoint: its label, under a new sequence.
+        """Publish an earlier version of a model again, from the checkpoint, under the old label and a new sequence.
 
-        ``version``: LABEL, LABEL#SEQUENCE or #SEQUENCE; "": the one before the latest. The weights must have the digest
-        that is on record, if there is one. Raises FIELD_INVALID for a version that is not on record, or that is the
-        latest; UNHEALABLE for one that is in no checkpoint; and as :meth:`update_weights_from_disk`.
+        ``version``: LABEL, LABEL#SEQUENCE or #SEQUENCE; "": the version before the latest. The weights must have the
+        recorded digest, if the record has one. Raises FIELD_INVALID for a version that is not on record, or that is the
+        latest; UNHEALABLE for a version without a checkpoint; and as :meth:`update_weights_from_disk`.
         """
         found = chosen(model, await self.versions(model), version)
         return await self.update_weights_from_disk(
@@ -368,8 +375,10 @@ class AsyncAdmin:
         )
 
     async def busy(self, slots: Sequence[str]) -> dict[str, str]:
-        """Why stages are busy, by slot; {} when all are idle. Causes are requests, an open update of the model, and a
-        stage that does not answer. A failed engine is idle. Raises STAGE_NOT_FOUND.
+        """Return the reason why each stage is busy, by slot; {} if all stages are idle.
+
+        Reasons are requests, an open update of the model, and a stage that does not answer. A failed engine is idle.
+        Raises STAGE_NOT_FOUND.
         """
         slots = _listed(slots)
         fleet = await self.status()
@@ -403,7 +412,7 @@ class AsyncAdmin:
         timeout_s: float = DRAIN_S,
         on_busy: Callable[[dict[str, str]], object] = lambda _: None,
     ) -> Fleet:
-        """Disable stages, and wait until they are idle; no request is aborted. Returns the fleet.
+        """Disable stages, and wait until all are idle; no request is aborted. Returns the fleet.
 
         ``on_busy`` is called with the result of every poll (:meth:`busy`). Raises DEADLINE_EXCEEDED for stages that are
         still busy; they stay disabled.
@@ -425,43 +434,44 @@ class AsyncAdmin:
         return await self.status()
 
     async def deregister(self, slot: str, *, boot_id: str = "", force: bool = False) -> None:
-        """Take a slot off the roster. A stage that still fills it registers again by itself.
+        """Remove a slot from the roster. A stage that still fills the slot registers again by itself.
 
-        ``boot_id``: only where this process fills it; ``force``: also where an open update counts on it.
+        ``boot_id``: remove only if this process fills the slot. ``force``: also if the slot is a target of an open
+        update.
         """
         request = coordinator_pb2.DeregisterStageRequest(slot=slot, boot_id=boot_id, force=force)
         await self.connection.call("DeregisterStage", request, READ_S)
 
     async def report_engine_failure(self, slot: str, failure: EngineFailure) -> None:
-        """Report why a slot is empty, as the launcher of its engine."""
+        """Report the failure that left a slot empty, as the launcher of the engine."""
         request = coordinator_pb2.ReportEngineFailureRequest(slot=slot, failure=failure)
         await self.connection.call("ReportEngineFailure", request, READ_S)
 
     async def admit(
         self, slots: Sequence[str], dismissed: Sequence[str] = (), *, validate_only: bool = False
     ) -> coordinator_pb2.AdmitSlotsResponse:
-        """Admit slots beside the topology of a fleet that `rlctl up` started, and dismiss other slots."""
+        """Admit slots beyond the topology of a fleet that `rlctl up` started, and dismiss other slots."""
         request = coordinator_pb2.AdmitSlotsRequest(slots=_listed(slots), dismissed=_listed(dismissed))
         request.header.validate_only = validate_only
         answer: coordinator_pb2.AdmitSlotsResponse = await self.connection.call("AdmitSlots", request, READ_S)
         return answer
 
     async def take_over(self, slots: Sequence[str], *, validate_only: bool = False) -> Fleet:
-        """Take charge of stages that obey another fleet's coordinator."""
+        """Take over stages that obey the coordinator of a different fleet."""
         request = coordinator_pb2.TakeOverStagesRequest(slots=_listed(slots))
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("TakeOverStages", request, READ_S)
         return fleet
 
     async def set_healing(self, model: str, *, by_hand: bool) -> Fleet:
-        """Have the coordinator heal a model's stages, or only when somebody asks; until it is started again."""
+        """Heal a model's stages automatically, or only on request (``by_hand``), until the coordinator restarts."""
         request = coordinator_pb2.SetHealingRequest(model=model, by_hand=by_hand)
         fleet: Fleet = await self.connection.call("SetHealing", request, READ_S)
         return fleet
 
 
 def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> PublishedVersion:
-    """The version to go back to. ``versions``: the latest first. Raises as :meth:`AsyncAdmin.rollback`."""
+    """Return the version for a rollback. ``versions``: latest first. Raises as :meth:`AsyncAdmin.rollback`."""
     label, mark, number = wanted.partition("#")
     earlier = [
         each
@@ -490,5 +500,5 @@ def _tags(tags: Sequence[str]) -> Any:
 
 
 def _listed(texts: Sequence[str]) -> Sequence[str]:
-    """A text is a sequence, too, of its characters: it is meant as the only one."""
+    """Return a sequence of texts. A single text is an entry, not a sequence of characters."""
     return [texts] if isinstance(texts, str) else texts

@@ -1,4 +1,4 @@
-"""One connection to a coordinator: calls with a deadline, retried where that is safe, failing with typed errors."""
+"""A connection to a coordinator: calls with a deadline, safe retries, and typed errors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome, Requ
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 REPLY_S = 5.0
-"""Waited longer than the operation's own timeout, so that its outcome, UNKNOWN included, comes from the coordinator."""
+"""Wait beyond the operation's own timeout: the outcome, UNKNOWN included, then comes from the coordinator."""
 
 RETRY_S = (0.1, 0.2, 0.5, 1.0)
 
 
 class Connection:
-    """Calls one coordinator, on one event loop. Once it is closed, everything raises CANCELLED."""
+    """Calls a coordinator, on a single event loop. After ``close``, calls raise CANCELLED."""
 
     def __init__(self, address: str, credentials: Credentials, tls: Tls | None = None, *, client: str = "sdk") -> None:
         """``client``: name of the calling program, for the records of the coordinator."""
@@ -39,7 +39,7 @@ class Connection:
         self._channel = LastingChannel(address, tls, Role.COORDINATOR, CoordinatorServiceStub)
 
     def on_behalf_of(self, credentials: Credentials) -> Connection:
-        """The same connection with another's credentials. Not to be closed by itself."""
+        """Return the same connection with different credentials. Do not close the returned object."""
         other = copy.copy(self)
         other.credentials = credentials
         return other
@@ -51,7 +51,7 @@ class Connection:
         return (*bearer(self.credentials), *self._stated, *traced)
 
     def check_loop(self) -> None:
-        """Raise ILLEGAL_STATE on another event loop than its own: what comes would wake nobody there."""
+        """Raise ILLEGAL_STATE on an event loop other than the connection's: an answer would wake no task there."""
         if asyncio.get_running_loop() is not self._loop:
             raise Reason.ILLEGAL_STATE.error(
                 "this client of a fleet belongs to another event loop",
@@ -59,7 +59,7 @@ class Connection:
             )
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the coordinator can be reached. Raises UNREACHABLE, TLS_FAILED."""
+        """Wait until the coordinator is reachable. Raises UNREACHABLE, TLS_FAILED."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._channel.ready()
@@ -69,9 +69,10 @@ class Connection:
             ) from None
 
     async def call(self, method: str, request: Message, timeout_s: float) -> Any:
-        """One RPC. A call that may not have got through is repeated under the same request_id until the time is up.
+        """Make an RPC. A call that may have been lost on the way is repeated until the time is up.
 
-        A request that has a header gets a request_id, made once, if it has none; reads may always be repeated.
+        Repeats have the same request_id. A request with a header but no request_id gets a request_id, once. Reads may
+        always be repeated.
         """
         self.check_loop()
         header: RequestHeader | None = getattr(request, "header", None)
@@ -100,7 +101,7 @@ class Connection:
             tries += 1
 
     def _silent(self, method: str, header: RequestHeader | None, timeout_s: float) -> RlctlError:
-        """The time was up, and it was not the coordinator that said so."""
+        """Return the error for a time-out that the coordinator itself did not report."""
         error = (
             f"the coordinator at {self.address} gave no answer to {method} in {timeout_s:g} s, nor {REPLY_S:g} s later"
         )
@@ -112,7 +113,7 @@ class Connection:
         return Reason.DEADLINE_EXCEEDED.error(error, next_step=next_step, outcome=OUTCOME_UNKNOWN)
 
     async def stream(self, method: str, request: Message) -> AsyncIterator[Any]:
-        """A server-streaming RPC."""
+        """Make a server-streaming RPC."""
         self.check_loop()
         call: Any = None
         try:
@@ -137,13 +138,14 @@ class Connection:
 
 
 def closed(outcome: Outcome.ValueType = OUTCOME_REJECTED) -> RlctlError:
-    """What is asked of a connection that was closed fails with."""
+    """Return the error of a call on a closed connection."""
     return Reason.CANCELLED.error("the connection to the fleet was closed", next_step="Connect anew.", outcome=outcome)
 
 
 def refuse_closed() -> None:
-    """Raise :func:`closed` where it was the connection's end that has cut a call off, and not its caller: gRPC tells
-    both by a CancelledError.
+    """Raise :func:`closed` if the end of the connection, not the caller, cut off the call.
+
+    gRPC reports both by a CancelledError.
     """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
@@ -151,5 +153,5 @@ def refuse_closed() -> None:
 
 
 def _repeatable(error: RlctlError) -> bool:
-    """Whether a call failed on the way: our own refusals have another outcome."""
+    """Return whether a call failed on the way. Refusals by rlctl have a different outcome."""
     return error.reason is Reason.UNREACHABLE and error.outcome == OUTCOME_UNKNOWN

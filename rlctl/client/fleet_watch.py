@@ -1,4 +1,4 @@
-"""The fleet as the coordinator reports it, watched for as long as requests need it."""
+"""The fleet as the coordinator reports it, watched while requests need the view."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Sta
 
 AGAIN_S = 0.02
 REFUSED_S = 1.0
-"""Before the next try when the coordinator does not let us watch."""
+"""Pause before the next try when the coordinator refuses the watch."""
 
 
 class FleetView:
-    """Stages and models. On one event loop."""
+    """Stages and models as last reported. Belongs to a single event loop."""
 
     def __init__(self, connection: Connection, request: WatchFleetRequest | None = None) -> None:
-        """``request``: what is watched; None: everything."""
+        """``request``: scope of the watch; None: the whole fleet."""
         self._connection = connection
         self._request = request or WatchFleetRequest()
         self._stages: dict[str, Stage] = {}
         self.stages: Sequence[Stage] = ()
-        """Every stage, in slot order; another sequence after each news."""
+        """Every stage, in slot order; a new sequence after each event."""
         self._models: dict[str, Model] | None = None
         self._changed = asyncio.Event()
         self.news = 0
-        """How often the coordinator has told something."""
+        """Number of events from the coordinator."""
         self.revision = 0
-        """Of the fleet, as the coordinator numbers its changes, at the last news."""
+        """Revision of the fleet at the last event, numbered by the coordinator."""
         self._refusal: Unauthenticated | Forbidden | None = None
         self._closed = False
         self._watching: asyncio.Task[None] | None = None
@@ -39,45 +39,46 @@ class FleetView:
 
     @property
     def models(self) -> list[Model]:
-        """Every model that is known, by name."""
+        """All known models, by name."""
         return [model for _, model in sorted((self._models or {}).items())]
 
     def model(self, name: str) -> Model | None:
-        """A model, if it is known."""
+        """Return a model, or None if the model is not known."""
         return (self._models or {}).get(name)
 
     @property
     def is_known(self) -> bool:
-        """Whether the coordinator has told of the fleet."""
+        """Whether the coordinator has reported the fleet."""
         return self._models is not None
 
     def lacks(self, model: str) -> bool:
-        """Whether the coordinator has told of its models, and this was not among them."""
+        """Return whether the coordinator has reported the models, but not this model."""
         return bool(model) and self._models is not None and model not in self._models
 
     def serves(self, model: str, adapter: str) -> bool:
-        """Whether the model ("": any) has the adapter, by the coordinator's last word."""
+        """Return whether the model ("": any) has the adapter, by the coordinator's last report."""
         ours = [known for known in self.models if model in ("", known.name)]
         return any(adapter == held.name for known in ours for held in known.adapters)
 
     def refuse_any(self, model: str) -> None:
-        """Raise FIELD_REQUIRED where no model is named and there are several: their weights are not the same."""
+        """Raise FIELD_REQUIRED if no model is named and the fleet has several models with different weights."""
         if not model and len(self._models or ()) > 1:
             there = ", ".join(known.name for known in self.models)
             raise Reason.FIELD_REQUIRED.error(f"which model? There are: {there}", field="model")
 
     async def changed(self) -> None:
-        """Wait for news. Raises ILLEGAL_STATE on another event loop than its connection's."""
+        """Wait for the next event. Raises ILLEGAL_STATE on an event loop other than the connection's."""
         self._connection.check_loop()
         self._watch_now()
         self._changed.clear()
         await self._changed.wait()
 
     def check(self) -> None:
-        """Raise TOKEN_MISSING or TOKEN_INVALID where there will be no news, as the coordinator does not let us watch;
-        CANCELLED once it is closed, ILLEGAL_STATE on another event loop than its connection's.
+        """Raise the error because of which no events will come.
 
-        One that has told of its fleet may do so again: its stages go on serving meanwhile.
+        TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING or PEER_NOT_ALLOWED if the coordinator refuses the watch, CANCELLED
+        after ``close``, ILLEGAL_STATE on an event loop other than the connection's. A coordinator that has already
+        reported the fleet may do so again: no error is raised, since the stages continue to serve.
         """
         self._connection.check_loop()
         if self._closed:
@@ -86,7 +87,7 @@ class FleetView:
             raise self._refusal
 
     async def known(self) -> None:
-        """Wait until the coordinator has told of the fleet for the first time. Raises as :meth:`check`."""
+        """Wait until the coordinator has reported the fleet for the first time. Raises as :meth:`check`."""
         self.check()
         self._watch_now()
         while self._models is None:
@@ -94,10 +95,9 @@ class FleetView:
             self.check()
 
     def on_loss(self, stage: Stage, call: Callable[[], object]) -> Callable[[], None]:
-        """Call it when the stage's process is gone as far as the coordinator can tell, until what this returns is
-        called.
+        """Call ``call`` when the coordinator reports the stage's process as gone. Returns a function that cancels this.
 
-        A connection to a machine that is gone says nothing for as long as a keepalive takes.
+        The connection to a failed machine itself is silent until the keepalive ends.
         """
         key = object()
         watched = self._on_loss.setdefault(stage.registration.slot, {})
@@ -109,7 +109,7 @@ class FleetView:
         return forget
 
     async def close(self) -> None:
-        """Stop watching; whoever waits for news is woken."""
+        """Stop watching and wake all waiters."""
         self._closed = True
         self._changed.set()
         if self._watching is not None:
@@ -130,7 +130,7 @@ class FleetView:
                 self._changed.set()
                 await asyncio.sleep(REFUSED_S)
             except RlctlError:
-                pass  # the coordinator is away: stages that hold their lease go on serving
+                pass  # the coordinator is unreachable: stages with a lease continue to serve
             await asyncio.sleep(AGAIN_S)
 
     def _take(self, event: FleetEvent) -> None:
@@ -139,7 +139,7 @@ class FleetView:
         if event.kind == FLEET_EVENT_KIND_SNAPSHOT:
             self._stages.clear()
             known = {}
-        # At once: other threads look at them.
+        # In a single assignment: other threads read the models.
         self._models = {**known, **{model.name: model for model in event.fleet.models}}
         for stage in event.fleet.stages:
             self._stages[stage.registration.slot] = stage
