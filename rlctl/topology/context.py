@@ -1,4 +1,4 @@
-"""What every part of the resolution goes by: flags, what holds for the fleet, the engines, and where problems go."""
+"""The inputs of a resolution: flags, settings of the fleet, engines, and the collected problems."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HOST = re.compile(r"[^\s/@\[\]]+")
 
 @dataclass(frozen=True)
 class Engines:
-    """What is known of the engines here.
+    """The engine plug-ins of this machine.
 
     Attributes:
         installed: names of the plug-ins.
-        known_options: (plug-in, settings) → what it takes; None: not known.
+        known_options: (plug-in, settings) → options; None: not known.
     """
 
     installed: Sequence[str]
@@ -32,13 +32,13 @@ class Engines:
 
 @dataclass(frozen=True)
 class Context:
-    """What one resolution goes by.
+    """The inputs of a resolution.
 
     Attributes:
-        flags: of the command line.
+        flags: flags of the command line.
         fleet: the file's section, or an empty one.
-        engines: what is known of them.
-        problems: where they go.
+        engines: engine plug-ins.
+        problems: collected problems.
         per_node: GPUs of a node.
     """
 
@@ -49,19 +49,19 @@ class Context:
     per_node: int
 
     def an_address(self, section: Section, key: str, address: str, *, flag: str = "") -> None:
-        """Have a problem with what is no HOST:PORT. ``flag``: that said so, in place of the key."""
+        """Report an address that is not HOST:PORT. ``flag``: source of the address, in place of the key."""
         if address and not is_address(address):
             brackets = "; a host of IPv6 stands in brackets" if address.count(":") > 1 else ""
             self.complain(section, key, f"{address!r} is not HOST:PORT{brackets}", flag=flag)
 
     def a_name(self, section: Section, key: str, name: str, *, flag: str = "") -> None:
-        """Have a problem with what cannot be part of a slot or a directory. ``flag``: that said so."""
+        """Report a name that is invalid in a slot or a directory. ``flag``: source of the name, in place of the key."""
         if name and not _NAME.fullmatch(name):
             must = "must be letters, digits, '.', '_' and '-', 63 at most"
             self.complain(section, key, f"{name!r} {must}", flag=flag)
 
     def complain(self, section: Section, key: str, message: str, *, warning: bool = False, flag: str = "") -> None:
-        """Have a problem with a key, or with the flag that said so in its place."""
+        """Report a problem with a key, or with the flag in place of the key."""
         line, path = section.at(key)
         if self.problems.source == COMMAND_LINE:
             flag = flag or STANDS_FOR.get(key, "")
@@ -72,7 +72,7 @@ class Context:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT, [HOST]:PORT for IPv6."""
+    """Return whether the text is HOST:PORT, [HOST]:PORT for IPv6."""
     host, _, port = text.rpartition(":")
     brackets = host.startswith("[") and host.endswith("]")
     known = is_host(host[1:-1]) if brackets else ":" not in host and is_host(host)
@@ -80,7 +80,7 @@ def is_address(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Whether it is a host: a name, or an address without brackets."""
+    """Return whether the text is a host: a name, or an address without brackets."""
     if ":" not in text:
         return bool(_HOST.fullmatch(text))
     try:
@@ -91,5 +91,5 @@ def is_host(text: str) -> bool:
 
 
 def whole(text: str) -> int:
-    """The whole number that a text is; -1: it is none, or larger than any that is asked for here."""
+    """Return the whole number in a text; -1 for any other text, and for 10 digits or more."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1

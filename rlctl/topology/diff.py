@@ -1,4 +1,4 @@
-"""What a plan changes in a fleet that runs."""
+"""The changes that a deployment plan makes in a running fleet."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ADD, REMOVE, RESTART, UNCHANGED = "add", "remove", "restart", "unchanged"
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one slot.
+    """The change of a slot.
 
     Attributes:
-        slot: its name.
+        slot: name of the slot.
         action: "add", "remove", "restart" or "unchanged".
-        fields: why it is restarted: what differs.
+        fields: reason of a restart: the fields that differ.
     """
 
     slot: str
@@ -26,7 +26,7 @@ class Change:
 
 
 def difference(wanted: Iterable[EngineSpec], running: Mapping[str, EngineSpec]) -> list[Change]:
-    """One change for each slot: those that are wanted in their order, then those that go."""
+    """Return a change for each slot: the slots of ``wanted`` in order, then the slots to remove."""
     changes = []
     slots = set()
     for spec in wanted:

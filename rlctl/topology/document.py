@@ -1,7 +1,7 @@
-"""YAML as a tree that knows its lines. Nothing is resolved that YAML 1.1 would turn into objects.
+"""YAML as a tree of values with lines. Tags that YAML 1.1 resolves to objects are refused.
 
-Duplicate keys are problems (PyYAML lets the last one win without a word). Aliases and merge keys work; a document that
-contains itself, is nested too deep, or grows without measure through aliases is refused.
+Duplicate keys are problems (PyYAML silently keeps the last). Aliases and merge keys work. A document that contains
+itself, is nested too deep, or grows beyond a limit through aliases is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True)
 class Node:
-    """A value and where it stands: the line of its key, or of the list item.
+    """A value with the line of its key, or of the list item.
 
     Attributes:
         value: a scalar, a list of nodes, or a dict of nodes.
@@ -40,7 +40,7 @@ class Node:
 
 
 def read(path: Path, problems: Problems) -> Node | None:
-    """The document in a file; None, and a problem, where there is none."""
+    """Return the document in a file; None, and a problem, for a file without a document."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -59,7 +59,7 @@ def read(path: Path, problems: Problems) -> Node | None:
 
 
 def parse(text: str, problems: Problems) -> Node | None:
-    """The document in a text; None, and a problem, where there is none."""
+    """Return the document in a text; None, and a problem, for a text without a document."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
@@ -80,7 +80,7 @@ def parse(text: str, problems: Problems) -> Node | None:
 
 
 def of(data: Any) -> Node:
-    """A document from Python values, without lines."""
+    """Return a document of Python values, without lines."""
     if isinstance(data, Mapping):
         return Node({str(key): of(value) for key, value in data.items()})
     if isinstance(data, Sequence) and not isinstance(data, str):
@@ -102,7 +102,7 @@ class _Reader:
         self._read += 1
         if self._read > MAX_NODES:
             raise _TooLarge
-        if depth > MAX_DEPTH:  # one that contains itself comes here too
+        if depth > MAX_DEPTH:  # also reached by a document that contains itself
             raise RecursionError
         match node:
             case yaml.MappingNode():
@@ -157,7 +157,7 @@ class _Reader:
             self._problems.add(line, path, f"{str(node.value)[:40]!r} is no {node.tag.rpartition(':')[2]}")
             return None
         if isinstance(value, str) and any(unicodedata.category(c) in ("Cc", "Cs") for c in value if c not in "\n\t"):
-            # No process takes them as an argument, and no terminal should.
+            # Processes do not accept such arguments, and terminals must not print such values.
             self._problems.add(line, path, f"{value[:40]!r} has characters that are none of a text")
             return None
         return value

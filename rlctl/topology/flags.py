@@ -1,4 +1,4 @@
-"""What the command line adds to a topology: slime's flags, and rlctl's own."""
+"""The flags of the command line for a topology: slime's flags, and rlctl's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ADDRESSES = "--rollout-external-engine-addrs"
 STANDS_FOR = {"name": "--model", "num_gpus": "--rollout-num-gpus", "external": ADDRESSES}
-"""Keys of the file that flags without one stand for, by the flag that was typed."""
+"""Keys of the file, each with the replacing flag for a fleet without a file."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Flags:
 
 
 def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:
-    """What slime refuses together: a file, --prefill-num-servers and --rollout-external each say what runs."""
+    """Report flags that slime refuses together: a file, --prefill-num-servers and --rollout-external are exclusive."""
     external = flags.external or bool(flags.external_addresses)
     reasons = {
         "--prefill-num-servers": (
@@ -104,7 +104,7 @@ def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:
 
 
 def document_of(flags: Flags, problems: Problems) -> Node:
-    """The file that flags without one stand for."""
+    """Return the document that the flags alone stand for."""
     from rlctl.topology import document  # loads yaml
 
     per_engine = flags.num_gpus_per_engine or 1

@@ -1,4 +1,4 @@
-"""One group of engines: its sizes, its stages, the servers that it attaches to."""
+"""A server group: sizes, pipeline stages, external servers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlctl.topology.schema import Section
 from rlctl.topology.settings import Settings
 
 BOOTSTRAP = "disaggregation_bootstrap_port"
-"""SGLang's argument, of its prefill servers."""
+"""SGLang's argument for prefill servers."""
 
 
 class Groups:
-    """Those of one file."""
+    """The server groups of a file."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -22,10 +22,10 @@ class Groups:
         self._per_node = context.per_node
         self.settings = Settings(context)
         self._attached: dict[str, int] = {}
-        """Lines of servers that run already, by their URLs."""
+        """Lines of external servers, by URL."""
 
     def group(self, group: Section, model: Section, engine: str) -> Group:
-        """The group, without what names its slots."""
+        """Return the group, with ``key`` as written in the file."""
         kind = group.get("worker_type", "")
         external = self._external(group, engine)
         self._context.a_name(group, "name", group.get("name", ""))
@@ -119,7 +119,7 @@ class Groups:
         return tuple(stages)
 
     def _pipeline(self, group: Section, per_engine: int, overrides: dict[str, str]) -> int:
-        """pp_size of the overrides; the tensor-parallel size is what is left of the engine's GPUs."""
+        """Return pp_size of the overrides; the tensor-parallel size is the rest of the engine's GPUs."""
         text = overrides.get("pp_size") or overrides.get("pipeline_parallel_size") or "1"
         size = whole(text)
         if size < 1 or per_engine % size:
@@ -128,7 +128,7 @@ class Groups:
         return size
 
     def _bootstrap(self, group: Section, servers: int, overrides: dict[str, str]) -> None:
-        """The port of the first prefill server of SGLang; each of the others has one of its own from there on."""
+        """Check the ports of SGLang's prefill servers: the first port, and a further port for each further server."""
         text = overrides.get(BOOTSTRAP, "")
         first = whole(text)
         if text and not 0 < first <= LAST_PORT:

@@ -17,7 +17,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def schema() -> dict[str, Any]:
-    """The schema of a topology file."""
+    """Return the JSON Schema of a topology file."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "rlctl topology",

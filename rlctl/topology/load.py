@@ -1,4 +1,4 @@
-"""A file and flags to a topology in one call: reads the file, refuses everything at once."""
+"""From a file and flags to a topology in one call: reads the file, and raises all errors together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlctl.topology.resolved import Topology
 
 @functools.cache
 def engines_here() -> Engines:
-    """What is installed here."""
+    """Return the installed engine plug-ins."""
     return Engines(installed_engines(), known_options)
 
 
 def load(path: Path | None, flags: Flags, engines: Engines | None = None) -> tuple[Topology | None, Problems]:
-    """(topology, problems): that of the file, or what the flags alone stand for. None: it is no document."""
-    # A name that is not UTF-8 could not be printed.
+    """Return (topology, problems) of the file, or of the flags alone. Topology: None if the file is no document."""
+    # A file name that is not UTF-8 cannot be printed.
     problems = Problems(os.fsencode(path).decode(errors="backslashreplace") if path is not None else COMMAND_LINE)
     root = document.read(path, problems) if path is not None else document_of(flags, problems)
     if root is None:
@@ -32,7 +32,7 @@ def load(path: Path | None, flags: Flags, engines: Engines | None = None) -> tup
 
 
 def loaded(path: Path | None, flags: Flags, engines: Engines | None = None) -> tuple[Topology, Problems]:
-    """The same, and every error raised as one TOPOLOGY_INVALID; what is left in the problems are warnings."""
+    """Load as :func:`load`, and raise all errors as one TOPOLOGY_INVALID. The returned problems are warnings."""
     topology, problems = load(path, flags, engines)
     problems.refuse()
     assert topology is not None

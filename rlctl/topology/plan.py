@@ -1,8 +1,8 @@
-"""What a topology starts: engines, ranks with coordinates, devices, offsets, command lines. Deterministic.
+"""The deployment plan of a topology: engines, ranks with coordinates, devices, offsets, command lines. Deterministic.
 
-Slots are named by model, group and number, so that a group that grows renames nobody. GPUs are given out in the order
-of the file, each engine's side by side, none over the end of a node unless the engine is larger than one. An engine
-that runs already, unchanged, keeps its GPUs whatever comes before it in the file.
+Slots are named by model, group and number, so that a growing group renames no slot. GPUs are assigned in the order of
+the file. The GPUs of an engine are adjacent and on the same node, unless the engine is larger than a node. An unchanged
+running engine keeps the same GPUs, at any place in the file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BOOTSTRAP_PORT = 8998
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank.
+    """A rank.
 
     Attributes:
         rank: 0-based.
         tp: tensor-parallel coordinate.
         pp: pipeline-parallel coordinate.
-        stage: pipeline stage that it belongs to, "main" where there is one.
-        node: number of its node.
-        gpu: its GPU there; on a CPU, the place that it would have.
+        stage: pipeline stage of the rank; "main" without pipeline stages.
+        node: number of the node.
+        gpu: GPU on the node; on a CPU, the number of the place.
     """
 
     rank: int
@@ -48,14 +48,15 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine.
+    """An engine.
 
     Attributes:
-        spec: what the launcher is told.
-        group: the group's name in slots, its worker type where it has none.
-        ranks: rank 0 first; empty for an external one, whose ranks are known once it is attached to.
-        rank_offset: of its rank 0 in a weight-update group of the model with one source; None: it gets no weights.
-        commands: command lines by process; addresses that are not known yet in angle brackets.
+        spec: specification for the launcher.
+        group: the group's name in slots, or the worker type of a group without a name.
+        ranks: rank 0 first; empty for an external engine, since ranks are known only after the attach.
+        rank_offset: group rank of the engine's rank 0 in a weight-update group with one source; None: the model
+            receives no weights.
+        commands: command lines by process, with unknown addresses in angle brackets.
     """
 
     spec: EngineSpec
@@ -66,7 +67,7 @@ class EnginePlan:
 
     @property
     def data(self) -> dict[str, Any]:
-        """For JSON."""
+        """The engine as values for JSON."""
         return {
             **self.spec.data,
             "group": self.group,
@@ -78,19 +79,19 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model.
+    """A model.
 
     Attributes:
-        name: unique.
-        model_path: its checkpoint.
-        update_weights: it receives weights.
-        engines: how many.
-        ranks: of all engines.
-        world_size: of a weight-update group with one source: its ranks and the source; 0 for a frozen one.
-        router_policy: how its gateway picks, or "".
-        gateway: its gateway's address, or "".
-        router: the program in front of that, or "".
-        router_listen: where it answers, or "".
+        name: unique name.
+        model_path: the checkpoint.
+        update_weights: whether the model receives weights.
+        engines: number of engines.
+        ranks: number of ranks of all engines.
+        world_size: size of a weight-update group with one source: the ranks and the source; 0 for a frozen model.
+        router_policy: policy of the gateway, or "".
+        gateway: address of the gateway, or "".
+        router: router in front of the gateway, or "".
+        router_listen: address of the router, or "".
     """
 
     name: str
@@ -107,14 +108,14 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is to run.
+    """The deployment plan of a topology.
 
     Attributes:
-        topology: what it was made from.
-        models: in the file's order.
-        engines: in the file's order.
-        reserved: places of placeholders, by what they would be called: (node, GPU) each.
-        placeholders: the same, for a launcher that finds the places itself.
+        topology: source of the plan.
+        models: models in the file's order.
+        engines: engines in the file's order.
+        reserved: places of placeholders as (node, GPU), by slot stem.
+        placeholders: the same reservations, for a launcher that finds the places itself.
     """
 
     topology: Topology
@@ -125,12 +126,12 @@ class Plan:
 
     @property
     def specs(self) -> list[EngineSpec]:
-        """What a launcher is to keep running."""
+        """Specifications of all engines, for the launcher."""
         return [engine.spec for engine in self.engines]
 
     @property
     def gateways(self) -> tuple[GatewaySpec, ...]:
-        """HTTP gateways, of models that have one."""
+        """HTTP gateways of the models with a gateway."""
         paired = {engine.spec.model for engine in self.engines if engine.spec.worker_type == "prefill"}
         return tuple(
             GatewaySpec(
@@ -149,26 +150,26 @@ class Plan:
 
     @property
     def model_of(self) -> Mapping[str, str]:
-        """Of which model a placeholder is, by what it would be called."""
+        """Model of each placeholder, by slot stem."""
         models = self.topology.models
         return {slot_stem(model, group): model.name for model in models for group in model.groups}
 
     @property
     def places(self) -> int:
-        """How many GPUs, of all nodes numbered through, it reaches over."""
+        """Number of GPUs up to the last GPU of the plan, counted over all nodes."""
         taken = [place for engine in self.engines for place in engine.spec.gpus]
         return max([*taken, *(place for free in self.placeholders for place in free.places)], default=-1) + 1
 
     @property
     def nodes(self) -> int:
-        """How many nodes it takes."""
+        """Number of nodes of the plan."""
         places = [rank.node for engine in self.engines for rank in engine.ranks]
         places += [node for cells in self.reserved.values() for node, _ in cells]
         return max(places, default=0) + 1
 
     @property
     def data(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as values for JSON."""
         topology = self.topology
         return {
             "name": topology.name,
@@ -192,10 +193,10 @@ def plan(
     kept_free: Sequence[Reservation] = (),
     bind: str = "",
 ) -> Plan:
-    """The plan.
+    """Return the deployment plan of a topology.
 
-    ``gpus``: of this machine, for device "auto"; ``running``: what runs, by slot; ``kept_free``: what placeholders
-    have; ``bind``: address on the interface.
+    ``gpus``: number of GPUs of this machine, for device "auto". ``running``: running engines by slot. ``kept_free``:
+    present reservations of placeholders. ``bind``: address on the interface.
     """
     places = _Places(topology.num_gpus_per_node)
     ports = _bootstrap_ports(topology, running or {})
@@ -213,7 +214,7 @@ def plan(
         present = (running or {}).get(spec.slot)
         if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
             kept[spec.slot] = present.gpus
-    # Whoever trains in a placeholder goes on there, whatever grows before it.
+    # A trainer in a placeholder keeps its GPUs when groups before the placeholder grow.
     sizes = {slot_stem(model, group): group.num_gpus for model in topology.models for group in model.groups
              if group.worker_type == "placeholder"}  # fmt: skip
     free = {
@@ -253,23 +254,23 @@ def plan(
 
 
 class _Places:
-    """GPUs of all nodes, numbered through; given out side by side."""
+    """GPUs of all nodes, numbered consecutively, and assigned in adjacent runs."""
 
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
         self._taken: set[int] = set()
         self._first = 0
-        """Everything before it is taken."""
+        """Every place before this number is taken."""
 
     def keep(self, places: tuple[int, ...]) -> bool:
-        """Hold places that are held already; False when somebody has one."""
+        """Take places that an engine or placeholder has already. Return False if a place is taken."""
         free = not self._taken.intersection(places)
         if free:
             self._taken.update(places)
         return free
 
     def take(self, count: int) -> tuple[int, ...]:
-        """The first ones that are free, side by side on one node, or whole nodes."""
+        """Take and return the first free run: adjacent places of a node, or whole nodes."""
         whole = count > self._per_node
         while self._first in self._taken:
             self._first += 1
@@ -287,14 +288,14 @@ class _Places:
             first = max(blocked) + 1
 
     def cell(self, place: int) -> tuple[int, int]:
-        """(node, GPU there)."""
+        """Return (node, GPU on the node)."""
         return divmod(place, self._per_node)
 
 
 def _bootstrap_ports(topology: Topology, running: Mapping[str, EngineSpec]) -> dict[str, int]:
-    """Of SGLang's prefill servers, by slot: those of one host, whatever their group, each have one.
+    """Return the bootstrap ports of SGLang's prefill servers, by slot. Ports are distinct across all groups of a host.
 
-    A server that runs keeps its own, the others take the first that are free: a group that grows moves nobody.
+    A running server keeps the port, and the rest take the first free ports, so that a growing group moves no server.
     """
     first = {
         f"{slot_stem(model, group)}-{index}": int(group.overrides.get(BOOTSTRAP, BOOTSTRAP_PORT))
@@ -325,7 +326,7 @@ def _bootstrap_ports(topology: Topology, running: Mapping[str, EngineSpec]) -> d
 def _spec(
     topology: Topology, model: Model, group: Group, index: int, gpus: int, bind: str, ports: Mapping[str, int]
 ) -> EngineSpec:
-    """One engine, without its places. ``ports``: for bootstrapping, by slot."""
+    """Return the specification of an engine, without GPUs. ``ports``: bootstrap ports by slot."""
     slot = f"{slot_stem(model, group)}-{index}"
     options = dict(group.overrides)
     match model.engine:
@@ -360,14 +361,14 @@ def _spec(
 
 
 def _nodes(topology: Topology, model: Model, group: Group) -> int:
-    """Over how many nodes its server is started; the local launcher has one."""
+    """Return the number of nodes that the engine server spans; the local launcher has a single node."""
     if topology.launcher != "ray" or group.external or not spans_nodes(model.engine):
         return 1
     return max(group.num_gpus_per_engine // topology.num_gpus_per_node, 1)
 
 
 def _disaggregation(group: Group, port: int) -> dict[str, str]:
-    """What SGLang is told of its part."""
+    """Return SGLang's arguments for the worker type."""
     match group.worker_type:
         case "prefill":
             return {"disaggregation_mode": "prefill", BOOTSTRAP: str(port)}

@@ -1,4 +1,4 @@
-"""What is wrong with a topology: collected, not raised one by one, each with its place."""
+"""The problems of a topology, collected with places and raised together."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from rlctl.contract.errors import Reason, RlctlError
 
 COMMAND_LINE = "command line"
-"""Source of what no file says."""
+"""Source of a problem that is in no file."""
 LONGEST = 400
-"""Characters of a key or a message."""
+"""Longest key or message, characters."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """An error or warning.
 
     Attributes:
         source: the file, or "command line".
-        line: 1-based; 0 where there is none.
+        line: 1-based; 0 without a line.
         key: path of the key, "sglang[0].server_groups[1].num_gpus"; a flag's name on the command line.
-        message: what is wrong and what was expected.
-        warning: it can be done all the same.
+        message: the defect and the expected value.
+        warning: the topology can be run all the same.
     """
 
     source: str
@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def data(self) -> dict[str, Any]:
-        """For JSON."""
+        """The problem as values for JSON."""
         return {
             "file": self.source,
             "line": self.line,
@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass
 class Problems:
-    """Those of one file, in the order of their lines.
+    """The problems of a file, without repeats.
 
     Attributes:
         source: the file.
@@ -67,7 +67,7 @@ class Problems:
     _seen: set[Problem] = field(default_factory=set)
 
     def add(self, line: int, key: str, message: str, *, warning: bool = False, source: str = "") -> None:
-        """One more; what is quoted in it at length is cut."""
+        """Add a problem, with a long key or message cut."""
         problem = Problem(source or self.source, line, _cut(key), _cut(message), warning)
         if problem not in self._seen:
             self._seen.add(problem)
@@ -75,15 +75,15 @@ class Problems:
 
     @property
     def errors(self) -> list[Problem]:
-        """What must not be."""
+        """Problems that are not warnings, by line."""
         return [problem for problem in self.in_order() if not problem.warning]
 
     def in_order(self) -> list[Problem]:
-        """Everything, by line."""
+        """Return all problems, by line."""
         return sorted(self.found, key=lambda problem: problem.line)
 
     def refuse(self) -> None:
-        """Raise TOPOLOGY_INVALID with every error, if there is one."""
+        """Raise TOPOLOGY_INVALID with every error, if the problems include errors."""
         if self.errors:
             raise invalid(self.errors)
 
@@ -93,7 +93,7 @@ def _cut(words: str) -> str:
 
 
 def invalid(errors: list[Problem]) -> RlctlError:
-    """The exception that tells all of them."""
+    """Return the exception with all errors."""
     count = f"{len(errors)} problem{'s' if len(errors) > 1 else ''}"
     source = errors[0].source if errors[0].source != COMMAND_LINE else f"the {COMMAND_LINE}"
     message = "\n  ".join([f"{count} in {source}", *map(str, errors)])
@@ -102,6 +102,6 @@ def invalid(errors: list[Problem]) -> RlctlError:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?", or "" when nothing is near."""
+    """Return "; did you mean 'x'?", or "" if no known word is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,8 +1,8 @@
-"""The cascade: group → model → fleet → flags, as slime resolves its file, and everything that must hold afterwards.
+"""The cascade: group → model → fleet → flags, as slime resolves its file, and all checks of the result.
 
-Where slime goes on in silence, this has a problem: duplicate names, regular engines beside prefill and decode ones,
-prefill without decode, GPUs that do not divide, arguments that the engine does not have. A second model that receives
-weights is no problem here: every model has a version and a lease of its own.
+Cases that slime accepts in silence are problems here: duplicate names, regular engines beside prefill and decode
+engines, prefill without decode, GPUs that do not divide, unknown arguments of the engine. A second model that receives
+weights is valid: every model has a version and an update lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SERVING = ("regular", "prefill", "decode", "encoder")
 
 
 def resolve(document: Node, flags: Flags, engines: Engines, problems: Problems, *, file: bool) -> Topology:
-    """The topology of a document, of which only that counts which is right; the rest is in ``problems``."""
+    """Return the topology of a document. Invalid parts are left out and reported in ``problems``."""
     exclusions(flags, problems, file=file)
     return _Resolver(document, flags, engines, problems).topology()
 
@@ -42,7 +42,7 @@ class _Resolver:
         self._context = Context(flags, fleet, engines, problems, per_node)
         self._groups = Groups(self._context)
         self._listening: dict[str, tuple[str, int]] = {}
-        """(key, line) of whoever is to listen at an address."""
+        """(key, line) of the listener at each address."""
         self._problems = problems
         self._complain = self._context.complain
 
@@ -93,7 +93,6 @@ class _Resolver:
         )
 
     def _addresses(self, fleet: Section, ray: Section) -> None:
-        """Those of the whole fleet."""
         flags = self._context.flags
         listen, said = flags.listen or fleet.get("listen", ""), "--listen" if flags.listen else ""
         if not listen.removeprefix("unix:") or not listen.startswith("unix:"):
@@ -109,7 +108,7 @@ class _Resolver:
             self._complain(fleet, "gateways", f"{host!r} is no host", flag=said)
 
     def _listens(self, section: Section, key: str, address: str, *, flag: str = "") -> None:
-        """Have a problem with an address that something else of the fleet listens at."""
+        """Report an address of a different listener of the fleet."""
         if not address or address.endswith(":0"):
             return
         line, path = section.at(key)
@@ -119,7 +118,7 @@ class _Resolver:
             self._complain(section, key, f"{address} is where {other}{at} listens already")
 
     def _given_group(self, ray: Section, launcher: str) -> None:
-        """A placement group that somebody else has made."""
+        """Check the settings of an existing placement group."""
         flags = self._context.flags
         given = {
             "--placement-group": flags.placement_group,
@@ -224,7 +223,7 @@ class _Resolver:
         return f"[{host}]:0" if ":" in host else f"{host}:0" if host else ""
 
     def _router(self, model: Section, gateway: str) -> Section:
-        """The model's, or the fleet's where the model has a gateway."""
+        """Return the model's router, or the fleet's router if the model has a gateway."""
         own: Section | None = model.get("router")
         if own is not None and not gateway:
             self._complain(model, "router", "it stands in front of a gateway, and the model has none")
@@ -244,7 +243,7 @@ class _Resolver:
         return self._context.flags.engine or str(self._context.fleet.get("engine", default))
 
     def _path(self, model: Section) -> str:
-        """Group's overrides.model_path → the model's → hf_checkpoint; one for all groups."""
+        """Return the checkpoint of all groups: overrides.model_path, else the model's, else hf_checkpoint."""
         own: str = model.get("model_path", "") or self._checkpoint
         named: dict[str, tuple[int, str]] = {}
         for group in model.get("server_groups", ()):
@@ -268,7 +267,7 @@ class _Resolver:
         return path
 
     def _types(self, model: Section, groups: Sequence[Group]) -> None:
-        """Regular, or prefill with decode."""
+        """Check the worker types: regular, or prefill with decode."""
         lines = {group.worker_type: group for group in reversed(groups)}
         disaggregated = [lines[kind] for kind in ("prefill", "decode") if kind in lines]
         if "regular" in lines and disaggregated:
@@ -292,7 +291,7 @@ class _Resolver:
             )  # fmt: skip
 
     def _keys(self, groups: list[Group]) -> list[Group]:
-        """Groups with what names their slots: given, or the worker type with a number from the second on."""
+        """Return the groups with names in slots: the given name, or the worker type, numbered from the second."""
         seen: Counter[str] = Counter()
         named: list[Group] = []
         taken: set[str] = set()
@@ -310,7 +309,7 @@ class _Resolver:
         return named
 
     def _distinct_slots(self, models: Sequence[Model]) -> None:
-        """Model "a" with a group "b" has the slots of a model "a-b"."""
+        """Report models with equal slots: model "a" with group "b" has the slots of a model "a-b"."""
         taken: dict[str, Model] = {}
         for model in models:
             for group in model.groups:
@@ -321,7 +320,7 @@ class _Resolver:
                         group.line, group.path, f"its slots {stem}-0, ... are those of model {other.name!r}"
                     )
 
-    # The whole.
+    # The fleet.
 
     def _total(self, models: Sequence[Model]) -> int:
         total = sum(group.num_gpus for model in models for group in model.groups)
@@ -351,5 +350,5 @@ class _Resolver:
 
 
 def slot_stem(model: Model, group: Group) -> str:
-    """What the slots of a group begin with, before "-0"."""
+    """Return the start of the slots of a group, before "-0"."""
     return f"{model.name}-{group.key}" if group.key else model.name

@@ -1,4 +1,4 @@
-"""A topology whose every question is answered: what the file said, what the flags said, what follows."""
+"""A resolved topology: the values of file and flags, with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class Group:
     """A server group.
 
     Attributes:
-        key: what names it in slots; "" for the first regular one.
+        key: name of the group in slots; "" for the first regular group.
         worker_type: regular, prefill, decode, encoder or placeholder.
-        num_gpus: all its engines together; 0 for external ones, whose GPUs are others' business.
-        num_gpus_per_engine: GPUs of each.
-        pp_size: pipeline-parallel size of each.
-        overrides: arguments of its engine after the whole cascade, by name, as text.
+        num_gpus: GPUs of all engines; 0 for external engines, whose GPUs rlctl does not assign.
+        num_gpus_per_engine: GPUs of each engine.
+        pp_size: pipeline-parallel size of each engine.
+        overrides: arguments of the engines after the whole cascade, by name, as text.
         device: "auto", "cpu" or "cuda".
-        environment: variables of its processes.
+        environment: environment variables of the processes.
         cpus_per_rank: cores that each rank is bound to; 0: not bound.
-        external: URLs of servers that run already.
+        external: URLs of servers to attach to.
         stages: (name, GPUs) of each pipeline stage.
-        line: where it stands.
-        path: its key.
+        line: line in the file.
+        path: path of its key.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def engines(self) -> int:
-        """How many engines it has."""
+        """Number of engines."""
         if self.worker_type == "placeholder":
             return 0
         return len(self.external) or self.num_gpus // self.num_gpus_per_engine
@@ -50,23 +50,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its groups.
+    """A model with server groups.
 
     Attributes:
-        name: unique.
-        model_path: its checkpoint.
-        update_weights: it receives weights.
-        engine: plug-in.
+        name: unique name.
+        model_path: the checkpoint.
+        update_weights: whether the model receives weights.
+        engine: name of the plug-in.
         dtype: dtype to hold the weights in, or "auto".
-        weight_version: label of its first version, or "".
-        router_policy: how its gateway picks, or "".
-        gateway: address of its gateway, or "".
-        heals_itself: its engines are brought to the published version without being asked.
-        router: program in front of the gateway, or "".
-        router_listen: where that answers, or "".
-        groups: in the file's order.
-        line: where it stands.
-        path: its key.
+        weight_version: label of the first version, or "".
+        router_policy: policy of the gateway, or "".
+        gateway: address of the gateway, or "".
+        heals_itself: whether the engines are healed automatically.
+        router: router in front of the gateway, or "".
+        router_listen: address of the router, or "".
+        groups: groups in the file's order.
+        line: line in the file.
+        path: path of its key.
     """
 
     name: str
@@ -87,36 +87,36 @@ class Model:
 
 @dataclass(frozen=True)
 class Topology:
-    """Everything that one file, or one command line, describes.
+    """The fleet described by a file or a command line.
 
     Attributes:
         source: the file, or "command line".
-        name: of the fleet on this machine.
+        name: name of the fleet on this machine.
         launcher: "local" or "ray".
         cluster: address of the Ray cluster, or "".
-        placement_group: name or id of the one there that engines go into, or "".
-        bundles: those of it that may be used; (): all.
-        bundle_share: how much of its bundle a rank takes.
-        listen: where the coordinator listens; "" where nothing says so.
-        num_gpus: of all groups, placeholders included.
-        num_gpus_per_node: of a node.
+        placement_group: name or id of an existing placement group for the engines, or "".
+        bundles: usable bundles of the placement group; (): all.
+        bundle_share: share of a bundle that a rank takes.
+        listen: address of the coordinator; "" if not set.
+        num_gpus: GPUs of all groups, placeholders included.
+        num_gpus_per_node: GPUs of a node.
         token_file: file with the bearer token, or "".
-        insecure: bind wide without one; None where nothing says so.
+        insecure: bind addresses that other hosts can reach, without a token; None if not set.
         tls: directory of the certificates, or "".
         interface: interface or network that the engines' servers bind to, or "".
-        advertise: host under which others reach this one, or "".
-        metrics: its processes serve metrics.
-        web: where the coordinator serves its page, or "".
-        restart: engines that end by themselves are started again.
-        backoff_s: before the first attempt, seconds.
-        restarts: after failures of an engine, until it is left; 0: no limit.
-        restarts_within_s: the time in which they count, seconds.
+        advertise: host name of this machine for other hosts, or "".
+        metrics: whether the processes serve metrics.
+        web: address of the coordinator's page, or "".
+        restart: whether engines that end by themselves are started again.
+        backoff_s: time before the first restart, seconds.
+        restarts: restart limit of an engine; 0: no limit.
+        restarts_within_s: time in which restarts count, seconds.
         heal_timeout_s: longest time until a new engine is routable, seconds.
         load_timeout_s: longest time for an engine to load, seconds.
-        owner_grace_s: how long the owner of an update may be silent after a write has failed, seconds.
-        heal_grace_s: how long a DIRTY engine is left to the next update, seconds.
+        owner_grace_s: longest silence of an update's owner after a failed write, seconds.
+        heal_grace_s: wait before a DIRTY engine is healed, seconds.
         drain_timeout_s: longest time for requests to end, seconds.
-        models: in the file's order.
+        models: models in the file's order.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Every key of a topology file: one table. The reader, the JSON Schema and the reference page are made from it."""
+"""The keys of a topology file, as a table: the source of the reader, the JSON Schema and the reference page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEALING = ("automatic", "by_hand")
 ROUTERS = ("sglang-router",)
 
 MOST = 16384
-"""Largest whole number: a fleet of more GPUs is a slip of the pen."""
+"""Largest whole number: a larger fleet is a typing error."""
 
 _WORDS = {
     "string": "a text",
@@ -35,19 +35,19 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section.
+    """A key of a section.
 
     Attributes:
-        name: as it is written.
+        name: name in the file.
         kind: "string", "integer", "number", "boolean", "strings", "integers", "settings" (free names), "section" or
             "list".
-        meaning: a sentence.
-        default: what holds without it, in words; "" for nothing.
-        required: it must be there.
+        meaning: meaning, in a sentence.
+        default: default in words; "" for no default.
+        required: whether the key must be present.
         choices: values that a string may have.
         least: smallest number.
         of: keys of the section, or of each item of the list.
-        alias: older name that is read as this one.
+        alias: older name of the key.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What its value must be, in words."""
+        """The valid values, in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         words = _WORDS[self.kind]
@@ -176,14 +176,14 @@ FILE = (
 
 @dataclass(frozen=True)
 class Section:
-    """What was read of a section: values of the right kind only, lines and paths of all keys.
+    """A section as read: valid values only, but lines and paths of all keys.
 
     Attributes:
-        path: where it stands.
-        line: its line.
-        values: by the names of the table.
-        lines: line of each key that was given.
-        written: each key as it was written.
+        path: path of the section.
+        line: line of the section.
+        values: values by the names of the table.
+        lines: line of each present key.
+        written: name of each key as written in the file.
     """
 
     path: str
@@ -193,17 +193,17 @@ class Section:
     written: dict[str, str] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value."""
+        """Return a value."""
         return self.values.get(name, default)
 
     def at(self, name: str) -> tuple[int, str]:
-        """(line, path) to complain about a key."""
+        """Return (line, path) of a key for a problem."""
         written = self.written.get(name, name)
         return self.lines.get(name, self.line), f"{self.path}.{written}".removeprefix(".")
 
 
 def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Section:
-    """A section by its table. Whatever is wrong goes to ``problems``, and its key is left out."""
+    """Read a section by the table. An invalid key is reported to ``problems`` and left out."""
     section = Section(path, node.line)
     if not isinstance(node.value, dict):
         problems.add(node.line, path, f"it must be {_WORDS['section']}, not {_shown(node)}")
@@ -220,7 +220,7 @@ def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Se
             problems.add(value.line, below, f"it is the same key as {section.written[key.name]!r}")
             continue
         if value.value is None and not key.required:
-            continue  # `key:` with nothing behind it says nothing
+            continue  # `key:` without a value is as if absent
         section.lines[key.name] = value.line
         section.written[key.name] = name
         found = _value(key, value, below, problems)
@@ -233,7 +233,7 @@ def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Se
 
 
 def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
-    """A value of the key's kind, or None after a problem."""
+    """Return a value of the key's kind, or None after a problem."""
     value = node.value
     match key.kind:
         case "section":
@@ -269,7 +269,7 @@ def _whole(key: Key, value: object) -> bool:
 
 
 def _settings(given: dict[str, Node], path: str, problems: Problems) -> dict[str, Node]:
-    """Free settings: scalars, lists or mappings, checked by whoever knows the names."""
+    """Return free settings: scalars, lists or mappings. The owner of the names checks the values."""
     del path, problems
     return dict(given)
 

@@ -1,4 +1,4 @@
-"""Arguments and environment variables of engines: the cascade of each, checked against what the engine takes."""
+"""Arguments and environment variables of engines: the cascade of each, checked against the engine's options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from rlctl.topology.schema import Section
 
 
 class Settings:
-    """Those of one file."""
+    """The engine settings of a file."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._problems = context.problems
 
     def overrides(self, group: Section, model: Section, engine: str, external: Sequence[str]) -> dict[str, str]:
-        """--sglang-* and --option → the model's → the group's. None takes a lower one away, as false does a switch."""
+        """Return the arguments of an engine: --sglang-* and --option, then the model's, then the group's.
+
+        null removes a lower argument; so does false, which turns off a switch.
+        """
         found: dict[str, str | None] = {}
         base = {**(self._context.flags.sglang if engine == "sglang" else {}), **self._context.flags.options}
         places: dict[str, tuple[int, str, str]] = {}
@@ -30,7 +33,7 @@ class Settings:
             places[plain] = (0, flag, COMMAND_LINE)
         for section in (model, group):
             for name, (written, node) in self.named(section).items():
-                if name == "model_path":  # of the cascade of paths
+                if name == "model_path":  # resolved with the checkpoint paths
                     if section is model:
                         key = f"{section.path}.overrides.{written}"
                         self._problems.add(node.line, key, "write model_path in the model")
@@ -61,7 +64,7 @@ class Settings:
                 self._problems.add(line, key, f"{known.origin} has no argument {name!r}{near}", source=source)
 
     def environment(self, section: Section) -> dict[str, str]:
-        """Variables of a model or a group."""
+        """Return the environment variables of a model or a group."""
         found = {}
         for name, node in section.get("environment", {}).items():
             if isinstance(node.value, dict | list) or node.value is None or not name or "=" in name:
@@ -79,7 +82,7 @@ class Settings:
         return found
 
     def named(self, section: Section) -> dict[str, tuple[str, Node]]:
-        """Overrides: (as it is written, value) by name with underscores for dashes. One in both spellings is a
+        """Return (name as written, value) of overrides, by name with underscores. Two spellings of a name are a
         problem.
         """
         found: dict[str, tuple[str, Node]] = {}
@@ -94,7 +97,7 @@ class Settings:
 
 
 def _text(node: Node) -> str:
-    """A setting as engines take it: true, 0.85, a text; lists and mappings as JSON."""
+    """Return a setting as text for the engine: true, 0.85, a text; lists and mappings as JSON."""
     match node.value:
         case bool():
             return "true" if node.value else "false"

@@ -1,5 +1,7 @@
-"""What a topology may say and cannot be run, each with the reason: by this version (an error of ``validate`` and of
-``up``, told by ``plan``), or on this machine (refused by ``up``, told by ``plan``).
+"""Valid topologies that cannot be run, each with the reason.
+
+Reasons of this version are errors of ``validate`` and ``up``. Reasons of this machine are refused by ``up``. ``plan``
+shows both.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ POLICIES = {
     "": ("consistent_hashing", "round_robin"),
     "sglang-router": ("cache_aware", "manual", "power_of_two", "random", "round_robin"),
 }
-"""Of slime's names, those that a model's router has; "": that ``rlctl gateway`` has."""
+"""Policies of slime's names that a model's router offers; "": policies of ``rlctl gateway``."""
 
 
 def unsupported(topology: Topology) -> list[Problem]:
-    """What cannot be run, whatever the machine."""
+    """Return the problems that no machine can run."""
     found = []
     for model in topology.models:
         policies = POLICIES[model.router]
@@ -38,9 +40,9 @@ def unsupported(topology: Topology) -> list[Problem]:
 
 
 def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROUTERS) -> list[Problem]:
-    """What this machine lacks for it: routers, checkpoints, GPUs, cores. What a cluster lacks is found out there.
+    """Return the routers, checkpoints, GPUs and cores that this machine lacks. A cluster's lack shows at the start.
 
-    ``routers``: programs that are installed.
+    ``routers``: installed router programs.
     """
     topology = plan.topology
     found = [
