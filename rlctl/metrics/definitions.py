@@ -15,7 +15,7 @@ QUICK = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 """Buckets for a commit, a remote call or the lag of an event loop, in seconds."""
 
 CALL = (*QUICK, 30.0, 60.0, 300.0, 1800.0)
-"""Buckets for what may be a quick answer or a long operation, in seconds."""
+"""Buckets for a call that is quick or waits for a long operation, in seconds."""
 
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1800.0)
 """Buckets for an operation, a phase or a request, in seconds."""
@@ -23,14 +23,14 @@ LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """A metric.
 
     Attributes:
         name: stable name; counters end in ``_total``.
         kind: type of Prometheus.
-        help: meaning, in one sentence.
-        processes: kinds of process that have it.
-        labels: names of its labels.
+        help: meaning, in a sentence.
+        processes: kinds of process with this metric.
+        labels: names of the labels.
         buckets: upper bounds of a histogram's buckets.
         read: the value is read at each scrape; otherwise events change it.
     """
@@ -45,7 +45,6 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names of its time series."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
         return (self.name,)
@@ -229,16 +228,15 @@ INFLIGHT_BYTES = _gauge("rlctl_gateway_inflight_bytes", "Bytes of their requests
 WAITING = _gauge("rlctl_gateway_waiting", "The part of them that waits for a stage.", GATEWAY)
 
 METRICS: Sequence[Metric] = tuple(value for value in globals().values() if isinstance(value, Metric))
-"""All of them, in the order of this file."""
+"""All metrics, in the order of this file."""
 
 
 def of(process: str) -> list[Metric]:
-    """The metrics of a kind of process."""
     return [metric for metric in METRICS if process in metric.processes]
 
 
 def refuse_without_library() -> None:
-    """Raise UNSUPPORTED where prometheus_client is not installed."""
+    """Raise UNSUPPORTED if prometheus_client is not installed."""
     if importlib.util.find_spec("prometheus_client") is None:
         raise Reason.UNSUPPORTED.error(
             "metrics need prometheus_client, which is not installed here",

@@ -1,6 +1,6 @@
-"""The values of one process and the HTTP server that Prometheus reads them from.
+"""The metrics of a process and the HTTP server for Prometheus.
 
-The server has a thread of its own, and one for each connection. What belongs to an event loop is read on that loop.
+The server has a thread, and a thread for each connection. State of an event loop is read on that loop.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from rlctl.runtime.addresses import join, split
 
 log = logging.getLogger(__name__)
 
-# They would be a further series for each counter and histogram, with the time of its first use.
+# Created metrics add a series to each counter and histogram, with the time of the first use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 READ_S = 5.0
 """Longest wait for an event loop at a scrape. Prometheus itself waits for 10 s by default."""
 
 FRESH_S = 1.0
-"""Age up to which a read state is served again: many scrapes are one read for the event loop."""
+"""Age up to which a read state is served again: many scrapes cost the event loop a single read."""
 
 MOST_CONNECTIONS = 16
-"""Connections at a time. Further ones are closed at once."""
+"""Connections at a time. Further connections are closed at once."""
 
 LOOK_S = 0.5
 """Time between two measurements of the lag of an event loop."""
 
 Sample = tuple[Metric, tuple[str, ...], float]
-"""A metric, the values of its labels, its value."""
+"""A metric, the values of the labels, the value."""
 
 
 class Handler(WSGIRequestHandler):
-    """Handles one connection, without a log."""
+    """Handles a connection, without a log."""
 
     timeout = 10.0
     """Longest wait for a part of the request, seconds."""
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log nothing."""
+        """Write no log."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, and a limit of their number."""
+    """A server with a thread for each connection, and a limit of connections."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -73,7 +73,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(make_wsgi_app(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread, or close the connection where there are too many."""
+        """Start a thread, or close the connection beyond the limit."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -84,22 +84,21 @@ class _Server(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle the connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Log it: a client that is late or has gone is no defect."""
+        """Log the error at level debug: a slow or disconnected client is no defect."""
         log.debug("a connection for metrics has failed", exc_info=True)
 
 
 class Exposition(Collector):
-    """The metrics of one process, made on its event loop."""
+    """The metrics of a process, made on the process's event loop."""
 
     def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Sample]]) -> None:
-        """``read`` gives the present values of the metrics that are read. It is called on this loop."""
+        """``read`` returns the present values of the metrics that are read; called on this loop."""
         self._loop = asyncio.get_running_loop()
         self._metrics = metrics
         self._read = read
@@ -139,7 +138,7 @@ class Exposition(Collector):
         (histogram.labels(*labels) if labels else histogram).observe(value)
 
     async def start(self, listen: str) -> str:
-        """Serve at ``host:port`` (port 0: any); returns the bound address. Raises FIELD_INVALID."""
+        """Serve at ``host:port`` (port 0: any) and return the bound address. Raises FIELD_INVALID."""
         host, port = split(listen, "metrics")
         try:
             server = await asyncio.to_thread(_Server, host, port, self._registry)
@@ -161,7 +160,6 @@ class Exposition(Collector):
         self._watched[loop] = loop.call_at(loop.time() + LOOK_S, look, loop.time() + LOOK_S)
 
     async def stop(self) -> None:
-        """End the server and the measurements."""
         for loop, timer in self._watched.items():
             loop.call_soon_threadsafe(timer.cancel)
         if self._server is not None:
@@ -169,18 +167,18 @@ class Exposition(Collector):
             self._server.server_close()
 
     def describe(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-        """The metrics that are read, without values: registering asks before the loop can be read."""
+        """Return the read metrics without values: the registration calls this before the loop can be read."""
         return self._families().values()
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """The metrics that are read, in the server's thread."""
+        """Yield the read metrics; runs in the server's thread."""
         families = self._families()
         for metric, labels, value in self._state():
             families[metric].add_metric(labels, value)
         yield from families.values()
 
     def _state(self) -> Sequence[Sample]:
-        """The state of this process, at most :data:`FRESH_S` old. Empty where the event loop does not answer."""
+        """Return the state of this process, at most :data:`FRESH_S` old. Empty if the event loop does not answer."""
         with self._reading:
             if time.monotonic() - self._read_at < FRESH_S:
                 return self._recent
