@@ -10,21 +10,21 @@ TRACEPARENT = "traceparent"
 """Name of the HTTP header and of the gRPC metadata."""
 
 VARIABLE = "TRACEPARENT"
-"""Environment variable with the trace context of a program, which `rlctl` passes on."""
+"""Environment variable with the trace context of a program; `rlctl` passes the context on."""
 
 _FORMAT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 received: ContextVar[str] = ContextVar("received", default="")
-"""traceparent that the running task passes on with its calls. "": none."""
+"""traceparent that the running task passes on with calls. "": no traceparent."""
 
 
 def valid(header: object) -> str:
-    """The header if it has the format of W3C Trace Context; "" otherwise."""
+    """Return a header in the format of W3C Trace Context; "" otherwise."""
     return header if isinstance(header, str) and _FORMAT.fullmatch(header) else ""
 
 
 def current() -> str:
-    """traceparent for a call of the running task: of its present span, else of its own caller."""
+    """Return the traceparent for a call of the running task: of the present span, else of the task's caller."""
     api = sys.modules.get("opentelemetry.trace")
     if api is not None:
         span = api.get_current_span().get_span_context()
@@ -34,5 +34,4 @@ def current() -> str:
 
 
 def header_of(trace_id: int, span_id: int, flags: int) -> str:
-    """The header of a span."""
     return f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"

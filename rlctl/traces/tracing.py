@@ -25,9 +25,9 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 def tracer(service: str) -> Tracer | None:
-    """The tracer for a process of this service name; None where it makes no traces.
+    """Return the tracer of a process with this service name; None if the process makes no traces.
 
-    A program that has configured OpenTelemetry itself keeps its configuration.
+    A program that has configured OpenTelemetry itself keeps this configuration.
     """
     loaded = "opentelemetry.trace" in sys.modules
     if not loaded and not _configured(os.environ):
@@ -38,7 +38,7 @@ def tracer(service: str) -> Tracer | None:
         _warn("opentelemetry-sdk is not installed here; pip install 'rlctl[otel]'")
         return None
     provider: trace.TracerProvider | None = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider):  # the program has configured none
+    if isinstance(provider, trace.ProxyTracerProvider):  # the program has configured no provider
         provider = own_provider(service) if _configured(os.environ) else None
     return None if provider is None else provider.get_tracer("rlctl", __version__)
 
@@ -50,7 +50,7 @@ def _configured(environment: Mapping[str, str]) -> bool:
 
 @functools.cache
 def own_provider(service: str) -> TracerProvider | None:
-    """The provider of rlctl, which no other library uses. Its spans are exported when the process ends, too."""
+    """Return rlctl's own provider, used by no other library. The exit of the process exports the remaining spans."""
     try:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -79,7 +79,7 @@ def own_provider(service: str) -> TracerProvider | None:
 
 
 def _of_protocol(name: str) -> str:
-    """The entry point of an exporter: of ``otlp`` that of its protocol, gRPC by default."""
+    """Return the entry point of an exporter; for ``otlp`` the exporter of the protocol, gRPC by default."""
     if name != "otlp":
         return name
     protocol = next((os.environ[each] for each in _PROTOCOLS if os.environ.get(each)), "grpc")
@@ -92,7 +92,7 @@ def _warn(why: str) -> None:
 
 
 def parent(traceparent: str) -> Context:
-    """The context of a span with this parent; "": without one."""
+    """Return a context with this parent span; "": without a parent."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract({TRACEPARENT: traceparent} if traceparent else {})
