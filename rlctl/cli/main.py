@@ -1,4 +1,4 @@
-"""The root command: finds subcommands by their words and imports a module only when its command is used.
+"""The root command: finds subcommands by words and imports a module only for its command.
 
 Commands are the entries of ``COMMANDS`` and the rows of the verb table.
 """
@@ -84,8 +84,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("rlctl.cli.commands.gateway", "Run HTTP dialects in front of a fleet."),
     "sidecar vllm": ("rlctl.cli.commands.sidecar", "Run SGLang's HTTP interface in front of a vLLM."),
 }
-"""Words of a command → (module that has it, one line of help). It is the module's attribute of that name, with
-underscores: ``get stages`` is ``get_stages``."""
+"""Words of a command → (its module, one line of help). The command is the module's attribute of that name, with
+underscores: ``get stages`` is ``get_stages``.
+"""
 
 _SECTIONS = {
     **dict.fromkeys(("generate", "demo"), GENERATION),
@@ -100,10 +101,10 @@ class Entry:
     """A command that can be loaded.
 
     Attributes:
-        words: what is typed after ``rlctl``.
-        section: where the root's help lists it.
-        help: one line.
-        load: imports or builds it.
+        words: words after ``rlctl``.
+        section: section of the root's help.
+        help: line of help.
+        load: imports or builds the command.
     """
 
     words: str
@@ -113,7 +114,7 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """Every command by its words, read anew from ``COMMANDS`` and the verb table."""
+    """Return every command by words, read anew from ``COMMANDS`` and the verb table."""
     from rlctl.contract import verbs
 
     found = {verb.cli: _verb_entry(verb) for verb in verbs.VERBS.values() if verb.cli and verb.fleet}
@@ -137,19 +138,19 @@ def _verb_entry(verb: Any) -> Entry:
 
 
 class Words(click.Group):
-    """The commands whose words begin so; a further word that several share is a group."""
+    """The commands whose words begin with a prefix. A further word shared by several commands is a group."""
 
     def __init__(self, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
         self.prefix = prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Next words, in the order of the entries."""
+        """Return the next words, in the order of the entries."""
         del ctx
         return list(self._below())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load the one that is used."""
+        """Load the used command, or return the group of a shared word."""
         del ctx
         below = self._below().get(cmd_name)
         if below is None:
@@ -163,7 +164,7 @@ class Words(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, which knows no words to suggest: commands are found when they are used."""
+        """Resolve a command, and suggest similar commands for an unknown word. click itself has no list of commands."""
         word = args[0]
         if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
             near = [f"{self.prefix}{other}" for other in difflib.get_close_matches(word, self._below())]
@@ -174,7 +175,7 @@ class Words(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Those of the root in full; of a group the global ones by name, below its commands."""
+        """Write the options of the root in full; of a group the commands, then the names of the global options."""
         if not self.prefix:
             super().format_options(ctx, formatter)
             return
@@ -182,7 +183,7 @@ class Words(click.Group):
         write_options(self, ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Words with their one line, by section."""
+        """Write each word with a line of help, by section."""
         del ctx
         sections: dict[str, list[tuple[str, str]]] = {}
         for word, below in self._below().items():
@@ -211,11 +212,11 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. It ends a command as Ctrl-C does, with an exit code of its own."""
+    """SIGTERM was received. The command ends as by Ctrl-C, with a separate exit code."""
 
 
 class Root(Words):
-    """The root. Errors end in an exit code and a line on stderr that says what to do next."""
+    """The root. An error ends in an exit code and a line on stderr with the next step."""
 
     def main(
         self,
@@ -225,7 +226,7 @@ class Root(Words):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command line; in standalone mode exit with its code."""
+        """Run a command line; in standalone mode exit with the code."""
         arguments = list(sys.argv[1:] if args is None else args)
         settings = extra.setdefault("obj", Settings(arguments))
 
@@ -271,7 +272,7 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
 
 
 def _output_given(arguments: Sequence[str]) -> str | None:
-    """The output format of a command line that could not be parsed; else that of the environment, where it is one."""
+    """Return the output format of a command line that could not be parsed, else a valid format of the environment."""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("-o", "--output"):
@@ -295,8 +296,10 @@ def root() -> None:
 
 
 def _open_streams() -> None:
-    """Have standard streams that whoever started this closed lead nowhere. Python leaves them out, and what is opened
-    next, a connection or the journal, would get their numbers: the lowest that are free.
+    """Open standard streams that the parent process closed on the null device.
+
+    Python omits closed streams. The next opened file, such as a connection or the journal, would then get the number of
+    a standard stream: the lowest free number.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -304,12 +307,11 @@ def _open_streams() -> None:
 
 
 def main() -> None:
-    """Entry point."""
     _open_streams()
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         del frame
-        # What was about to be started is dropped; Python would say so of a call to the coordinator.
+        # An interrupted call to the coordinator is dropped before the start; Python would warn.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
@@ -319,7 +321,7 @@ def main() -> None:
     try:
         root()
     finally:
-        # Or Python ends with a collection over all that torch has imported: seconds on a busy machine.
+        # Skips Python's last collection over all modules of torch: seconds on a busy machine.
         gc.freeze()
 
 

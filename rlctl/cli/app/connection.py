@@ -1,4 +1,4 @@
-"""A connection for one command, and what Ctrl-C does while it waits."""
+"""The connection of a command, and the effect of Ctrl-C during a wait."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CONNECT_S = 10.0
 
 @contextlib.contextmanager
 def connected(settings: Settings) -> Iterator[Fleet]:
-    """The fleet at the endpoint; closed at the end.
+    """Connect to the fleet at the endpoint; closes the connection at the end.
 
-    Raises UNREACHABLE, at once when nobody listens there, and DEADLINE_EXCEEDED when --timeout was over first. Raises
-    FIELD_REQUIRED when no endpoint is set and several fleets are up.
+    Raises UNREACHABLE, at once if the endpoint has no listener, and DEADLINE_EXCEEDED if --timeout ends first. Raises
+    FIELD_REQUIRED if no endpoint is set and several fleets are up.
     """
     if not settings.verbose:
-        # gRPC's own lines about connections repeat what the errors say.
+        # gRPC's own lines about connections repeat the errors.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     limit_s = settings.timeout_s or CONNECT_S
     endpoint = settings.endpoint
@@ -56,7 +56,7 @@ def connected(settings: Settings) -> Iterator[Fleet]:
 
 
 def probe(endpoint: str, limit_s: float) -> None:
-    """Raise UNREACHABLE when nobody listens there; gRPC would try again until its time is up."""
+    """Raise UNREACHABLE if the endpoint has no listener; gRPC would retry for the whole time limit."""
     try:
         if endpoint.startswith("unix:"):
             with socket.socket(socket.AF_UNIX) as probe:
@@ -80,16 +80,16 @@ def _time_was_up(endpoint: str, limit_s: float) -> RlctlError:
 
 @contextlib.contextmanager
 def bounded(settings: Settings) -> Iterator[Fleet]:
-    """As :func:`connected`, for everything but verbs: --timeout bounds the whole block."""
+    """Connect as :func:`connected`, for commands other than verbs: --timeout bounds the whole block."""
     with time_limit(settings.timeout_s, "the command"), connected(settings) as fleet:
         yield fleet
 
 
 @contextlib.contextmanager
 def interruptible(farewell: Callable[[], None]) -> Iterator[None]:
-    """While a change is under way: the first Ctrl-C says farewell and stops waiting, a second one leaves at once.
+    """Handle signals during a change: the first Ctrl-C calls ``farewell`` and stops the wait, a second exits at once.
 
-    SIGTERM says farewell and leaves too. What was sent goes on at the coordinator.
+    SIGTERM calls ``farewell`` and exits too. The coordinator continues the sent request.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Exit codes: what a script may conclude, in one place.
+"""Exit codes for scripts.
 
 A code answers two questions: did every target confirm, and if not, is the state known.
 """
@@ -36,7 +36,6 @@ class Exit(enum.IntEnum):
 
     @property
     def meaning(self) -> str:
-        """One line of help."""
         return _MEANINGS[self]
 
 
@@ -68,7 +67,7 @@ _BY_REASON = {
     Reason.UNREACHABLE: Exit.UNREACHABLE,
     Reason.LINK_LOST: Exit.UNREACHABLE,
     Reason.TLS_FAILED: Exit.UNREACHABLE,
-    Reason.NO_ROUTABLE_STAGE: Exit.TIMEOUT,  # said by whoever waited for one until the time was up
+    Reason.NO_ROUTABLE_STAGE: Exit.TIMEOUT,  # raised at the end of a wait for a routable stage
     Reason.CANCELLED: Exit.FAILED,
 }
 
@@ -82,12 +81,11 @@ _BY_STATE: dict[int, Exit] = {
 
 
 def of_reason(reason: Reason) -> Exit:
-    """Code of a refusal for this reason."""
     return _BY_REASON.get(reason) or _BY_CLASS.get(reason.exception, Exit.FAILED)
 
 
 def of_error(error: RlctlError, *, mutating: bool) -> Exit:
-    """Code of a failure. A change whose answer was lost may have happened: its outcome is unknown."""
+    """Return the code of a failure. A change whose answer was lost may have happened: the outcome is unknown."""
     if isinstance(error, OperationFailed):
         return of_operation(error.operation)
     if mutating and error.outcome == OUTCOME_UNKNOWN:
@@ -96,7 +94,7 @@ def of_error(error: RlctlError, *, mutating: bool) -> Exit:
 
 
 def of_operation(operation: Operation) -> Exit:
-    """Code of an operation as it stands."""
+    """Return the code of an operation's present state."""
     if operation.state in _BY_STATE:
         return _BY_STATE[operation.state]
     reason = Reason.__members__.get(operation.error.reason, Reason.INTERNAL)

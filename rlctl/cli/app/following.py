@@ -1,4 +1,4 @@
-"""Commands that follow a fleet: they survive the coordinator's restart, and end by Ctrl-C or --timeout."""
+"""Commands that follow a fleet through restarts of the coordinator, and end by Ctrl-C or --timeout."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ AGAIN_S = 0.5
 def follow(
     settings: Settings, read: Callable[[Fleet], Generator[T, None, None]], lost: Callable[[RlctlError], None]
 ) -> Generator[T, None, None]:
-    """What ``read`` reads of the fleet, which it begins anew after each loss of the coordinator.
+    """Yield the items of ``read``, which starts again after each loss of the coordinator.
 
-    ``lost`` is called once for each loss. Raises what ``read`` and the connection raise before the first item, and
-    every error but UNREACHABLE later.
+    ``lost`` is called once for each loss. Before the first item all errors of ``read`` and the connection are raised,
+    later every error but UNREACHABLE.
     """
     seen, reported = False, ""
     while True:
@@ -47,7 +47,7 @@ def follow(
 
 @contextlib.contextmanager
 def watching(settings: Settings) -> Iterator[threading.Event]:
-    """Let --timeout end the block: without an error, if the event was set in it."""
+    """Let --timeout end the block: without an error if the event was set in the block."""
     deadline = None if settings.timeout_s is None else time.monotonic() + settings.timeout_s
     seen = threading.Event()
     try:

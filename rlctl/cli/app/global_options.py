@@ -1,4 +1,4 @@
-"""Options that every command takes, before or after its own words."""
+"""Options of every command, before or after the command's own words."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pass_settings = click.make_pass_decorator(Settings, ensure=True)
 
 
 class GlobalOption(click.Option):
-    """An option whose value goes to the Settings; the last place where it is given counts."""
+    """An option that sets a value of the Settings; the last value on the command line counts."""
 
     def __init__(self, declarations: Sequence[str], **attributes: Any) -> None:
         super().__init__(declarations, expose_value=False, callback=_keep, show_envvar=True, **attributes)
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Names the environment variable only where the value came from it."""
+        """Return the hint, with the environment variable only if the value is from the environment."""
         hint = super().get_error_hint(ctx)
         given = ctx is None or self.name is None or ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT
         return hint if given else hint.removesuffix(f" (env var: '{self.envvar}')")
@@ -35,7 +35,7 @@ def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
 
 
 def global_options(*, root: bool = False) -> list[click.Option]:
-    """Fresh options. Those of the root also read the environment."""
+    """Return new options. The root's options also read the environment."""
 
     def env(name: str) -> str | None:
         return name if root else None
@@ -80,7 +80,7 @@ def global_options(*, root: bool = False) -> list[click.Option]:
 
 
 class Command(click.Command):
-    """A command that also takes the global options, except those whose names it uses itself."""
+    """A command with the global options, except names that the command uses itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,12 +88,12 @@ class Command(click.Command):
         self.params.extend(option for option in global_options() if not taken & set(option.opts))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Its own options in full, the global ones by name."""
+        """Write the command's own options in full, the global options by name."""
         write_options(self, ctx, formatter)
 
 
 def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Options in full, the global ones by name. Arguments stand in the usage; the command's text tells of them."""
+    """Write options in full, the global options by name. Arguments are in the usage and in the command's help text."""
     own = [param for param in command.get_params(ctx) if not isinstance(param, GlobalOption | click.Argument)]
     with formatter.section("Options"):
         formatter.write_dl([record for param in own if (record := param.get_help_record(ctx))])

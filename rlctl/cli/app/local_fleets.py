@@ -1,8 +1,8 @@
-"""Choice of the fleet that a command is about, where several may be up on this machine.
+"""Choice of a command's fleet among several fleets of this machine.
 
-An explicit endpoint or name comes first: option, environment, context. Without one, a command is about the only fleet
-of this machine that is up, under any name. A fleet is up while its supervisor lives; state files of dead supervisors
-do not count.
+An explicit endpoint or name comes first: option, environment, context. Without one, a command uses the only fleet of
+this machine that is up, under any name. A fleet is up while the supervisor lives; state files of dead supervisors do
+not count.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _LOCAL_HOSTS = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]
 
 
 class FleetChoice:
-    """The choice of one command. A fleet that was found is kept for the whole command.
+    """The choice of a command, kept for the whole command.
 
     Attributes:
-        found: the fleet that was chosen because no other is up; None where an endpoint or a name was explicit.
+        found: the chosen fleet, the only fleet that is up; None for an explicit endpoint or name.
     """
 
     def __init__(self) -> None:
         self.found: FleetState | None = None
 
     def endpoint(self, explicit: str | None) -> str:
-        """Address of the coordinator.
+        """Return the address of the coordinator.
 
-        Without a fleet that is up it is the default address, where `rlctl coordinator` listens. Raises FIELD_REQUIRED
-        when several fleets are up, UNREACHABLE while the coordinator of the only one does not listen yet.
+        Without a fleet that is up the default address, where `rlctl coordinator` listens. Raises FIELD_REQUIRED if
+        several fleets are up, UNREACHABLE while the coordinator of the only fleet does not listen yet.
         """
         if explicit is not None:
             return explicit
@@ -47,11 +47,11 @@ class FleetChoice:
         return chosen.endpoint
 
     def name(self, explicit: str | None, endpoint: str | None) -> str:
-        """Name of a fleet that `rlctl up` started on this machine.
+        """Return the name of a fleet that `rlctl up` started on this machine.
 
-        ``explicit``: the name, if the command line has it; ``endpoint``: the explicit endpoint, if there is one.
-        Without a fleet that is up it is the default name: a fleet that is down has logs. Raises FIELD_REQUIRED when
-        several fleets are up, FIELD_INVALID when no fleet of this machine is at ``endpoint``.
+        ``explicit``: the name on the command line, if any; ``endpoint``: the explicit endpoint, if any. Without a fleet
+        that is up the default name: a fleet that is down has logs. Raises FIELD_REQUIRED if several fleets are up,
+        FIELD_INVALID if no fleet of this machine is at ``endpoint``.
         """
         if explicit is not None:
             return explicit
@@ -61,7 +61,7 @@ class FleetChoice:
         return self.found.name if self.found is not None else DEFAULT_NAME
 
     def certificates(self, endpoint: str) -> str:
-        """Directory of the certificates of the fleet of this machine at an endpoint; "" for any other endpoint."""
+        """Return the certificate directory of this machine's fleet at an endpoint; "" for any other endpoint."""
         at = (fleet for fleet in fleet_state.up() if _comparable(fleet.endpoint) == _comparable(endpoint))
         return next((str((fleet.deployment or {}).get("tls", "")) for fleet in at), "")
 
@@ -75,7 +75,7 @@ class FleetChoice:
 
 
 def listed(fleets: list[FleetState]) -> str:
-    """Names and endpoints of fleets, for an error."""
+    """Return names and endpoints of fleets, for an error."""
     return ", ".join(f"{fleet.name!r} at {fleet.endpoint or 'no endpoint yet'}" for fleet in fleets) or "none"
 
 
@@ -98,6 +98,6 @@ def _name_at(endpoint: str) -> str:
 
 
 def _comparable(endpoint: str) -> str:
-    """The endpoint with one spelling for this host."""
+    """Return the endpoint with a single spelling for this host."""
     host, colon, port = endpoint.rpartition(":")
     return f"{_LOCAL_HOSTS.get(host, host)}{colon}{port}"

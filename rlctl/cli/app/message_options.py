@@ -1,6 +1,6 @@
-"""Options from message fields: one for each field, typed by the field, explained by its comment in the proto.
+"""Options from message fields: an option for each field, with the field's type and its comment as help.
 
-The header, repeated messages and bytes are left out; a nested message is flattened one level deep, so that
+The header, repeated messages and bytes have no options. A nested message is flattened by a single level:
 ``UpdateWeightsFromDiskRequest.options.pause`` is ``--pause``.
 """
 
@@ -36,15 +36,15 @@ _UNSIGNED = (
     FieldDescriptor.TYPE_FIXED64,
 )
 _HIDDEN = {"rlctl.v1.UpdateOptions.verify": ("decode",)}
-"""Values of a field that requests refuse, because another option stands for them."""
+"""Values of a field that requests refuse, because a separate option sets these values."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field that is an option.
+    """A field with an option.
 
     Attributes:
-        path: the field, or the nested message's field and the field in it.
+        path: the field, or the nested message's field and the inner field.
         flag: name of the option.
     """
 
@@ -53,17 +53,19 @@ class Field:
 
     @property
     def name(self) -> str:
-        """As errors name it."""
+        """Name in errors."""
         return ".".join(field.name for field in self.path)
 
     @property
     def parameter(self) -> str:
-        """Name of the click parameter."""
         return "field_" + "_".join(field.name for field in self.path)
 
 
 def fields_of(message: Any, taken: Collection[str] = ()) -> list[Field]:
-    """The fields of a request's descriptor that are options. A name in ``taken`` gets the prefix ``--request-``."""
+    """Return the fields of a request's descriptor that become options.
+
+    A field with a name in ``taken`` gets the prefix ``--request-``.
+    """
     used, found = set(taken), []
     for path in _paths(message):
         flag = "--" + path[-1].name.replace("_", "-")
@@ -75,7 +77,6 @@ def fields_of(message: Any, taken: Collection[str] = ()) -> list[Field]:
 
 
 def option(field: Field) -> click.Option:
-    """The click option of a field."""
     descriptor = field.path[-1]
     assert descriptor.containing_type is not None
     help_text = " ".join(comment(f"{descriptor.containing_type.full_name}.{descriptor.name}").split())
@@ -96,7 +97,7 @@ def option(field: Field) -> click.Option:
 
 
 def assign(message: Message, field: Field, value: Any) -> None:
-    """Put an option's value into its field; nothing when it was not given. Raises click.BadParameter."""
+    """Set a field to an option's value; no-op without a value. Raises click.BadParameter."""
     if value is None or value == () or (value is False and not field.path[-1].has_presence):
         return
     descriptor = field.path[-1]
@@ -122,7 +123,7 @@ def assign(message: Message, field: Field, value: Any) -> None:
 
 
 def as_typed(error: RlctlError, options: Sequence[Field]) -> RlctlError:
-    """The error, with the option in place of the field that it names, if it is one."""
+    """Return the error with the option in place of the field that the error names."""
     for field in options:
         if error.field == field.name:
             error.message = re.sub(rf"(?<![\w.-]){re.escape(field.name)}(?![\w.-])", field.flag, error.message)

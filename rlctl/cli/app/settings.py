@@ -1,6 +1,6 @@
-"""What holds for every command: where the coordinator is, how to print, how long to wait.
+"""The settings of every command: endpoint, output format, time limit.
 
-Each setting is taken from the flag, else from the environment (RLCTL_*), else from the context, else its default. The
+Each setting is taken from the flag, else from the environment (RLCTL_*), else from the context, else the default. The
 default of the endpoint is the only fleet of this machine that is up. A context is a named entry of ``config.yaml``::
 
     current: lab
@@ -45,7 +45,7 @@ _TARGETING = ("--slot", "--stage", "--request-id")
 
 
 class Settings:
-    """The settings of one run. Read lazily: a broken context file does not stop ``rlctl version``."""
+    """The settings of a run. Read lazily: a broken context file does not stop ``rlctl version``."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self.arguments = list(arguments)
@@ -55,11 +55,11 @@ class Settings:
         self.fleet_choice = FleetChoice()
         self._announced = False
 
-    # What was set.
+    # Values.
 
     @property
     def endpoint(self) -> str:
-        """Address of the coordinator. Raises what :meth:`FleetChoice.endpoint` does."""
+        """Address of the coordinator. Raises as :meth:`FleetChoice.endpoint`."""
         return self.fleet_choice.endpoint(self._explicit_endpoint)
 
     @property
@@ -68,22 +68,20 @@ class Settings:
         return self._explicit_endpoint is not None or bool(fleet_state.up())
 
     def fleet_name(self, explicit: str | None) -> str:
-        """Name of a fleet on this machine, ``explicit`` if it is given. Raises what :meth:`FleetChoice.name` does."""
+        """Return the name of a fleet on this machine, ``explicit`` if set. Raises as :meth:`FleetChoice.name`."""
         return self.fleet_choice.name(explicit, self._explicit_endpoint)
 
     @property
     def output(self) -> str:
-        """One of FORMATS."""
         return self._choice("output", FORMATS)
 
     @property
     def color(self) -> str:
-        """One of COLORS."""
         return self._choice("color", COLORS)
 
     @property
     def timeout_s(self) -> float | None:
-        """Time that the command may take, seconds; None: its own default."""
+        """Time limit of the command, seconds; None: the command's default."""
         value = self._get("timeout", None)
         try:
             return None if value is None else DURATION.convert(value, None, None)
@@ -92,7 +90,7 @@ class Settings:
 
     @property
     def quiet(self) -> bool:
-        """Errors only on stderr."""
+        """Only errors on stderr."""
         return bool(self.flags.get("quiet"))
 
     @property
@@ -102,7 +100,6 @@ class Settings:
 
     @property
     def yes(self) -> bool:
-        """Ask nothing."""
         return bool(self.flags.get("yes"))
 
     @property
@@ -122,8 +119,10 @@ class Settings:
 
     @property
     def tls(self) -> Tls | Literal[False]:
-        """The certificate: RLCTL_TLS_CA, _CERT and _KEY, else the context's, else the one that `rlctl up --tls` issues
-        for users of a fleet on this machine. Raises what :func:`~rlctl.transport.tls.credentials.load_tls` does.
+        """The certificate: RLCTL_TLS_CA, _CERT and _KEY, else the context's, else that of a user of a local fleet.
+
+        `rlctl up --tls` issues certificates for users of a fleet on this machine. Raises as
+        :func:`~rlctl.transport.tls.credentials.load_tls`.
         """
         from rlctl.transport.tls.credentials import Tls, load_tls
 
@@ -137,7 +136,7 @@ class Settings:
 
     @functools.cached_property
     def context(self) -> dict[str, Any]:
-        """The chosen entry of the context file; {} when there is none."""
+        """The chosen entry of the context file; {} without an entry."""
         name, source = self.flags.get("context"), config_file()
         config = _load(source)
         name = name or config.get("current")
@@ -168,17 +167,17 @@ class Settings:
     def _bad(self, name: str, why: str) -> RlctlError:
         return _broken(config_file(), f"{name} is {self.context.get(name)!r}: {why}")
 
-    # Telling.
+    # Output to the user.
 
     def say(self, text: str) -> None:
-        """Tell the user something that is not data."""
+        """Print a text that is not data on stderr, unless --quiet is set."""
         if not self.quiet:
             click.echo(text, err=True)
 
     def announce_fleet(self, *, done: bool = False) -> None:
-        """Say, once and before a change, which fleet was found for it.
+        """Print once, before a change, the fleet that was chosen without an explicit endpoint.
 
-        In a format for machines it is said when the change is ``done``: an error is the only line on stderr.
+        In a machine format the line is printed when the change is ``done``: an error is the only line on stderr.
         """
         fleet = self.fleet_choice.found
         if fleet is not None and not self._announced and (done or self.output not in MACHINE_FORMATS):
@@ -186,8 +185,9 @@ class Settings:
             self.say(f"Fleet {fleet.name} at {fleet.endpoint}, the only fleet up on this machine.")
 
     def confirm(self, question: str, *, unasked: bool = True) -> None:
-        """Ask, when somebody can answer and nobody said --yes. Raises click.Abort on no; when nobody can answer and it
-        may not be done ``unasked``, FIELD_REQUIRED.
+        """Ask the user, unless --yes is set or the terminal cannot answer. Raises click.Abort on no.
+
+        Without a terminal and with ``unasked`` False the method raises FIELD_REQUIRED.
         """
         if self.yes:
             return
@@ -199,9 +199,9 @@ class Settings:
             )
 
     def command(self, *, request_id: str = "", slots: Sequence[str] = ()) -> str:
-        """This command line again, with this request_id, or for these slots instead of its own targets.
+        """Return this command line with this request_id, or with these slots in place of the command's targets.
 
-        A fleet that was found is named: another one may be the only fleet that is up later.
+        A chosen fleet is named: later the only fleet that is up may be a different fleet.
         """
         words = ["rlctl", *_without(self.arguments, _TARGETING if slots else ("--request-id",))]
         if self.fleet_choice.found is not None:
@@ -214,13 +214,13 @@ class Settings:
 
 
 def config_file() -> Path:
-    """Where contexts are kept: XDG_CONFIG_HOME/rlctl/config.yaml."""
+    """Return the file of contexts: XDG_CONFIG_HOME/rlctl/config.yaml."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(Path.home(), ".config")
     return Path(base) / "rlctl" / "config.yaml"
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The file's content, checked; names are texts."""
+    """Return the file's content, checked; names are texts."""
     if not path.exists():
         return {"contexts": {}}
     import yaml
@@ -253,7 +253,7 @@ def _broken(path: Path, why: str) -> RlctlError:
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
-    """The arguments without these options and their values."""
+    """Return the arguments without these options and option values."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

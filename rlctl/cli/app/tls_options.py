@@ -30,13 +30,13 @@ TLS_OPTIONS = (
 
 
 def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with the options."""
+    """Add the TLS options to a command."""
     for option in reversed(TLS_OPTIONS):
         command = option(command)
     return command
 
 
 def tls_flags() -> dict[str, str]:
-    """The files of the command that runs, for :func:`rlctl.transport.tls.credentials.load_tls`; "" where not set."""
+    """Return the running command's files for :func:`rlctl.transport.tls.credentials.load_tls`; "" if not set."""
     files: dict[str, str] = click.get_current_context().meta.get(_META, {})
     return files

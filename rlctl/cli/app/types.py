@@ -1,4 +1,4 @@
-"""Types of command-line values: durations, enums by their short names, NAME=VALUE pairs."""
+"""Types of command-line values: durations, enums by short names, NAME=VALUE pairs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlctl.contract.errors import RlctlError
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
-else:  # generic only in the newest releases
+else:  # generic only in new releases of click
     ParamType = click.ParamType
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 LONGEST_S = 10 * 365 * 86400.0
-"""Timers and deadlines hold some hundred years at most."""
+"""Timers and deadlines hold a few hundred years at most."""
 _NUMBERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
@@ -35,7 +35,7 @@ class DurationType(ParamType):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds, above zero."""
+        """Return the seconds, above zero."""
         seconds = 0.0
         if isinstance(value, int | float):
             seconds = float(value)
@@ -52,12 +52,11 @@ DURATION = DurationType()
 
 
 class NumbersType(ParamType):
-    """Whole numbers in an order, such as 0,1,4-7. Converts to a tuple of them."""
+    """Whole numbers in an order, such as 0,1,4-7. Converts to a tuple of numbers."""
 
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers."""
         if isinstance(value, tuple):
             return value
         found: list[int] = []
@@ -79,7 +78,6 @@ class DeviceType(ParamType):
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The word."""
         if not _DEVICE.fullmatch(str(value)):
             self.fail(f"{value!r} is none of auto, cpu, cuda or cuda:N", param, ctx)
         return str(value)
@@ -89,12 +87,11 @@ DEVICE = DeviceType()
 
 
 class LevelType(ParamType):
-    """A level of Python's logging by its name, whatever its case. Converts to the name."""
+    """A level of Python's logging by name, in any case. Converts to the name in upper case."""
 
     name = "level"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name."""
         known = logging.getLevelNamesMapping()
         level = str(value).upper()
         if level not in known:
@@ -106,7 +103,7 @@ LEVEL = LevelType()
 
 
 class EnumType(ParamType):
-    """A value of a protobuf enum by its short name ("retract") or its full one. Converts to its number."""
+    """A value of a protobuf enum by short name ("retract") or full name. Converts to the number."""
 
     def __init__(self, enum: EnumDescriptor, hidden: Collection[str] = ()) -> None:
         """``hidden``: short names that help and completion do not offer."""
@@ -115,12 +112,11 @@ class EnumType(ParamType):
         self.offered = [name for name in short_names(enum) if name not in hidden]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The names, as in [abort|retract]."""
+        """Return the names, as in [abort|retract]."""
         del param, ctx
         return f"[{'|'.join(self.offered)}]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
         if isinstance(value, int):
             return value
         found = 0
@@ -131,13 +127,13 @@ class EnumType(ParamType):
         return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Names that begin so."""
+        """Return the names that begin with ``incomplete``."""
         del ctx, param
         return [CompletionItem(name) for name in self.offered if name.startswith(incomplete)]
 
 
 def pairs(options: tuple[str, ...]) -> dict[str, str]:
-    """Settings given as NAME=VALUE. Raises click.BadParameter."""
+    """Return settings of the form NAME=VALUE. Raises click.BadParameter."""
     pairs = {}
     for option in options:
         name, equals, value = option.partition("=")

@@ -1,4 +1,4 @@
-"""One module for each command or noun. Heavy imports are inside the functions.
+"""A module for each command or noun. Heavy imports are inside the functions.
 
 Imports: cli.app, cli.render, and the packages that the command drives.
 

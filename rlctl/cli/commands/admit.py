@@ -1,4 +1,4 @@
-"""``rlctl admit``: admit slots beside those of the topology."""
+"""``rlctl admit``: admit slots beyond the topology."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlctl audit``: changes and denied calls, with their callers."""
+"""``rlctl audit``: changes and denied calls, with callers."""
 
 from __future__ import annotations
 

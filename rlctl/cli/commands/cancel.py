@@ -1,4 +1,4 @@
-"""``rlctl cancel``: give up an operation."""
+"""``rlctl cancel``: cancel an operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlctl certs``: a private CA for a fleet, and the certificates of its processes and users."""
+"""``rlctl certs``: a private CA for a fleet, and the certificates of processes and users."""
 
 from __future__ import annotations
 

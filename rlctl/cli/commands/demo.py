@@ -1,4 +1,4 @@
-"""``rlctl demo``: watch a real language model being trained by reinforcement through a fleet on this machine."""
+"""``rlctl demo``: train a real language model by reinforcement through a fleet on this machine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def demo(
     try:
         verdict = loop.run(settings, loop.Listener(display.note, display.step), directory)
     except RlctlError as error:
-        keep = True  # the error names a log in it
+        keep = True  # the error names a log in the directory
         display.close()
         click.echo(f"error: {error}\n  Logs and checkpoint are kept in {directory}.", err=True)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""``rlctl describe``: everything about one thing."""
+"""``rlctl describe``: all facts about a stage, model or operation."""
 
 from __future__ import annotations
 

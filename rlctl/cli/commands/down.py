@@ -56,7 +56,7 @@ def down(settings: Settings, name: str | None) -> None:
         try:
             os.kill(running.pid, signal.SIGTERM)
         except ProcessLookupError:
-            pass  # it ends by itself
+            pass  # the supervisor has ended by itself
         except PermissionError:
             raise click.ClickException(f"supervisor {running.pid} is another user's; nothing was done") from None
     limit_s = settings.timeout_s or STOP_S

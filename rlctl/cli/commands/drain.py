@@ -1,4 +1,4 @@
-"""``rlctl drain``: take stages out of routing, and wait until they are idle."""
+"""``rlctl drain``: take stages out of routing, and wait until all are idle."""
 
 from __future__ import annotations
 

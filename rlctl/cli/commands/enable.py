@@ -1,4 +1,4 @@
-"""``rlctl enable`` and ``rlctl disable``: the operator's flag on stages."""
+"""``rlctl enable`` and ``rlctl disable``: the operator's mark on stages."""
 
 from __future__ import annotations
 

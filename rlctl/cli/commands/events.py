@@ -1,4 +1,4 @@
-"""``rlctl events``: operations on record, and changes of the fleet as they happen."""
+"""``rlctl events``: recorded operations, and changes of the fleet in real time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
 
 LOOK_S = 1.0
-"""How often operations are listed while the fleet does not change."""
+"""Time between two lists of operations while the fleet does not change."""
 
 PAGE, LONG_PAGE = 50, 1000
 
@@ -48,7 +48,7 @@ def events(settings: Settings, following: bool, limit: int, model: str) -> None:
     if not following:
         return
     changes = Changes(settings.endpoint)
-    list(changes.of_operations(_of(model, listed)))  # the first look shows what has begun and ended since
+    list(changes.of_operations(_of(model, listed)))  # later lists show the operations begun and ended since
 
     def read(fleet: Fleet) -> Generator[Event, None, None]:
         with contextlib.closing(_looks(fleet, model)) as looks:
@@ -67,7 +67,7 @@ def events(settings: Settings, following: bool, limit: int, model: str) -> None:
 
 
 def _looks(fleet: Fleet, model: str) -> Generator[FleetEvent | None, None, None]:
-    """Each change of the fleet, and None where there was none for :data:`LOOK_S`."""
+    """Yield each change of the fleet, and None after :data:`LOOK_S` without a change."""
     watched = fleet.aio.watch(model)
     pending: asyncio.Future[FleetEvent] | None = None
 
@@ -98,7 +98,7 @@ def _looks(fleet: Fleet, model: str) -> Generator[FleetEvent | None, None, None]
 
 
 def _listed(fleet: Fleet, changes: Changes) -> list[Operation]:
-    """Operations that have begun or ended since the last list, and others."""
+    """Return the operations begun or ended since the previous list, among further operations."""
     listed = fleet.operations(page_size=PAGE)
     if len(listed) == PAGE and changes.may_be_cut(listed):
         listed = fleet.operations(page_size=LONG_PAGE)
@@ -109,5 +109,5 @@ def _listed(fleet: Fleet, changes: Changes) -> list[Operation]:
 
 
 def _of(model: str, listed: list[Operation]) -> list[Operation]:
-    """Those of a model, or that name none."""
+    """Return the operations of a model, and operations without a model."""
     return [operation for operation in listed if model in ("", operation.model) or not operation.model]

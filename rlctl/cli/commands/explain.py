@@ -1,4 +1,4 @@
-"""``rlctl explain``: the contract's own words about a message, field, enum, value, service, RPC or reason."""
+"""``rlctl explain``: the contract's text for a message, field, enum, value, service, RPC or reason."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _tables(about: dict[str, str], members: list[dict[str, str]]) -> Iterator[Ta
 
 
 def _resolve(name: str) -> str:
-    """Full name of what is meant: the package may be left out, and an RPC's service. Raises FIELD_INVALID."""
+    """Return the full name of a name without the package, or of an RPC without the service. Raises FIELD_INVALID."""
     wanted = name.removeprefix(f"{PACKAGE}.")
     known = {full.removeprefix(f"{PACKAGE}.").lower(): full for full in comments()}
     for candidate in (wanted, *(f"{service}.{wanted}" for service in ("CoordinatorService", "RolloutService"))):
@@ -82,14 +82,14 @@ def _resolve(name: str) -> str:
 
 
 def _value(full: str) -> str:
-    """The short name of an enum value, as tables show it in capitals; "" for anything else."""
+    """Return the short name of an enum value, shown by tables in capitals; "" for anything else."""
     scope, _, last = full.rpartition(".")
     enum = _find_enum(scope)
     return short_name(enum, enum.values_by_name[last].number) if enum is not None else ""
 
 
 def _through_messages(path: str) -> str:
-    """Full name of a path that goes through message fields: Request.options.pause. "" when it leads nowhere."""
+    """Return the full name of a path through message fields: Request.options.pause. "" for an invalid path."""
     first, *rest = path.split(".")
     message: Descriptor | None = _find_message(f"{PACKAGE}.{first}")
     full = ""
@@ -103,7 +103,7 @@ def _through_messages(path: str) -> str:
 
 
 def _kind(full: str) -> dict[str, str]:
-    """What it is: the type of a field, the number of a value, request and answer of an RPC."""
+    """Return the kind of a name: the type of a field, the number of a value, request and answer of an RPC."""
     scope, _, last = full.rpartition(".")
     message = _find_message(scope)
     if message is not None and last in message.fields_by_name:
@@ -127,7 +127,7 @@ def _signature(method: MethodDescriptor) -> str:
 
 
 def _members(full: str) -> Iterator[dict[str, str]]:
-    """RPCs of a service, fields of a message or values of an enum, also of those that a field has for its type."""
+    """Yield RPCs of a service, fields of a message or values of an enum, also for the type of a field."""
     scope, _, last = full.rpartition(".")
     outer = _find_message(scope)
     field = outer.fields_by_name.get(last) if outer is not None else None
@@ -166,7 +166,7 @@ def _find_service(name: str) -> ServiceDescriptor | None:
 
 
 def _find(find: Any, name: str) -> Any:
-    """What the pool has under a name; importing the stubs fills it."""
+    """Return the descriptor of a name in the pool. The import of the stubs fills the pool."""
     from rlctl.v1 import control_pb2, coordinator_pb2, journal_pb2, rollout_pb2, stage_pb2, worker_pb2
 
     assert all((control_pb2, coordinator_pb2, journal_pb2, rollout_pb2, stage_pb2, worker_pb2))

@@ -189,7 +189,7 @@ def gateway(
 def _fork(
     workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], *, end_with_parent: bool
 ) -> NoReturn:
-    """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
+    """Start several processes on a shared port. gRPC is not loaded before the fork."""
     from rlctl.contract.errors import unbound
     from rlctl.gateway.prefork import Workers, hold
     from rlctl.runtime import server_process
@@ -210,7 +210,7 @@ def _fork(
 
 
 def _port_of(metrics: str, number: int) -> str:
-    """The address of the metrics of a worker: the ports follow each other."""
+    """Return the metrics address of a gateway process: the processes have consecutive ports."""
     from rlctl.runtime.addresses import join, split
 
     if not number or not metrics:

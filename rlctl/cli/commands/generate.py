@@ -1,4 +1,4 @@
-"""``rlctl generate``: prompts to routable stages, as a trainer's SDK sends them."""
+"""``rlctl generate``: prompts to routable stages, as by a trainer's SDK."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GENERATE_S = 60.0
 
 _ADVICE = {"PAUSED": "rlctl continue", "STALE": "rlctl heal", "DIRTY": "rlctl heal"}
 _ADVICE |= {"ASLEEP": "rlctl memory resume", "disabled": "rlctl enable"}
-"""What makes a stage routable again, by why it is not."""
+"""Command that makes a stage routable again, by the cause."""
 
 _OWN = (
     "--model",
@@ -50,7 +50,6 @@ class TokenIdsType(ParamType):
     name = "ids"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """The ids."""
         if isinstance(value, list):
             return value
         try:
@@ -63,12 +62,11 @@ class TokenIdsType(ParamType):
 
 
 class EngineFieldType(ParamType):
-    """A field of an engine's: NAME=VALUE, the value as JSON, or else as it stands."""
+    """A field of an engine: NAME=VALUE, the value as JSON, or else as text."""
 
     name = "name=value"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
-        """The name and the value."""
         if isinstance(value, tuple):
             return value
         name, equals, text = str(value).partition("=")
@@ -132,7 +130,7 @@ def _run(
 
 
 class _Notices(logging.Handler):
-    """Tells what the SDK logs while no stage is routable, with what helps."""
+    """Prints the SDK's log records while no stage is routable, with the command that helps."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -140,7 +138,7 @@ class _Notices(logging.Handler):
         self._said = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """On stderr, once: the SDK says it again when it takes long."""
+        """Print a record on stderr, once: the SDK repeats the record during a long wait."""
         said = record.getMessage()
         if said == self._said:
             return
@@ -208,14 +206,14 @@ def _part_view(part: GenerateResponse) -> View:
 
 
 def _about(response: GenerateResponse, sample: Sample) -> str:
-    """Who served it, at which version, how long it is and why it ended."""
+    """Return slot, versions, length and finish reason of a sample."""
     versions = _versions(response, sample)
     facts = [response.slot, versions, f"{sample.completion_tokens} tokens", _finish(sample)]
     return ", ".join(fact for fact in facts if fact)
 
 
 def _versions(response: GenerateResponse, sample: Sample) -> str:
-    """Versions of the weights, and of the adapter beside them: step-42#7+a-3. Without a token: the stage's."""
+    """Return the versions of weights and adapter: step-42#7+a-3. For a sample without tokens: the stage's version."""
     if not sample.versions:
         return text.version(response.weight_version)
     shown = (

@@ -25,7 +25,7 @@ OPERATION_VERBS = (
     *(verb.name for verb in VERBS.values() if verb.fleet and (verb.mutating or verb.reads_if)),
     "WeightUpdate",
 )
-"""Verbs that are on record; WeightUpdate is a trainer's."""
+"""Verbs with recorded operations; WeightUpdate is a trainer's."""
 
 STATES = ("running", "ok", "partial", "failed", "unknown", "cancelled")
 
@@ -53,12 +53,11 @@ def get_models(settings: Settings, model: str) -> None:
 
 
 class VerbType(ParamType):
-    """A verb that operations can be of, however it is capitalised."""
+    """A verb of operations, in any case."""
 
     name = "verb"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Its name."""
         known = {verb.lower(): verb for verb in OPERATION_VERBS}
         if str(value).lower() not in known:
             self.fail(f"{value!r} is no verb; there are: {', '.join(OPERATION_VERBS)}", param, ctx)
@@ -71,7 +70,7 @@ def _list_operations(settings: Settings, verb: str | None, state: str | None, li
 
 
 def _operations(name: str) -> click.Command:
-    """The command that lists operations, under one of its names."""
+    """Return the command that lists operations, under the given name."""
     return Command(
         name,
         params=[
@@ -103,9 +102,9 @@ def get_operation(settings: Settings, operation_id: str) -> None:
 
 
 def whole_id(fleet: Fleet, written: str) -> str:
-    """The operation's id: a list on a terminal shows the end only. Raises FIELD_INVALID when several end so.
+    """Return the whole id of an operation: a list on a terminal shows only the end. Raises FIELD_INVALID if ambiguous.
 
-    What is no operation's end is returned as it is: the coordinator says what is wrong with it.
+    A text that is no operation's end is returned unchanged: the coordinator reports the error.
     """
     end = written.removeprefix("…")
     if len(end) == _ID_LENGTH or len(end) < _END_LENGTH:

@@ -142,7 +142,7 @@ def journal_compact(settings: Settings, file: Path | None, name: str | None) -> 
 
 
 def _file(file: Path | None, name: str | None) -> Path | None:
-    """The file that the options name. Raises a usage error for both."""
+    """Return the file that the options name. Raises a usage error for both."""
     if file is not None and name is not None:
         raise click.UsageError("--journal and --name exclude each other")
     return file if name is None else state_directory(name) / "journal.db"

@@ -43,7 +43,7 @@ def logs(settings: Settings, process: str, lines: int, follow: bool, name: str |
 
 
 def _find(name: str, process: str) -> Path:
-    """The log of a process. Raises a usage error that lists the existing logs."""
+    """Return the log of a process. Raises a usage error that lists the existing logs."""
     directory = fleet_state.state_directory(name) / "logs"
     there = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
     if process not in there:
@@ -60,7 +60,7 @@ def _find(name: str, process: str) -> Path:
 
 
 def _last(log: Path, lines: int) -> tuple[list[str], int]:
-    """The last lines, and the offset of their end. An unfinished line is not read."""
+    """Return the last lines, and the offset of the end. An unfinished line is not read."""
     with log.open("rb") as file:
         end = start = file.seek(0, os.SEEK_END)
         data = b""
@@ -74,7 +74,7 @@ def _last(log: Path, lines: int) -> tuple[list[str], int]:
 
 
 def _follow(log: Path, position: int) -> None:
-    """Print lines as they are logged. A rotated log is read from its start."""
+    """Print new lines of a log. A rotated log is read from the start."""
     while True:
         with log.open("rb") as file:
             if os.fstat(file.fileno()).st_size < position:

@@ -1,4 +1,4 @@
-"""``rlctl plan``: what a topology file starts, and what it changes in a fleet that is up."""
+"""``rlctl plan``: the engines of a topology file, and the changes in a fleet that is up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a topology file and its flags come to on this machine: the plan, what changes, what stands in the way."""
+"""The deployment plan of a topology file and flags on this machine, with changes and obstacles."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from rlctl.topology.schema import ROUTERS
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a file and its flags come to on this machine.
+    """The deployment plan of a file and flags on this machine.
 
     Attributes:
-        plan: what is to run.
+        plan: engines and gateways to run.
         problems: warnings.
         running: the fleet of that name that is up, or None.
     """
@@ -46,22 +46,21 @@ class Prepared:
 
     @property
     def deployed(self) -> Deployment | None:
-        """What runs, where a fleet of that name is up and ready."""
+        """The running deployment, if a fleet of that name is up and ready."""
         return Deployment.of(self.running.deployment) if self.running is not None and self.running.deployment else None
 
     @property
     def endpoint(self) -> str:
-        """Where the coordinator of the fleet that is up answers, or ""; the plan may say port 0."""
+        """Address of the coordinator that is up, or ""; the plan may have port 0."""
         return self.running.endpoint if self.running is not None else ""
 
     @property
     def present(self) -> dict[str, EngineSpec]:
-        """Engines that run, by slot."""
+        """Running engines, by slot."""
         return {spec.slot: spec for spec in self.deployed.engines} if self.deployed is not None else {}
 
     @property
     def deployment(self) -> Deployment:
-        """What a supervisor is told."""
         topology = self.plan.topology
         return Deployment(
             name=topology.name,
@@ -92,7 +91,7 @@ class Prepared:
         )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:
-        """Why it cannot be run here, and now: what this version cannot, and what this machine lacks."""
+        """Return the reasons of this version and of this machine why the plan cannot be run here and now."""
         fixed = self.deployment.fixed(self.deployed) if self.deployed is not None else []
         source = self.plan.topology.source
         up = []
@@ -112,8 +111,10 @@ class Prepared:
         return support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0)), routers=routers)
 
     def refuse(self) -> None:
-        """Raise UNSUPPORTED, TOPOLOGY_INVALID for what this machine lacks, or FIELD_CONFLICT for what cannot change in
-        the fleet that is up; each with every reason.
+        """Raise UNSUPPORTED, TOPOLOGY_INVALID or FIELD_CONFLICT, each with every reason.
+
+        TOPOLOGY_INVALID is for resources that this machine lacks, FIELD_CONFLICT for settings that cannot change in the
+        fleet that is up.
         """
         if found := support.unsupported(self.plan.topology):
             lines = "\n  ".join(map(str, found))
@@ -127,7 +128,7 @@ class Prepared:
 
 
 def prepare(file: Path | None, given: Flags) -> Prepared:
-    """Read, resolve and plan. Raises TOPOLOGY_INVALID with everything that is wrong."""
+    """Read, resolve and plan. Raises TOPOLOGY_INVALID with all errors."""
     topology, problems = loaded(file, given)
     running = fleet_state.read(topology.name)
     if running is not None and not running.alive:
@@ -146,11 +147,11 @@ def prepare(file: Path | None, given: Flags) -> Prepared:
 
 
 def _as_it_is(topology: Topology, running: fleet_state.FleetState | None) -> dict[str, Any]:
-    """What nobody says stays as it is in the fleet that is up."""
+    """Return the settings that neither file nor flags set: the values of the fleet that is up."""
     present = running.deployment if running is not None else {}
     listen = topology.listen or present.get("listen", "") or DEFAULT_ENDPOINT
     if running is not None and listen == running.endpoint:
-        listen = present.get("listen", listen)  # port 0, which became this one
+        listen = present.get("listen", listen)  # the coordinator took this port for port 0
     insecure = present.get("insecure") if topology.insecure is None else topology.insecure
     kept: dict[str, Any] = {"cluster": topology.cluster or present.get("cluster", "")}
     if present.get("group") and not topology.placement_group:
@@ -161,7 +162,7 @@ def _as_it_is(topology: Topology, running: fleet_state.FleetState | None) -> dic
 
 
 def token(settings: Settings, plan: Plan) -> str | None:
-    """The bearer token: of the file's token_file, else as for every command. Raises FIELD_INVALID."""
+    """Return the bearer token: of the file's token_file, else as for every command. Raises FIELD_INVALID."""
     if plan.topology.token_file:
         from rlctl.transport.auth import load_token
 
@@ -170,7 +171,7 @@ def token(settings: Settings, plan: Plan) -> str | None:
 
 
 def warn(settings: Settings, problems: Problems) -> None:
-    """Tell the warnings to people; in JSON they are part of the plan."""
+    """Print the warnings; a machine format has the warnings in the plan."""
     if settings.output in MACHINE_FORMATS:
         return
     for problem in problems.in_order():
@@ -181,7 +182,7 @@ def warn(settings: Settings, problems: Problems) -> None:
 def plan_tables(
     prepared: Prepared, changes: Sequence[Change], obstacles: Sequence[Problem], *, wide: bool
 ) -> list[Table]:
-    """The plan for people. ``changes``: against a fleet that runs; none: there is none."""
+    """Return the plan as tables. ``changes``: changes of a running fleet; empty without a running fleet."""
     plan, running = prepared.plan, prepared.running
     topology = plan.topology
     here = {model: _bound(url) for model, url in running.gateways.items()} if running is not None else {}
@@ -250,7 +251,7 @@ def plan_tables(
 
 
 def _places(cells: Sequence[tuple[int, int]]) -> str:
-    """0:0-3,1:0-3."""
+    """Return places as text: 0:0-3,1:0-3."""
     runs: list[list[int]] = []
     for node, gpu in cells:
         if runs and runs[-1][0] == node and runs[-1][2] == gpu - 1:
@@ -261,18 +262,16 @@ def _places(cells: Sequence[tuple[int, int]]) -> str:
 
 
 def _bound(url: str) -> str:
-    """HOST:PORT of a URL."""
     return url.partition("://")[2]
 
 
 def _absolute(path: str) -> str:
-    """A directory that is there, absolute; anything else as it was written."""
+    """Return an existing directory as an absolute path; any other text unchanged."""
     found = Path(os.path.expanduser(path))
     return str(found.resolve()) if path and found.is_dir() else path
 
 
 def plan_view(prepared: Prepared) -> View:
-    """The plan, to print."""
     changes = difference(prepared.plan.specs, prepared.present) if prepared.running is not None else []
     obstacles = prepared.obstacles()
     data = {

@@ -1,4 +1,4 @@
-"""``rlctl restart``: drain engines that ``rlctl up`` started, and start them again."""
+"""``rlctl restart``: drain and start again engines that ``rlctl up`` started."""
 
 from __future__ import annotations
 

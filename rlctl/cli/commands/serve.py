@@ -1,4 +1,4 @@
-"""``rlctl coordinator``, ``rlctl stage``, ``rlctl worker``: one server in the foreground, as launchers start them."""
+"""``rlctl coordinator``, ``rlctl stage``, ``rlctl worker``: a server in the foreground, as started by launchers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """The command with the options, which help then lists in their order."""
+    """Add the options to the command; help lists the options in this order."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -383,7 +383,7 @@ def worker(
 
 
 def refuse_without_aiohttp() -> None:
-    """Raise UNSUPPORTED where aiohttp is not installed."""
+    """Raise UNSUPPORTED if aiohttp is not installed."""
     if importlib.util.find_spec("aiohttp") is None:
         raise Reason.UNSUPPORTED.error(
             "the page needs aiohttp, which is not installed here", field="web", next_step="pip install 'rlctl[web]'"
@@ -391,7 +391,7 @@ def refuse_without_aiohttp() -> None:
 
 
 def bound_metrics(address: str) -> dict[str, str]:
-    """The fact of the announcement that names the address of the metrics, if they are served."""
+    """Return the announced fact with the address of the metrics, if metrics are served."""
     return {"metrics_address": address} if address else {}
 
 
@@ -401,8 +401,9 @@ def serve(
     end_with_parent: bool,
     ends: Sequence[Awaitable[object]] = (),
 ) -> NoReturn:
-    """Start, wait for SIGTERM or for one of the ``ends`` that ``start`` adds, stop, and end the process; with the exit
-    status of what an end raises.
+    """Start, wait for SIGTERM or the first of the ``ends`` that ``start`` adds, stop, and end the process.
+
+    An error of an end sets the exit status.
     """
     from rlctl.cli.app.exit_codes import of_reason
     from rlctl.contract.errors import RlctlError
@@ -434,7 +435,7 @@ def serve(
     try:
         event_loops.run(main())
     except RlctlError as error:
-        # One line, as launchers quote the last one of a log.
+        # A single line: launchers quote the last line of a log.
         click.echo(str(error), err=True)
         code = of_reason(error.reason)
     server_process.end(code)

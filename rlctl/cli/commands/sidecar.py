@@ -1,4 +1,4 @@
-"""``rlctl sidecar vllm``: SGLang's HTTP interface in front of a vLLM, in the foreground."""
+"""``rlctl sidecar vllm``: SGLang's HTTP interface in front of a vLLM server, in the foreground."""
 
 from __future__ import annotations
 

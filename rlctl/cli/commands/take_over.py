@@ -1,4 +1,4 @@
-"""``rlctl take-over``: stages that obey the epoch of a coordinator that is none of this fleet's."""
+"""``rlctl take-over``: stages that obey the coordinator of a different fleet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def take_over(settings: Settings, slots: tuple[str, ...]) -> None:
     """
     settings.mutating = not settings.dry_run
     if not settings.dry_run:
-        _ = settings.endpoint  # chosen before the question, which is about that fleet
+        _ = settings.endpoint  # chosen before the question about that fleet
         settings.announce_fleet()
         settings.confirm(f"Another coordinator that holds {', '.join(slots)} loses them. Go on?", unasked=False)
     with bounded(settings) as fleet:

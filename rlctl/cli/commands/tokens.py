@@ -1,4 +1,4 @@
-"""``rlctl tokens``: the access file, in which named tokens and certificates have their scopes."""
+"""``rlctl tokens``: the access file with the scopes of named tokens and certificates."""
 
 from __future__ import annotations
 

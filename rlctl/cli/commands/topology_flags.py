@@ -1,4 +1,4 @@
-"""The file and the flags that ``up``, ``plan`` and ``validate`` share: rlctl's, and slime's as slime takes them."""
+"""The file and the flags of ``up``, ``plan`` and ``validate``: rlctl's flags, and slime's in slime's syntax."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ADDRESSES = "rlctl.runtime.addresses"
 
 
 class TopologyCommand(Command):
-    """A command that takes ``--sglang-ANYTHING [VALUE...]`` and flags with several values, as slime does."""
+    """A command that accepts ``--sglang-ANYTHING [VALUE...]`` and flags with several values, as slime does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take out what click cannot: flags whose names are SGLang's, and lists of words."""
+        """Parse the words that click cannot: flags with SGLang's names, and lists of words."""
         kept: list[str] = []
         sglang: dict[str, str] = {}
         addresses: list[str] = []
@@ -51,7 +51,7 @@ class TopologyCommand(Command):
 
 
 def _words(rest: list[str]) -> list[str]:
-    """The words up to the next flag, taken off; a negative number is none."""
+    """Remove and return the words up to the next flag. A negative number is no flag."""
     words = []
     while rest and not (rest[0].startswith("-") and not rest[0][1:2].isdigit()):
         words.append(rest.pop(0))
@@ -65,12 +65,12 @@ def _value_of(flag: str, rest: list[str]) -> str:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """Nothing is a switch that is on; several are a list."""
+    """Return the value of a flag: no word is a switch that is on; several words are a list."""
     return "true" if not words else words[0] if len(words) == 1 else json.dumps(words)
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The file and the flags, which the command gets as ``file`` and the names of :func:`flags`."""
+    """Add the file and the flags to a command, as ``file`` and the parameters of :func:`flags`."""
     declared = (
         click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[FILE]"),
         click.option("--hf-checkpoint", metavar="DIR", help="Checkpoint of models that name none."),
@@ -142,7 +142,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags(given: dict[str, Any]) -> Flags:
-    """The flags from the parameters of the command that runs."""
+    """Return the flags from the parameters of the running command."""
     ctx = click.get_current_context()
     sglang: dict[str, str] = ctx.meta[_SGLANG]
     return Flags(

@@ -1,4 +1,4 @@
-"""``rlctl up``: a fleet of local processes, in the foreground or under a supervisor of its own."""
+"""``rlctl up``: a fleet of local processes, in the foreground or under a separate supervisor."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def up(
         settings.say("Nothing was done.")
         return
     prepared.refuse()
-    # Of the file or the context; what is started here takes it from there.
+    # The token of the file or the context, for the processes that are started here.
     os.environ.update(token_variables(token(settings, prepared.plan)))
     if prepared.running is not None:
         _change(settings, prepared, prepared.running)
@@ -119,8 +119,9 @@ def up(
 
 
 def _await_survivors(settings: Settings, name: str) -> None:
-    """Wait until the processes of a dead supervisor have ended and released journal, ports and GPUs. Raises
-    OPERATION_CONFLICT for processes that do not end.
+    """Wait until the processes of a dead supervisor have ended and released journal, ports and GPUs.
+
+    Raises OPERATION_CONFLICT for processes that do not end.
     """
     former = fleet_state.read(name)
     if former is None or former.alive or not (left := former.survivors):
@@ -140,7 +141,7 @@ def _await_survivors(settings: Settings, name: str) -> None:
 
 
 def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
-    """Have the supervisor of the fleet that is up do it."""
+    """Make the supervisor of the fleet that is up apply the changes."""
     from rlctl.cli.app.connection import interruptible
     from rlctl.cli.render import values
     from rlctl.launch.supervisor.control_socket import apply
@@ -170,13 +171,13 @@ def _announce(settings: Settings, ready: FleetState) -> None:
 
 
 def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
-    """Start a supervisor in a session of its own, tell what it tells until the fleet is ready."""
+    """Start a supervisor in a new session, and print the supervisor's lines until the fleet is ready."""
     from rlctl.launch.supervisor.supervisor import claimed
 
     directory = state_directory(wanted.name)
     log = directory / "logs" / "supervisor.log"
     deployment = directory / "deployment.json"
-    # Held before anything of another one could be overwritten; the supervisor inherits it.
+    # The lock is taken before files of a second fleet could be overwritten; the supervisor inherits the lock.
     with claimed(wanted.name) as lock:
         private_files.make_directory(log.parent, own=True)
         private_files.write_text(deployment, json.dumps(wanted.data, indent=2))
@@ -224,17 +225,17 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
 
 
 def _as_given(settings: Settings) -> list[str]:
-    """Global options for the supervisor, as whoever starts it has them."""
+    """Return the global options for the supervisor, as given to this command."""
     given = {
         "--context": settings.flags.get("context"),
-        "--output": settings.output if machine_readable(settings) else None,  # of an error
+        "--output": settings.output if machine_readable(settings) else None,  # the format of an error
         "--timeout": f"{settings.timeout_s:.9f}s" if settings.timeout_s else None,
     }
     return [word for name, value in given.items() if value for word in (name, value)]
 
 
 def _failure(said: Sequence[str]) -> Sequence[str]:
-    """What a supervisor that has ended said of the reason."""
+    """Return the error lines of a supervisor that has ended."""
     first = next((at for at, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
     return said[first:]
 
@@ -254,7 +255,7 @@ def _state_view(ready: FleetState) -> View:
     processes = Table(
         ("PROCESS", "PID", "STATE", "LOG"),
         [
-            # Below the directory that "State" names: whole paths would be broken in the middle.
+            # Relative to the directory of "State": the terminal would wrap whole paths in the middle.
             [name, str(pid), _phase(ready, name), f"logs/{name}.log"]
             for name, pid in ready.processes.items()
         ],
@@ -263,5 +264,5 @@ def _state_view(ready: FleetState) -> View:
 
 
 def _phase(ready: FleetState, process: str) -> str:
-    """Where the engine of a process is in its life, a follower's too; "" for what is none."""
+    """Return the life cycle phase of a process's engine, also for a follower; "" for a process without an engine."""
     return ready.engines.get(process) or ready.engines.get(process.rpartition(".")[0], "")

@@ -1,4 +1,4 @@
-"""``rlctl validate``: everything that is wrong with a topology file, at once."""
+"""``rlctl validate``: all errors of a topology file at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of the verb table: a row and the descriptor of its request become a command, and nothing else is needed."""
+"""Commands of the verb table: a row and the descriptor of the request define a command completely."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
 from rlctl.v1.verbs_pb2 import CheckWeightsRequest, PauseGenerationRequest
 
 SERVICES = ("CoordinatorService", "StageService")
-"""Where a verb's comment stands: at the coordinator, or for the steps of an update at the stage."""
+"""Services with the comment of a verb: the coordinator's, or the stage's for the steps of an update."""
 
 
 class VerbCommand(Command):
-    """A verb. Its help is the RPC's comment."""
+    """The command of a verb. The help is the RPC's comment."""
 
     def __init__(self, verb: Verb) -> None:
         self.verb = verb
@@ -48,7 +48,7 @@ class VerbCommand(Command):
         )
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The comment: what it does, then its answers."""
+        """Write the comment: the effect, then the answers."""
         del ctx
         formatter.write_paragraph()
         with formatter.indentation():
@@ -63,7 +63,7 @@ class VerbCommand(Command):
 
 
 def about(verb: Verb) -> tuple[str, dict[str, str]]:
-    """(what a verb does, its answers) from the comment of its RPC, or else from that of its request message."""
+    """Return (effect, answers) of a verb from the comment of the RPC, else of the request message."""
     for service in SERVICES:
         text, answers = comments.rpc(service, verb.name)
         if text:
@@ -74,7 +74,7 @@ def about(verb: Verb) -> tuple[str, dict[str, str]]:
 
 
 def targeting() -> list[click.Parameter]:
-    """What every verb takes beside its own fields."""
+    """Return the options of every verb beside the request's fields."""
     return [
         click.Option(["--model"], default="", metavar="NAME", help="Only the stages of this model."),
         click.Option(["--slot", "slots"], multiple=True, metavar="SLOT", help="Only this stage.  [repeatable]"),
@@ -94,8 +94,9 @@ def targeting() -> list[click.Parameter]:
 
 
 def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str, Any]) -> None:
-    """Send one verb, print its operation. Raises OperationFailed when it did not end OK, and what is wrong with the
-    request before anybody is asked.
+    """Send a verb and print the operation.
+
+    Raises OperationFailed if the operation did not end OK. Errors of the request are raised before the call.
     """
     request = verb.request()
     for field in options:
@@ -114,7 +115,7 @@ def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str,
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container whose user id has no name
+    except (KeyError, OSError):  # in a container the user id may have no name
         return str(os.getuid())
 
 
@@ -123,7 +124,7 @@ def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) 
 
     mutates = verb.mutates(request)
     if mutates and not settings.dry_run:
-        _ = settings.endpoint  # chosen before the questions, which are about that fleet
+        _ = settings.endpoint  # chosen before the questions about that fleet
         settings.announce_fleet()
     if mutates and verb.reads_if is not None and not settings.dry_run:
         settings.confirm(f"This {verb.cli} changes the stages. Go on?", unasked=False)

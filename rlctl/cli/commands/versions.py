@@ -1,4 +1,4 @@
-"""``rlctl versions`` and ``rlctl rollback``: list the published versions, and publish an earlier one again."""
+"""``rlctl versions`` and ``rlctl rollback``: list the published versions, and publish an earlier version again."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def rollback(settings: Settings, version: str, model: str, pause: str) -> None:
 
 
 def _only(fleet: Fleet) -> str:
-    """The only model that can be updated. Raises FIELD_REQUIRED."""
+    """Return the only model that can be updated. Raises FIELD_REQUIRED."""
     names = [model.name for model in fleet.status().models if model.updatable]
     if len(names) != 1:
         raise Reason.FIELD_REQUIRED.error(

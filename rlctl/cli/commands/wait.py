@@ -1,4 +1,4 @@
-"""``rlctl wait``: block until the fleet is as wanted."""
+"""``rlctl wait``: block until the stages meet a condition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 300.0
 AGAIN_S = 0.2
 
 Condition = Callable[[Fleet, Sequence[Stage]], str]
-"""(fleet, the stages that count) → what is missing, or ""."""
+"""(fleet, selected stages) → the unmet condition, or ""."""
 
 
 class ConditionType(ParamType):
@@ -32,7 +32,6 @@ class ConditionType(ParamType):
     name = "condition"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Condition:
-        """The condition."""
         if callable(value):
             return cast(Condition, value)
         word, equals, label = str(value).partition("=")
@@ -89,7 +88,7 @@ def wait(settings: Settings, condition: Condition, model: str, slots: tuple[str,
 
 
 def _counted(fleet: Fleet, model: str, slots: Sequence[str]) -> list[Stage]:
-    """The stages that were asked for; without names all that are enabled."""
+    """Return the stages selected by model and slots; without slots only enabled stages."""
     return [
         stage
         for stage in fleet.stages

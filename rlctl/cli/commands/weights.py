@@ -1,4 +1,4 @@
-"""``rlctl weights``: what the verb table does not have."""
+"""``rlctl weights``: commands on weights that are not in the verb table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of ``rlctl doctor``: of this host, and of a fleet as this host sees it.
 
-A check is a function of readings. Readings are taken in one place for each of the two (``read_host``, ``read_fleet``),
-so that a check is tested with any readings.
+A check is a function of readings. ``read_host`` takes all readings of the host and ``read_fleet`` all readings of the
+fleet, so that a test can run a check with any readings.
 
 Imports: cli.app, contract, engine, launch, runtime, sdk.
 

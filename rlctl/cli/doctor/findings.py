@@ -1,4 +1,4 @@
-"""What a check has found, and how to mend it."""
+"""The finding of a check, with verdict and mend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Verdict(enum.StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,14 +16,14 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check for one subject.
+    """The result of a check for a subject.
 
     Attributes:
         check: name of the check.
-        subject: what was looked at.
-        verdict: how bad it is.
-        seen: what was seen there.
-        mend: the next step; "" where the subject is ok.
+        subject: object of the check.
+        verdict: severity.
+        seen: observed state.
+        mend: the next step; "" for an ok subject.
     """
 
     check: str
@@ -34,22 +34,21 @@ class Finding:
 
 
 def ok(check: str, subject: str, seen: str) -> Finding:
-    """Nothing to do."""
     return Finding(check, subject, Verdict.OK, seen)
 
 
 def warning(check: str, subject: str, seen: str, mend: str) -> Finding:
-    """It works, or may not work for everybody."""
+    """Return a finding that works, or may not work for every user."""
     return Finding(check, subject, Verdict.WARNING, seen, mend)
 
 
 def failure(check: str, subject: str, seen: str, mend: str) -> Finding:
-    """It does not work."""
+    """Return a finding that does not work."""
     return Finding(check, subject, Verdict.FAILURE, seen, mend)
 
 
 def size(number: float) -> str:
-    """Bytes as people read them: 64 MiB, 1.5 GiB."""
+    """Return bytes in readable units: 64 MiB, 1.5 GiB."""
     for unit in ("bytes", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Checks of a fleet: as its coordinator sees it, and as this host reaches it."""
+"""Checks of a fleet: as seen by the coordinator, and as reached from this host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLOCK_S = 1.0
 """A larger difference of clocks misleads a reader of several logs. The time of the call is not counted."""
 
 FAR_CLOCK_S = 60.0
-"""Request ids tell when they were made: from a clock so far off they are taken for old ones, or outlive others."""
+"""Request ids contain the time of their creation: a larger difference makes an id seem expired, or live too long."""
 
 DAY_S = 86400.0
 RENEW_DAYS = 14
@@ -46,12 +46,12 @@ RENEW_DAYS = 14
 
 @dataclass(frozen=True)
 class Answer:
-    """What a stage answers through the coordinator.
+    """The answer of a stage through the coordinator.
 
     Attributes:
-        info: its server.
-        clock_s: how far its clock is ahead of this host's, beyond what the look took; negative: behind.
-        error: why there is no info; "": there is.
+        info: info about the server.
+        clock_s: lead of the stage's clock over this host's, without the time of the call; negative: behind.
+        error: reason for a missing info; "" with an info.
     """
 
     info: ServerInfo = field(default_factory=ServerInfo)
@@ -61,16 +61,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class FleetReadings:
-    """What the checks look at.
+    """The readings for the checks of a fleet.
 
     Attributes:
-        endpoint: of the coordinator.
-        fleet: as the coordinator sees it.
-        took_s: how long that answer took.
-        clock_s: how far the coordinator's clock is ahead of this host's, beyond that; negative: behind.
-        answers: of stages, by slot; a stage that was not called has none.
-        reached: by address why this host does not reach it; "": it does.
-        admitted: slots of the fleet's topology; None: it has none, or this caller may not see it.
+        endpoint: endpoint of the coordinator.
+        fleet: the coordinator's view of the fleet.
+        took_s: time until the coordinator's answer.
+        clock_s: lead of the coordinator's clock over this host's, without that time; negative: behind.
+        answers: answers of stages, by slot; a stage that was not called has no entry.
+        reached: reason why this host does not reach an address, by address; "": reached.
+        admitted: slots of the fleet's topology; None: no topology, or hidden from this caller.
         valid_s: time until this caller's certificate expires, seconds; None: the connection is plain text.
     """
 
@@ -85,7 +85,7 @@ class FleetReadings:
 
 
 def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = None) -> FleetReadings:
-    """Look at a fleet; ``valid_s``: of this caller's certificate. Raises what the coordinator answers with."""
+    """Take the readings of a fleet; ``valid_s``: of this caller's certificate. Raises the coordinator's error."""
     began, before = time.monotonic(), time.time()
     fleet = connection.status()
     took_s, after = time.monotonic() - began, time.time()
@@ -113,7 +113,7 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
 
 
 def ahead_s(observed: Timestamp, before: float, after: float) -> float:
-    """How far the clock of an observation is ahead of this host's, which read ``before`` and ``after``."""
+    """Return the lead of an observation's clock over this host's clock, read as ``before`` and ``after``."""
     at = observed.ToNanoseconds() / 1e9
     if not at:
         return 0.0
@@ -121,18 +121,17 @@ def ahead_s(observed: Timestamp, before: float, after: float) -> float:
 
 
 def unreachable(endpoint: str, error: RlctlError) -> Finding:
-    """The coordinator does not answer, or refuses this caller."""
+    """Return the finding for a coordinator that does not answer, or refuses this caller."""
     return failure("coordinator", endpoint, error.message, error.next_step or "See its log.")
 
 
 def check_coordinator(fleet: FleetReadings) -> Iterator[Finding]:
-    """It answers."""
     seen = f"answers in {values.elapsed(fleet.took_s)}, epoch {fleet.fleet.header.fleet_epoch}"
     yield ok("coordinator", fleet.endpoint, seen)
 
 
 def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
-    """This caller's certificate. An expired one ends in no connection, and is reported as that."""
+    """Check this caller's certificate. An expired certificate prevents the connection, and is reported there."""
     if fleet.valid_s is None:
         yield ok("certificate", "transport", "plain text")
         return
@@ -145,7 +144,7 @@ def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
 
 
 def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
-    """Wall clocks of coordinator and stages against this host's."""
+    """Compare the wall clocks of coordinator and stages with this host's."""
     clocks = {"coordinator": fleet.clock_s}
     clocks |= {slot: answer.clock_s for slot, answer in fleet.answers.items() if not answer.error}
     close = 0
@@ -162,7 +161,7 @@ def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
 
 
 def check_versions(fleet: FleetReadings) -> Iterator[Finding]:
-    """rlctl and contract of coordinator and stages against this host's."""
+    """Compare rlctl and contract of coordinator and stages with this host's."""
     same = 0
     mend = "Install one release everywhere; contracts N and N-1 work together (RELEASES.md)."
     ours = f"here rlctl {__version__}, contract {CONTRACT_VERSION}"
@@ -179,7 +178,7 @@ def check_versions(fleet: FleetReadings) -> Iterator[Finding]:
 
 
 def check_engines(fleet: FleetReadings) -> Iterator[Finding]:
-    """Engines of one kind are of one version."""
+    """Check that engines of the same kind have the same version."""
     engines: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for slot, answer in fleet.answers.items():
         if not answer.error:
@@ -193,7 +192,7 @@ def check_engines(fleet: FleetReadings) -> Iterator[Finding]:
 
 
 def check_links(fleet: FleetReadings) -> Iterator[Finding]:
-    """Coordinator to stages: linked, and answering. Stages to coordinator: registered."""
+    """Check that the coordinator reaches the stages and gets answers, and that the stages are registered."""
     sound = 0
     for stage in fleet.fleet.stages:
         slot, registration = stage.registration.slot, stage.registration
@@ -232,7 +231,7 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
 
 
 def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
-    """This host to the addresses that stages advertise: trainers and clients here connect to them."""
+    """Check that this host reaches the advertised addresses: trainers and clients here connect there."""
     reached = 0
     remote = not fleet.endpoint.startswith("unix:") and not is_loopback(split(fleet.endpoint)[0])
     for stage in fleet.fleet.stages:
@@ -263,7 +262,7 @@ FLEET_CHECKS: Sequence[Callable[[FleetReadings], Iterator[Finding]]] = (
 
 
 def _versions(fleet: FleetReadings) -> dict[str, tuple[str, int]]:
-    """(rlctl, contract) of the coordinator and each stage."""
+    """Return (rlctl, contract) of the coordinator and each stage."""
     versions: dict[str, tuple[str, int]] = {}
     if fleet.fleet.contract_version:
         versions["coordinator"] = fleet.fleet.rlctl_version, fleet.fleet.contract_version
@@ -289,7 +288,7 @@ def _count(fleet: FleetReadings) -> int:
 
 
 def _unreached(address: str) -> str:
-    """Why a connection to an address fails, or ""."""
+    """Return the reason why a connection to an address fails, or ""."""
     try:
         if address.startswith("unix:"):
             with socket.socket(socket.AF_UNIX) as probe:

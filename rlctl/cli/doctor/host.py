@@ -1,4 +1,4 @@
-"""Checks of this host: what a coordinator, an engine, a trainer or a client here runs into."""
+"""Checks of this host for a coordinator, an engine, a trainer or a client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for a in range(count):
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in for engines. ``found``: whether its module is there; ``version``: of the package that has it."""
+    """A plug-in for engines. ``found``: the module exists; ``version``: version of the package."""
 
     name: str
     module: str
@@ -68,10 +68,10 @@ class Gpus:
     """GPUs of this host.
 
     Attributes:
-        files: device files.
-        usable: how many PyTorch sees.
-        apart: pairs of GPUs of which the first cannot access the memory of the second.
-        error: why PyTorch sees none; "": it does.
+        files: number of device files.
+        usable: number of GPUs that PyTorch sees.
+        apart: pairs of GPUs: the first cannot access the memory of the second.
+        error: reason why PyTorch sees no GPU, or "".
     """
 
     files: int
@@ -91,15 +91,15 @@ class Space:
 
 @dataclass(frozen=True)
 class HostReadings:
-    """What the checks look at.
+    """The readings for the checks of this host.
 
     Attributes:
-        versions: of installed libraries, by name.
-        plugins: for engines.
-        shared_memory: of /dev/shm; None: there is none.
+        versions: versions of installed libraries, by name.
+        plugins: plug-ins for engines.
+        shared_memory: space of /dev/shm; None: no such directory.
         limits: soft limits by the letter of ``ulimit``; -1: unlimited.
-        environment: variables.
-        listens: whether something listens at the coordinator's default address.
+        environment: environment variables.
+        listens: whether a process listens at the coordinator's default address.
         fleets: endpoints of fleets that are up on this host.
         state: name and space of the directory of journals and logs.
         rdma: the host has RDMA devices.
@@ -119,7 +119,6 @@ class HostReadings:
 
 
 def read_host() -> HostReadings:
-    """Look at this host."""
     state = fleet_state.state_directory("")
     return HostReadings(
         versions={name: version for name in LIBRARIES if (version := _version(name))},
@@ -143,7 +142,7 @@ def read_host() -> HostReadings:
 
 
 def check_versions(host: HostReadings) -> Iterator[Finding]:
-    """rlctl and the libraries that it runs on."""
+    """Report the versions of rlctl and of the libraries below it."""
     libraries = ", ".join(f"{name} {version}" for name, version in host.versions.items())
     yield ok(
         "versions",
@@ -153,7 +152,7 @@ def check_versions(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_plugins(host: HostReadings) -> Iterator[Finding]:
-    """Plug-ins for engines, and whether their version is rlctl's."""
+    """Check that engine plug-ins are installed in rlctl's version."""
     for plugin in host.plugins:
         subject = f"plug-in {plugin.name}"
         if not plugin.found:
@@ -179,7 +178,7 @@ def check_plugins(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_shared_memory(host: HostReadings) -> Iterator[Finding]:
-    """/dev/shm, through which tensors go between processes of one host."""
+    """Check /dev/shm, the path of tensors between processes of this host."""
     check, space = "shared-memory", host.shared_memory
     mend = (
         "docker: --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm; "
@@ -202,7 +201,7 @@ def check_shared_memory(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_limits(host: HostReadings) -> Iterator[Finding]:
-    """Limits of the shell that started this."""
+    """Check the limits of this process, inherited from the shell."""
     files, processes, locked = (host.limits.get(letter, -1) for letter in "nul")
     mend = "In this shell: ulimit -n 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536."
     if 0 <= files < LEAST_FILES:
@@ -230,7 +229,7 @@ def check_limits(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_proxies(host: HostReadings) -> Iterator[Finding]:
-    """Web proxies, which lead HTTP clients away from gateways and servers on this host. rlctl's gRPC ignores them."""
+    """Check web proxies: HTTP clients would miss gateways and servers on this host. rlctl's gRPC ignores proxies."""
     environment = {name.lower(): value for name, value in host.environment.items() if value}
     proxies = [name for name in PROXIES if name in environment]
     if not proxies:
@@ -249,7 +248,7 @@ def check_proxies(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_port(host: HostReadings) -> Iterator[Finding]:
-    """The address that a coordinator takes by default."""
+    """Check the default address of a coordinator."""
     if not host.listens:
         yield ok("port", DEFAULT_ENDPOINT, "free")
     elif DEFAULT_ENDPOINT in host.fleets:
@@ -264,7 +263,7 @@ def check_port(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_state(host: HostReadings) -> Iterator[Finding]:
-    """The directory of journals and logs."""
+    """Check the directory of journals and logs."""
     name, space = host.state
     seen = f"{size(space.free)} free"
     if not space.writable:
@@ -278,7 +277,7 @@ def check_state(host: HostReadings) -> Iterator[Finding]:
 
 
 def check_gpus(host: HostReadings) -> Iterator[Finding]:
-    """GPUs, and whether each can access the memory of the others."""
+    """Check that PyTorch can use every GPU, and that each GPU can access the memory of the rest."""
     gpus = host.gpus
     if not gpus.files:
         yield ok("gpus", "GPUs", "none: engines compute on the CPU")
@@ -332,7 +331,7 @@ def _plugin(point: metadata.EntryPoint) -> Plugin:
 
 
 def _space(directory: Path) -> Space:
-    """Space of a directory, or of the nearest one above that exists."""
+    """Return the space of a directory, or of the nearest existing parent."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     usage = shutil.disk_usage(there)
     return Space(usage.total, usage.free, os.access(there, os.W_OK))
@@ -347,7 +346,7 @@ def _listens(address: str) -> bool:
 
 
 def _gpus() -> Gpus:
-    """In a process of its own: a driver that hangs must not stop the other checks."""
+    """Return the GPUs, read in a separate process: a driver that hangs must not stop the other checks."""
     files = gpu_count()
     if not files:
         return Gpus(0)
@@ -359,7 +358,7 @@ def _gpus() -> Gpus:
     try:
         output, errors = probe.communicate(timeout=GPU_PROBE_S)
     except subprocess.TimeoutExpired:
-        probe.kill()  # not waited for: inside a driver that hangs it does not end
+        probe.kill()  # no wait: a process inside a hanging driver does not end
         return Gpus(files, error=f"the driver does not answer within {GPU_PROBE_S:g} s")
     if probe.returncode:
         return Gpus(files, error=errors.strip().splitlines()[-1] if errors.strip() else "it fails")

@@ -1,4 +1,4 @@
-"""Which parts of a verb's answer make columns. A verb that is not named here shows every field it answers with."""
+"""The columns of each verb's answer. An answer without an entry here shows all fields."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlctl.v1.results_pb2 import RankResult
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """A column.
 
     Attributes:
-        header: its header.
+        header: header.
         field: field of the data message.
-        over: what a stage shows of its ranks: the first one's, or the sum.
-        optional: left out when no row has anything there.
+        over: value of a stage: the first rank's value, or the sum over the ranks.
+        optional: omitted if the column is empty in all rows.
     """
 
     header: str
@@ -74,11 +74,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 PER_RANK = frozenset({"check"})
-"""Answers that differ from rank to rank, so that every table has a line for each."""
+"""Answers that differ from rank to rank: every table has a line for each rank."""
 
 
 def columns(name: str) -> Sequence[Column]:
-    """The columns of an answer, by its field in RankResult."""
+    """Return the columns of an answer, by the answer's field in RankResult."""
     if not name:
         return ()
     if name in _COLUMNS:
@@ -88,7 +88,7 @@ def columns(name: str) -> Sequence[Column]:
 
 
 def cells(name: str, ranks: Sequence[RankResult]) -> list[str]:
-    """One cell for each column, over the ranks that answered."""
+    """Return a cell for each column, over the ranks that answered."""
     answers = [getattr(rank, name) for rank in ranks if name and rank.HasField(name)]  # type: ignore[arg-type]
     return [_cell(column, answers) if answers else "" for column in columns(name)]
 

@@ -1,4 +1,4 @@
-"""How a failure is told: the cause, then what to do next; as JSON where data is printed as JSON."""
+"""The output of failures: the cause, then the next step; as JSON if data is printed as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlctl.contract.verbs import VERBS
 
 
 def report(settings: Settings, error: RlctlError) -> Exit:
-    """Print an error on stderr; returns the exit code, which holds also where nobody reads that."""
+    """Print an error on stderr and return the exit code, also if stderr cannot be written."""
     code = of_error(error, mutating=settings.mutating)
     with contextlib.suppress(OSError):
         _print(settings, error, code)
@@ -31,7 +31,7 @@ def _print(settings: Settings, error: RlctlError, code: Exit) -> None:
         click.echo(json.dumps({"error": _as_data(settings, error, code)}, ensure_ascii=False), err=True)
         return
     where = f" [{error.field}]" if error.field else ""
-    # Of several problems each has its own line and place: the reason is that of all, and stands above them.
+    # Each of several problems has a line and a place: the common reason is in the first line.
     first, *others = error.message.split("\n")
     about = f"({error.reason.name}{'' if others else where})"
     click.echo("\n".join([f"{_red(settings, 'Error:')} {first}  {about}", *others]), err=True)
@@ -41,7 +41,7 @@ def _print(settings: Settings, error: RlctlError, code: Exit) -> None:
 
 
 def report_click(settings: Settings, error: click.ClickException) -> Exit:
-    """Print what is wrong with the command line, or why a command failed on this machine."""
+    """Print an error of the command line, or the failure of a command on this machine."""
     usage = isinstance(error, click.UsageError)
     code = Exit.USAGE if usage else Exit.FAILED
     with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def report_click(settings: Settings, error: click.ClickException) -> Exit:
 
 
 def machine_readable(settings: Settings) -> bool:
-    """Whether data is printed for machines. Never raises, as it is asked when something is wrong already."""
+    """Return whether data is printed for machines. Never raises, since errors call this function."""
     try:
         return settings.output in MACHINE_FORMATS
     except RlctlError:

@@ -1,4 +1,4 @@
-"""Changes of a fleet, one line each: of stages, models, operations, and of the coordinator itself."""
+"""Changes of a fleet, a line each: of stages, models, operations, and of the coordinator itself."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-([0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Event:
-    """One change.
+    """A change.
 
     Attributes:
-        time: of the coordinator's wall clock, local.
+        time: time on the coordinator's wall clock, local.
         kind: stage, model, operation or coordinator.
         name: slot, model, operation id or endpoint.
         change: the fact that has changed.
-        before: its value before; "": none.
-        after: its value now; "": none.
-        detail: reason, or what belongs to the change.
+        before: value before; "": no value.
+        after: value now; "": no value.
+        detail: reason, or details of the change.
     """
 
     time: str
@@ -54,7 +54,7 @@ class Event:
 
 
 def show_event(settings: Settings, event: Event) -> None:
-    """Print one event on stdout at once: a line of text, or of JSON."""
+    """Print an event on stdout at once: a line of text, or of JSON."""
     import click
 
     if settings.output in ("json", "jsonl"):
@@ -78,7 +78,7 @@ def show_event(settings: Settings, event: Event) -> None:
 
 
 class Changes:
-    """The fleet as it was seen last, and how it differs from what is seen now."""
+    """The last seen state of the fleet, and the changes since then."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -89,7 +89,7 @@ class Changes:
         self._newest = (0, "")
 
     def of_fleet(self, event: FleetEvent) -> Iterator[Event]:
-        """What an event of the fleet changes. The first one is the state from which changes count."""
+        """Yield the changes of a fleet event. The first event is the base of all changes."""
         first, time = self._epoch == 0, values.moment(event.time)
         epoch = event.fleet.header.fleet_epoch
         if epoch != self._epoch and not first:
@@ -112,7 +112,7 @@ class Changes:
             self._models[model.name] = model
 
     def of_operations(self, listed: Sequence[Operation]) -> Iterator[Event]:
-        """What has begun and ended since the list before, oldest first. The first list counts as seen."""
+        """Yield the begun and ended operations since the previous list, oldest first. The first list counts as seen."""
         first, known = self._running is None, self._running or {}
         for operation in sorted(listed, key=_begun):
             if _begun(operation) > self._newest or operation.operation_id in known:
@@ -128,28 +128,26 @@ class Changes:
         self._running = known
 
     def unlisted(self, listed: Sequence[Operation]) -> list[str]:
-        """Operations that ran at the list before, and are not in this one."""
+        """Return operations that ran at the previous list and are not in this list."""
         return [key for key in self._running or () if key not in {each.operation_id for each in listed}]
 
     def may_be_cut(self, listed: Sequence[Operation]) -> bool:
-        """Whether operations may have begun since the list before that this one has no room for."""
+        """Return whether the list is too short for all operations begun since the previous list."""
         return self._running is not None and bool(listed) and all(_begun(each) > self._newest for each in listed)
 
     def of_loss(self, error: RlctlError) -> Event:
-        """The coordinator has been lost."""
+        """Return the event of the coordinator's loss."""
         now = Timestamp()
         now.GetCurrentTime()
         return Event(values.moment(now), "coordinator", self._endpoint, "state", "", "UNREACHABLE", error.message)
 
 
 def started(operation: Operation) -> Event:
-    """An operation has begun."""
     parts = [values.count(len(operation.targets), "stage"), *_by(operation)]
     return _of_operation(operation, values.moment(operation.create_time), "RUNNING", ", ".join(parts))
 
 
 def ended(operation: Operation) -> Event:
-    """An operation has ended."""
     update = operations.is_update(operation)
     confirmed = sum(acknowledged(result, update=update) for result in operation.stage_results)
     took = (operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()) / 1e9
@@ -168,7 +166,7 @@ def _of_operation(operation: Operation, time: str, state: str, detail: str) -> E
 
 
 def _by(operation: Operation) -> list[str]:
-    """The caller, where callers have names."""
+    """Return the caller, if the caller has a name."""
     named = operation.caller.principal not in ("", "anonymous")
     return [f"by {values.principal(operation.caller)}"] if named else []
 
@@ -185,7 +183,7 @@ def _of_stage(time: str, before: Stage | None, now: Stage) -> Iterator[Event]:
     facts = _stage_facts(before), _stage_facts(now)
     changed = [name for name in facts[1] if facts[0][name] != facts[1][name]]
     if "state" in changed and "routable" in changed:
-        changed.remove("routable")  # the state says it, or the reason beside the state
+        changed.remove("routable")  # shown by the state, or by the reason beside the state
     for name in changed:
         detail = _why_not(now) if name in ("state", "routable", "failures") else ""
         yield Event(time, "stage", slot, name, facts[0][name], facts[1][name], detail)
@@ -196,7 +194,6 @@ def _why_not(stage: Stage) -> str:
 
 
 def _stage_facts(stage: Stage) -> dict[str, str]:
-    """The line of a stage that has changed."""
     return {
         "incarnation": str(stage.incarnation),
         "state": _state(stage),
@@ -218,7 +215,6 @@ def _of_model(time: str, before: Model | None, now: Model) -> Iterator[Event]:
 
 
 def _model_facts(model: Model) -> dict[str, str]:
-    """The line of a model that has changed."""
     return {
         "version": values.version(model.latest),
         "update": model.update_id,

@@ -12,7 +12,7 @@ from rlctl.cli.render.printer import View, show
 
 
 def show_live(settings: Settings, views: Generator[View, None, None], seen: threading.Event) -> None:
-    """Show each view until there are no more, or an interrupt comes. ``seen`` is set at the first one."""
+    """Show each view until the last view or an interrupt. ``seen`` is set at the first view."""
     console = tables.console(settings.color) if settings.output in ("table", "wide") else None
     if console is None or not console.is_terminal or not console.file.isatty():
         with contextlib.closing(views):
@@ -25,8 +25,8 @@ def show_live(settings: Settings, views: Generator[View, None, None], seen: thre
     wide = settings.output == "wide"
     last: View | None = None
     try:
-        # On the terminal's other screen, and printed once more at the end: what stays is whole, wherever the
-        # interrupt hit.
+        # On the terminal's second screen, and printed once more at the end: the last output is complete at any
+        # interrupt.
         live = Live(console=console, auto_refresh=False, screen=True)
         with live, contextlib.closing(views):
             for view in views:

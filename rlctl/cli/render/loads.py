@@ -1,4 +1,4 @@
-"""Rates and queues of stages, from what their ranks count (GetLoads), as ``top`` prints them."""
+"""Rates and queues of stages for ``top``, from the counts of the ranks (GetLoads)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OPERATIONS = ("OPERATION", "VERB", "MODEL", "TARGETS", "RUNS FOR")
 
 @dataclass(frozen=True)
 class Sample:
-    """What the ranks of the stages counted at one moment.
+    """The counts of the ranks at a moment.
 
     Attributes:
         at_s: the moment, monotonic.
         fleet: the fleet.
-        loads: sums over the ranks of a stage, by slot; a stage that did not answer has none.
-        running: operations that run.
+        loads: sums over the ranks of a stage, by slot; a stage that did not answer has no entry.
+        running: running operations.
     """
 
     at_s: float
@@ -36,7 +36,7 @@ class Sample:
 
 
 def summed(operation: Operation) -> dict[str, Loads]:
-    """The counts of each stage that answered. Ranks that do not schedule count zero."""
+    """Return the counts of each stage that answered. Ranks that do not schedule count zero."""
     loads = {}
     for result in operation.stage_results:
         ranks = [rank.loads for rank in result.rank_results if rank.HasField("loads")]
@@ -53,7 +53,7 @@ def summed(operation: Operation) -> dict[str, Loads]:
 
 
 def top_view(endpoint: str, before: Sample | None, now: Sample) -> View:
-    """Queues now, and rates since the sample before."""
+    """Return the view of the present queues, and of the rates since the previous sample."""
     rows = [_facts(slot, before, now) for slot in (stage.registration.slot for stage in now.fleet.stages)]
     routable = sum(stage.routable for stage in now.fleet.stages)
     total = {key: sum(row[key] or 0 for row in rows) for key in ("running", "waiting", "tokens_per_s")}
@@ -114,7 +114,7 @@ def _facts(slot: str, before: Sample | None, now: Sample) -> dict[str, Any]:
 
 
 def _rate(slot: str, counter: str, before: Sample | None, now: Sample) -> float | None:
-    """Counts for each second between two samples; None where one is missing, or another engine counts."""
+    """Return the counts per second between two samples; None if a count is missing, or from a different incarnation."""
     if before is None or slot not in before.loads or slot not in now.loads or now.at_s <= before.at_s:
         return None
     grown: int = getattr(now.loads[slot], counter) - getattr(before.loads[slot], counter)

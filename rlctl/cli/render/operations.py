@@ -39,12 +39,11 @@ _OPTIONAL = frozenset({"ERROR", "WARNING", "VERIFIED"})
 
 
 def view(operation: Operation) -> View:
-    """An operation, as the verbs and ``get operation`` print it."""
+    """Return the view of an operation, for the verbs and ``get operation``."""
     return View(operation, lambda wide: _tables(operation, wide), lambda: [operation.operation_id])
 
 
 def listing(operations: Sequence[Operation], wide: bool = False) -> Table:
-    """A line for each operation."""
     headers = ("OPERATION", "VERB", "STATE", "CONFIRMED", "MODEL", "CREATED", "TOOK", "PRINCIPAL", "ERROR")
     return Table(
         (*headers[:-1], "CLIENT", "ERROR") if wide else headers,
@@ -54,7 +53,7 @@ def listing(operations: Sequence[Operation], wide: bool = False) -> Table:
 
 
 def confirmed(operation: Operation) -> str:
-    """Targets that have confirmed, of all: 2/3."""
+    """Return the number of confirmed targets and of all targets: 2/3."""
     update = is_update(operation)
     count = sum(acknowledged(result, update=update) for result in operation.stage_results)
     return f"{count}/{len(operation.targets)}"
@@ -77,7 +76,7 @@ def _line(operation: Operation, wide: bool) -> list[str]:
 
 
 def summary(operation: Operation) -> str:
-    """One line for stderr."""
+    """Return a line for stderr."""
     state = values.name_of(OperationState.DESCRIPTOR, operation.state)
     if operation.validate_only:
         targets = values.count(len(operation.targets), "stage")
@@ -89,7 +88,7 @@ def summary(operation: Operation) -> str:
     ]
     if update and operation.weight_version.label:
         parts.append(f"version {values.version(operation.weight_version)}")
-    # What a stage that cannot be verified has taken in is served all the same: it must not pass unseen.
+    # A stage that cannot be verified serves the new weights all the same: the summary must show the stage.
     bare = [result.slot for result in acknowledging if result.verified == VERIFICATION_LEVEL_NONE]
     if update and bare:
         parts.append(f"not verified: {', '.join(bare)}")
@@ -110,18 +109,18 @@ def summary(operation: Operation) -> str:
 
 
 def is_update(operation: Operation) -> bool:
-    """Whether the operation is a weight update, where a target that SKIPPED has not confirmed."""
+    """Return whether the operation is a weight update. A target of an update that SKIPPED has not confirmed."""
     return bool(operation.update_id) and operation.update_id == operation.operation_id
 
 
 def unconfirmed(operation: Operation) -> list[str]:
-    """Slots that did not confirm."""
+    """Return the slots that did not confirm."""
     update = is_update(operation)
     return [result.slot for result in operation.stage_results if not acknowledged(result, update=update)]
 
 
 def retriable(operation: Operation) -> list[str]:
-    """Slots that did not confirm, but may when asked again as things are."""
+    """Return the slots that did not confirm, but may confirm at a retry in the present state."""
     update = is_update(operation)
     return [
         result.slot
@@ -131,13 +130,13 @@ def retriable(operation: Operation) -> list[str]:
 
 
 def _lasting(result: StageResult) -> bool:
-    """Whether what a stage refuses with would be the same the next time."""
+    """Return whether a stage would refuse a retry for the same reason."""
     reason = Reason.__members__.get(result.error.reason, Reason.INTERNAL)
     return issubclass(reason.exception, (InvalidRequest, NotFound, PreconditionFailed, Unsupported))
 
 
 def stale(operation: Operation) -> list[str]:
-    """Slots whose weights are at no admitted version now."""
+    """Return the slots whose weights are no admitted version now."""
     return [result.slot for result in operation.stage_results if result.state == STAGE_STATE_STALE]
 
 
@@ -224,7 +223,7 @@ def _answer(result: StageResult, rank: RankResult) -> Iterator[str]:
 
 
 def _steps(ranks: Sequence[RankResult]) -> str:
-    """The step that all ranks agree on, or each that there was."""
+    """Return the step that all ranks agree on, or all steps."""
     return values.joined(sorted({rank.step for rank in ranks if rank.step}))
 
 
@@ -246,7 +245,7 @@ def _state(state: StageState.ValueType) -> str:
 
 
 def _data_of(operation: Operation) -> str:
-    """Field of RankResult that carries the verb's data: what the ranks sent, else what the table says."""
+    """Return the field of RankResult with the verb's data: the field that ranks sent, else the verb table's."""
     for result in operation.stage_results:
         for rank in result.rank_results:
             answered = rank.WhichOneof("data")

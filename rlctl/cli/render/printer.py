@@ -1,8 +1,8 @@
-"""The one printer: every command gives it data once, and it comes out as a table, JSON, YAML or names.
+"""The printer of all commands: prints the data of a command as a table, JSON, YAML or names.
 
-JSON is protojson with the field names of the protos. Fields without presence are always there, with their default
-value, so that a script need not guess; message fields and ``optional`` ones are there when they are set; 64-bit
-numbers are strings, as protojson has them.
+JSON is protojson with the field names of the protos. Fields without presence are always printed, with the default
+value, so that a script need not guess. Message fields and ``optional`` fields are printed if set. 64-bit numbers are
+strings, as in protojson.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlctl.cli.render.tables import Table
 from rlctl.contract.comments import PACKAGE
 
 _TRAILING = re.compile(r"(?:\s|\x1b\[[0-9;]*m)+$")
-"""Padding at the end of a line, which a narrow terminal would wrap into empty ones."""
+"""Padding at the end of a line. A narrow terminal would wrap the padding into empty lines."""
 
 
 _RESET = "\x1b[0m"
@@ -33,12 +33,12 @@ _RESET = "\x1b[0m"
 
 @dataclass(frozen=True)
 class View:
-    """Something to print, in every format.
+    """Data for every output format.
 
     Attributes:
-        data: a message, a dict, or a list of them; a list is an array in JSON and one line each in jsonl.
-        tables: the tables; the argument asks for the wide ones.
-        names: what ``-o name`` prints, a line each.
+        data: a message, a dict, or a list of them; a list is an array in JSON and a line each in jsonl.
+        tables: function that returns the tables; the argument selects the wide tables.
+        names: function that returns the lines of ``-o name``.
         whole_ids: digests are not shortened on a terminal either.
     """
 
@@ -49,7 +49,7 @@ class View:
 
 
 def show(settings: Settings, view: View) -> None:
-    """Print it on stdout as the settings say."""
+    """Print a view on stdout in the format of the settings."""
     match settings.output:
         case "json":
             click.echo(json.dumps(plain_data(view.data), indent=2, ensure_ascii=False))
@@ -70,7 +70,7 @@ def show(settings: Settings, view: View) -> None:
 
 
 def show_tables(settings: Settings, shown: Sequence[Table], *, whole_ids: bool = False, overflow: bool = False) -> None:
-    """Print tables on stdout. ``overflow``: lines may be longer than the terminal is wide, and nothing is cut."""
+    """Print tables on stdout. ``overflow``: lines may be longer than the terminal's width, and no cell is cut."""
     console = tables.console(settings.color, overflow=overflow)
     if console is None:
         click.echo(tables.plain(shown))
@@ -83,7 +83,7 @@ def show_tables(settings: Settings, shown: Sequence[Table], *, whole_ids: bool =
 
 
 def plain_data(data: Any) -> Any:
-    """Messages as what JSON can hold."""
+    """Return messages as values for JSON."""
     if isinstance(data, Message):
         from google.protobuf.json_format import MessageToDict
 
@@ -97,7 +97,7 @@ def plain_data(data: Any) -> Any:
 
 
 def _spell(message: Any) -> None:
-    """Write the numbers of a Struct that JSON has not as protojson writes those of other fields; there it refuses."""
+    """Write NaN and infinities of a Struct as the strings of protojson: in a Struct protojson refuses these numbers."""
     for field, value in message.ListFields():
         if field.full_name == "google.protobuf.Value.number_value" and not math.isfinite(value):
             message.string_value = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -110,7 +110,7 @@ def _spell(message: Any) -> None:
 
 
 def _in_order(descriptor: Any, fields: Any) -> Any:
-    """The fields of a message in the order of its proto, at every level; entries of a map by key."""
+    """Return the fields of a message in the order of the proto, at every level; entries of a map by key."""
     if descriptor is not None and descriptor.GetOptions().map_entry:
         return dict(sorted(fields.items()))
     if descriptor is None or descriptor.file.package != PACKAGE:

@@ -1,4 +1,4 @@
-"""A line on the terminal while a command waits for an operation."""
+"""A progress line on the terminal while a command waits for an operation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
 
 SILENT_S = 1.0
-"""Most operations have ended by then, and show no line."""
+"""Most operations end within this time, and show no line."""
 EVERY_S = 0.5
 
 
 @contextlib.contextmanager
 def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[None]:
-    """Show how long an operation has taken, how many stages have answered and what state the stages are in.
+    """Show the time of an operation, the number of answered stages and the states of the stages.
 
-    The line goes to stderr and disappears at the end. Nothing is shown with --quiet, and where stderr is no terminal.
+    The line goes to stderr and disappears at the end. No line is shown with --quiet, or if stderr is no terminal.
     """
     if settings.quiet or not sys.stderr.isatty():
         yield
@@ -46,7 +46,7 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
             return
         with status:
             while True:
-                with contextlib.suppress(RlctlError):  # not accepted yet, or the coordinator is away: shown at the end
+                with contextlib.suppress(RlctlError):  # not accepted yet, or unreachable: shown at the end
                     status.update(line(fleet, operation_id, time.monotonic() - started))
                 if ended.wait(EVERY_S):
                     return
@@ -61,8 +61,9 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
 
 
 def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
-    """``WeightUpdate: 12 s, 1 of 3 stages answered; transfer 8.0s; READY 1, UPDATING 2``. Raises what reading the fleet
-    raises.
+    """Return a line such as ``WeightUpdate: 12 s, 1 of 3 stages answered; transfer 8.0s; READY 1, UPDATING 2``.
+
+    Raises as the reads of the fleet.
     """
     operation = fleet.operation(operation_id)
     answered, targets = len(operation.stage_results), len(operation.targets)
@@ -71,7 +72,7 @@ def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
 
 
 def states(operation: Operation, stages: Iterable[Stage]) -> str:
-    """States of the targets: ``READY 1, UPDATING 2``."""
+    """Return the states of the targets: ``READY 1, UPDATING 2``."""
     targets = set(operation.targets)
     counts = collections.Counter(
         values.name_of(StageState.DESCRIPTOR, stage.state) for stage in stages if stage.registration.slot in targets

@@ -1,4 +1,4 @@
-"""Stages and models as tables: what ``status``, ``get`` and ``describe`` print."""
+"""Stages and models as tables, for ``status``, ``get`` and ``describe``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,16 @@ _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
 
 
 def stages_view(stages: Sequence[Stage]) -> View:
-    """Stages, a line each."""
     return View(list(stages), lambda wide: [stages_table(stages, wide)], lambda: [_slot(stage) for stage in stages])
 
 
 def models_view(fleet: Fleet) -> View:
-    """Models, a line each."""
     return View(
         list(fleet.models), lambda wide: [models_table(fleet, wide)], lambda: [model.name for model in fleet.models]
     )
 
 
 def fleet_view(fleet: Fleet, endpoint: str) -> View:
-    """The whole fleet."""
-
     def tables(wide: bool) -> list[Table]:
         about = f"Fleet at {endpoint}, epoch {fleet.header.fleet_epoch}"
         models = models_table(fleet, wide)
@@ -54,7 +50,6 @@ def fleet_view(fleet: Fleet, endpoint: str) -> View:
 
 
 def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
-    """A line for each stage."""
     rows = []
     for stage in stages:
         version = stage.report.weight_version
@@ -84,7 +79,6 @@ def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
 
 
 def models_table(fleet: Fleet, wide: bool) -> Table:
-    """A line for each model."""
     rows = []
     for model in fleet.models:
         stages = [stage for stage in fleet.stages if stage.registration.model == model.name]
@@ -106,9 +100,9 @@ def models_table(fleet: Fleet, wide: bool) -> Table:
 
 
 def why_not(stage: Stage) -> str:
-    """Why generation may not go there, when its state does not say it."""
+    """Return the reason why a stage is not routable, beyond the state."""
     if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
-        # What the operator has said must be seen whatever the state: it holds when the state is over.
+        # The operator's marks are shown in every state: marks outlast the state.
         paused = f"paused {_pause(stage.pause)}" if stage.HasField("pause") else ""
         adapters = [f"adapter {pause.adapter} paused {_pause(pause)}" for pause in stage.adapter_pauses]
         said = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused, *adapters]))
@@ -118,7 +112,7 @@ def why_not(stage: Stage) -> str:
 
 
 def _healed(stage: Stage) -> str:
-    """When it is healed by itself."""
+    """Return the time until the coordinator heals the stage."""
     if not stage.HasField("heal_time"):
         return ""
     left_s = max(0.0, stage.heal_time.ToNanoseconds() / 1e9 - time.time())
@@ -126,20 +120,17 @@ def _healed(stage: Stage) -> str:
 
 
 def _disabled(stage: Stage) -> str:
-    """Whether the operator has disabled it, with the reason."""
+    """Return whether an operator has disabled the stage, with the reason."""
     if stage.enabled:
         return ""
     return f"disabled: {stage.disabled_reason}" if stage.disabled_reason else "disabled"
 
 
 def stage_view(stage: Stage) -> View:
-    """Everything about one stage."""
     return View(stage, lambda _: _stage_tables(stage), lambda: [_slot(stage)], whole_ids=True)
 
 
 def model_view(model: Model, stages: Sequence[Stage]) -> View:
-    """Everything about one model."""
-
     def tables(wide: bool) -> list[Table]:
         about = facts(
             [
@@ -166,7 +157,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
 
 
 def _type(stage: Stage) -> str:
-    """Its worker type, where that is one of a pair's."""
+    """Return the worker type of a stage, "" for regular."""
     kind = stage.registration.worker_type
     return "" if kind in (0, WORKER_TYPE_REGULAR) else short_name(WorkerType.DESCRIPTOR, kind)
 
@@ -262,19 +253,19 @@ def _slot(stage: Stage) -> str:
 
 
 def _known(stage: Stage) -> bool:
-    """Whether its ranks are as it has reported them: of one that cannot be reached nobody knows."""
+    """Return whether the stage's report of ranks is current: an unreachable stage's ranks are unknown."""
     return stage.state != STAGE_STATE_UNREACHABLE and not stage.engine_failure.given_up
 
 
 def _alive(stage: Stage) -> str:
-    """How many of its ranks run. Its last report is older than the failure of an engine that was given up."""
+    """Return the number of running ranks. 0 for an engine that was given up: the last report is older."""
     if stage.engine_failure.given_up:
         return "0"
     return str(sum(rank.alive for rank in stage.report.ranks)) if _known(stage) else "?"
 
 
 def _paused_adapters(stage: Stage) -> list[tuple[str, str]]:
-    """Names of adapters that are paused by name, or are about to be, with the pause."""
+    """Return the adapters that are paused by name, or about to be, each with the pause."""
     done = {paused.name: short_name(PauseMode.DESCRIPTOR, paused.mode) for paused in stage.report.paused_adapters}
     kept = {pause.adapter: _pause(pause) for pause in stage.adapter_pauses}
     return [
@@ -284,7 +275,7 @@ def _paused_adapters(stage: Stage) -> list[tuple[str, str]]:
 
 
 def _pause(pause: Pause) -> str:
-    """Start, caller, end and reason of a pause by name."""
+    """Return start, caller, end and reason of a pause by name."""
     return (
         f"since {values.moment(pause.since)}"
         + f" by {pause.by}" * bool(pause.by)

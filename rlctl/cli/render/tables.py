@@ -1,4 +1,4 @@
-"""Tables: by rich on a terminal, as plain aligned text elsewhere. Plain text is never wrapped, nothing in it is cut."""
+"""Tables: drawn by rich on a terminal, as aligned plain text elsewhere. Plain text is never wrapped or cut."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _EXPENDABLE = (
     *("UPDATABLE", "EVIDENCE", "CREATED", "NODE", "DEVICE", "VERIFIED", "TENSORS", "BYTES", "STEP", "ELAPSED"),
     *("MODEL", "SEQ", "CONFIRMED", "RANKS", "HEARD", "VERSION"),
 )
-"""Columns that a narrow terminal does without, the first one first; then those on the right, except the kept ones."""
+"""Columns that a narrow terminal omits, in this order; then further columns from the right, except _KEPT."""
 
 _KEPT = frozenset({"SLOT", "RANK", "OPERATION", "VERB", "STATE", "OUTCOME", "ROUTABLE", "MEANING", "TEXT"})
 
 _NOTES = frozenset({"ERROR", "WHY NOT"})
-"""Columns of sentences. They stand below the table when less than _NOTE_WIDTH is left for them."""
+"""Columns of sentences. Printed below the table if less than _NOTE_WIDTH remains."""
 
 _NOTE_WIDTH = 40
 
 _WRAPPED_WIDTH = 24
-"""The last column wraps; it needs no more than this."""
+"""Largest width that the last column needs: the column wraps."""
 
 _STYLES = {
     **dict.fromkeys(("READY", "APPLIED", "OK", "VERIFIED", "yes"), "green"),
@@ -54,10 +54,10 @@ class Table:
     """Rows of text under headers.
 
     Attributes:
-        headers: one for each column, upper case; "" for all: no line of headers.
+        headers: a header for each column, upper case; all "": no line of headers.
         rows: cells; "" shows as "-".
-        optional: headers of columns that are left out when every cell is empty.
-        title: a line above.
+        optional: headers of columns that are omitted if every cell is empty.
+        title: a line above the table.
     """
 
     headers: Sequence[str]
@@ -66,7 +66,7 @@ class Table:
     title: str = ""
 
     def shown(self) -> tuple[list[str], list[list[str]]]:
-        """(headers, rows) without the optional columns that are empty."""
+        """Return (headers, rows) without empty optional columns."""
         columns = [
             index
             for index, header in enumerate(self.headers)
@@ -79,17 +79,15 @@ class Table:
 
 
 def facts(pairs: Sequence[tuple[str, str]], title: str = "") -> Table:
-    """A table of names and values, without those that have none."""
+    """Return a table of names and values, without empty values."""
     return Table(("", ""), [(f"{name}:", value) for name, value in pairs if value], title=title)
 
 
 def prose(lines: Sequence[str], title: str = "") -> Table:
-    """Lines of text."""
     return Table(("",), [(line,) for line in lines], title=title)
 
 
 def plain(tables: Sequence[Table]) -> str:
-    """Aligned text."""
     return "\n".join(line for index, table in enumerate(tables) for line in _plain(table, first=index == 0))
 
 
@@ -108,9 +106,9 @@ def _plain(table: Table, *, first: bool) -> Iterator[str]:
 
 
 def console(color: str, *, overflow: bool = False) -> Console | None:
-    """What to print on by rich, or None where plain text is wanted. ``color``: auto, always, never.
+    """Return a console for rich, or None for plain text. ``color``: auto, always, never.
 
-    ``overflow``: as wide as it takes, whatever the terminal's width.
+    ``overflow``: lines of any length, whatever the terminal's width.
     """
     terminal = sys.stdout.isatty()
     if not terminal and color != "always":
@@ -123,7 +121,7 @@ def console(color: str, *, overflow: bool = False) -> Console | None:
 
 
 def rich(tables: Sequence[Table], *, width: int, whole_ids: bool) -> RenderableType:
-    """For a terminal of this width. ``whole_ids``: digests are not shortened."""
+    """Return the tables for a terminal of this width. ``whole_ids``: digests are not shortened."""
     from rich.console import Group
     from rich.padding import Padding
 
@@ -132,7 +130,7 @@ def rich(tables: Sequence[Table], *, width: int, whole_ids: bool) -> RenderableT
 
 
 def style(word: str) -> str:
-    """Style of a state or an outcome; "" for other words."""
+    """Return the style of a state or an outcome; "" for other words."""
     return _STYLES.get(word, "")
 
 
@@ -167,7 +165,7 @@ def _rich(table: Table, width: int, *, whole_ids: bool) -> RenderableType:
 
 
 def _notes_apart(headers: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]], list[str]]:
-    """(headers, rows, lines below): what a narrow terminal has no room for in the last column stands below."""
+    """Return (headers, rows, lines below): on a narrow terminal the sentences of the last column move below."""
     if headers[-1] not in _NOTES:
         return headers, rows, []
     lines = [headers, *rows]
@@ -180,7 +178,7 @@ def _notes_apart(headers: list[str], rows: list[list[str]], width: int) -> tuple
 
 
 def _fitted(headers: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]], list[str]]:
-    """(headers, rows, headers of columns left out): what fits, ids shortened first."""
+    """Return (headers, rows, headers of omitted columns) that fit; ids are shortened first."""
     if _needed(headers, rows) > width:
         rows = [[_ID.sub(r"…\1", cell) for cell in row] for row in rows]
     hidden = []
@@ -196,7 +194,7 @@ def _fitted(headers: list[str], rows: list[list[str]], width: int) -> tuple[list
 
 
 def _needed(headers: list[str], rows: list[list[str]]) -> int:
-    """Columns of a terminal that a table takes without cutting anything."""
+    """Return the width that a table takes without a cut cell, in columns of the terminal."""
     widths = [max(map(len, cells)) for cells in zip(headers, *rows, strict=True)]
     widths[-1] = max(len(headers[-1]), min(widths[-1], _WRAPPED_WIDTH))
     return sum(widths) + len(GAP) * (len(widths) - 1)

@@ -1,4 +1,4 @@
-"""The timeline of an operation: as a table with bars, and as one page of HTML without outside resources."""
+"""The timeline of an operation: as a table with bars, and as a page of HTML without outside resources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT = "wait"
 """Name of the time in which no phase runs. The coordinator then waits for the trainer."""
 
 _LEAST_WAIT = 0.01
-"""Share of the whole time from which on a wait is shown."""
+"""Smallest share of the whole time for which a wait is shown."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Bar:
 
     Attributes:
         name: kind of the phase, or the slot.
-        start_s: from the acceptance of the operation.
+        start_s: time from the acceptance of the operation.
         length_s: duration.
         last: the stage, or the rank, that took longest.
         moved: bytes that arrived.
         rate: bytes per second. 0: not measured.
         note: an outcome other than APPLIED, a failed level, the transport.
-        stages: the parts of the stages, the slowest one first.
+        stages: the parts of the stages, slowest first.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Bar:
 
     @property
     def end_s(self) -> float:
-        """From the acceptance of the operation."""
+        """Time from the acceptance of the operation to the end."""
         return self.start_s + self.length_s
 
 
 def bars(operation: Operation) -> list[Bar]:
-    """The phases by their starts, with the waits between them."""
+    """Return the phases in order of start, with the waits between."""
     phases = sorted(map(_bar, operation.timeline.phases), key=lambda bar: bar.start_s)
     total_s = _total_s(operation, phases)
     found: list[Bar] = []
@@ -67,13 +67,13 @@ def bars(operation: Operation) -> list[Bar]:
 
 
 def running(operation: Operation) -> list[str]:
-    """The phases that are under way, and for how long."""
+    """Return the running phases, with the times so far."""
     phases = [phase for phase in operation.timeline.phases if phase.running]
     return [f"{_name(phase)} {values.duration(phase.duration)}" for phase in phases]
 
 
 def table(operation: Operation) -> Table:
-    """A row for each phase, with its place in the whole time."""
+    """Return a row for each phase, with the place in the whole time."""
     shown = bars(operation)
     total_s = _total_s(operation, shown)
     rows = [
@@ -94,8 +94,9 @@ def table(operation: Operation) -> Table:
 
 
 def page(operation: Operation, most: int = sys.maxsize) -> str:
-    """One page of HTML: each phase, and each stage and rank in it. ``most``: stages of a phase, and ranks of a stage,
-    that are listed; the slowest stages go first.
+    """Return a page of HTML: each phase with stages and ranks.
+
+    ``most``: limit of the stages listed for a phase, and of the ranks of a stage; the slowest stages come first.
     """
     shown = bars(operation)
     total_s = _total_s(operation, shown)
@@ -185,14 +186,14 @@ def _stage_bar(stage: StagePhase, start_s: float) -> Bar:
 
 
 def _drawn(bar: Bar, total_s: float) -> str:
-    """Dots for the time before and after, blocks for the bar: one at least."""
+    """Draw dots for the time before and after, blocks for the bar: at least a single block."""
     first = min(round(WIDTH * bar.start_s / total_s), WIDTH - 1)
     length = max(1, min(round(WIDTH * bar.length_s / total_s), WIDTH - first))
     return "." * first + ("~" if bar.name == WAIT else "#") * length + "." * (WIDTH - first - length)
 
 
 def _size(number: int) -> str:
-    """512 B, 1.5 MB, 20 GB."""
+    """Return a size such as 512 B, 1.5 MB, 20 GB."""
     value = float(number)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":

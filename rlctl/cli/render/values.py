@@ -1,4 +1,4 @@
-"""Values as people read them in a table: short, without spaces where that can be helped, "" for nothing."""
+"""Values as short texts for tables: without spaces if possible, "" for an empty value."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rlctl.v1.verbs_pb2 import Adapter
 
 
 def name_of(enum: EnumDescriptor, value: int) -> str:
-    """A state or an outcome: READY."""
+    """Return the name of a state or an outcome: READY."""
     return short_name(enum, value).upper()
 
 
 def elapsed(value_s: float) -> str:
-    """12ms, 1.3s, 2m05s, 3h07m."""
+    """Return a time such as 12ms, 1.3s, 2m05s, 3h07m."""
     if value_s < 1:
         return f"{value_s * 1000:.0f}ms"
     if value_s < 60:
@@ -43,32 +43,32 @@ def elapsed(value_s: float) -> str:
 
 
 def duration(value: Duration) -> str:
-    """A protobuf duration as :func:`elapsed`."""
+    """Return a protobuf duration as :func:`elapsed`."""
     return elapsed(seconds(value))
 
 
 def moment(value: Timestamp) -> str:
-    """Local wall time, to the second."""
+    """Return the local wall time, to the second."""
     return value.ToDatetime(UTC).astimezone().strftime("%Y-%m-%dT%H:%M:%S") if value.seconds else ""
 
 
 def sequence(version: WeightVersion) -> str:
-    """The sequence number of a version that was published."""
+    """Return the sequence of a published version, else ""."""
     return str(version.sequence) if version.sequence else ""
 
 
 def version(value: WeightVersion) -> str:
-    """Label and sequence: step-42#7."""
+    """Return label and sequence: step-42#7."""
     return f"{value.label}#{value.sequence}" if value.sequence else value.label
 
 
 def adapters(values: Iterable[Adapter]) -> str:
-    """Names and versions: math@a-1,code@a-3."""
+    """Return names and versions: math@a-1,code@a-3."""
     return joined(f"{value.name}@{value.version}" if value.version else value.name for value in values)
 
 
 def verification(value: Verification) -> str:
-    """The level of each kind: EXPECTED,PROBE,DECODE; NONE for none; "" for weights that come from no update."""
+    """Return the level of each kind: EXPECTED,PROBE,DECODE; NONE without verification; "" for weights of no update."""
     none = VERIFICATION_LEVEL_NONE
     levels = [level for level in (value.held, value.computed) if level > none] or [max(value.held, value.computed)]
     if value.decode:
@@ -78,37 +78,35 @@ def verification(value: Verification) -> str:
 
 
 def error(detail: ErrorDetail) -> str:
-    """Reason and cause on one line."""
+    """Return reason and cause in a line."""
     return f"{detail.reason}: {' '.join(detail.message.split())}" if detail.reason else ""
 
 
 def principal(caller: Caller) -> str:
-    """ci, ci via gateway-1."""
+    """Return a principal: ci, or ci via gateway-1."""
     return f"{caller.principal} via {caller.via}" if caller.via else caller.principal
 
 
 def client(caller: Caller) -> str:
-    """cli/VERSION alice@host."""
+    """Return a client: cli/VERSION alice@host."""
     return " ".join(filter(None, ["/".join(filter(None, [caller.client, caller.client_version])), caller.user]))
 
 
 def count(number: int, noun: str) -> str:
-    """1 engine, 2 engines."""
+    """Return a count: 1 engine, 2 engines."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def yes(value: bool) -> str:
-    """yes or no."""
     return "yes" if value else "no"
 
 
 def joined(items: Iterable[object]) -> str:
-    """Items with commas."""
     return ",".join(str(item) for item in items)
 
 
 def field(message: Message, descriptor: FieldDescriptor) -> str:
-    """Any field of any message, as well as one line can show it."""
+    """Return any field of any message, shortened to a line."""
     value = getattr(message, descriptor.name)
     if descriptor.is_repeated:
         return joined(_value(descriptor, item) for item in value)

@@ -1,9 +1,9 @@
-"""The page of ``rlctl coordinator --web``: the fleet, its operations and their timelines, read-only, over HTTP.
+"""The page of ``rlctl coordinator --web``: the fleet, operations and timelines, read-only, over HTTP.
 
-The tables are those of cli.render, made of the coordinator's own objects in its process. The page in ``page.html``
-draws them and reads them again every 2 s; nothing is computed while no page is open.
+The tables are made by cli.render of the coordinator's own objects in the same process. ``page.html`` draws the tables
+and reads new tables every 2 s; nothing is computed while no page is open.
 
-Decides who may read the page, the headers of its answers, and the bounds of their size.
+Decides the callers that may read the page, the headers of answers, and the bounds of sizes.
 
 Imports: aiohttp, cli.render, contract, coordinator, runtime, transport.
 

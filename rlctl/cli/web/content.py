@@ -17,26 +17,28 @@ from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING, OPERATION_STATE_UNSPECIFIED, Operation
 
 MOST_OPERATIONS = 50
-"""Running operations, and ended ones, that are listed."""
+"""Limit of listed operations, for running and for ended operations each."""
 
 MOST_STAGES = 500
-"""Stages that are listed. Stages that are not routable come first in a larger fleet."""
+"""Limit of listed stages. Stages that are not routable come first in a larger fleet."""
 
 MOST_CHARACTERS = 300
-"""Of a cell: reasons and messages come from other programs."""
+"""Limit of a cell: reasons and messages come from other programs."""
 
 
 class Content:
-    """The content at any time."""
+    """The content of the page at any time."""
 
     def __init__(self, coordinator: Coordinator, address: str) -> None:
         self._coordinator = coordinator
         self._address = address
         self._history: dict[str, Table] = {}
-        """Lines of the listed operations that have ended, which do not change: one has the results of all stages."""
+        """Lines of the listed operations that have ended. The lines do not change; an operation has the results of all
+        stages.
+        """
 
     async def state(self) -> dict[str, Any]:
-        """The tables, and facts above them."""
+        """Return the tables, and the facts above the tables."""
         fleet = await self._coordinator.get_fleet(GetFleetRequest())
         running = [
             await self._coordinator.get_operation(GetOperationRequest(operation_id=operation.operation_id))

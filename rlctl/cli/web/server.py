@@ -1,4 +1,4 @@
-"""The HTTP server of the page, in the process and on the loop of its coordinator."""
+"""The HTTP server of the page, in the process and on the loop of the coordinator."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from rlctl.transport.tls.credentials import http_identity
 from rlctl.v1.coordinator_pb2 import GetOperationRequest
 
 MOST_CONNECTIONS = 64
-"""Connections at a time. Further ones are refused and closed."""
+"""Connections at a time. Further connections are refused and closed."""
 
 FRESH_S = 1.0
-"""The state is made at most once in this time, however many pages are open."""
+"""The state is made at most once in this time, for all open pages."""
 
 MOST_ROWS = 50
 """Stages of a phase, and ranks of a stage, in a timeline."""
 
 KEEP_S = 30.0
-"""A connection without a request is kept for so long: pages ask every 2 s."""
+"""Time after which a connection without a request is closed: pages send a request every 2 s."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -50,21 +50,21 @@ _HEADERS = {
 }
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src data:"
 _TIMELINE_POLICY = f"{_POLICY}; style-src 'unsafe-inline'"
-"""A bar has its place in an attribute ``style``. No script runs."""
+"""The place of a bar is in an attribute ``style``. No script runs."""
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 _aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
-_aiohttp_log.setLevel(logging.CRITICAL)  # it logs a traceback for every request that is no HTTP
+_aiohttp_log.setLevel(logging.CRITICAL)  # aiohttp logs a traceback for every invalid HTTP request
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class WebServer:
-    """Serves the page of one coordinator."""
+    """Serves the page of a coordinator."""
 
     def __init__(self, server: CoordinatorServer) -> None:
-        """``server``: started. Raises FIELD_INVALID for an access file that cannot be read."""
+        """``server``: a started server. Raises FIELD_INVALID for an access file that cannot be read."""
         config = server.config
         self._server = server
         self._tls, self._insecure = config.tls, config.insecure
@@ -84,7 +84,7 @@ class WebServer:
         )
 
     async def start(self, listen: str) -> str:
-        """Listen at ``host:port`` (port 0: any); returns the URL. Raises INSECURE_BIND, FIELD_INVALID."""
+        """Listen at ``host:port`` (port 0: any) and return the URL. Raises INSECURE_BIND, FIELD_INVALID."""
         host, port = split(listen, "web")
         if self._tls is None and not self._insecure and not is_loopback(host):
             raise Reason.INSECURE_BIND.error(
@@ -93,7 +93,7 @@ class WebServer:
                 next_step="Set --tls-cert, --tls-key and --tls-ca, bind to 127.0.0.1, or say --insecure.",
             )
         self._names.add(host.lower())
-        # Without tokens the certificate of a caller is all that it can be admitted by.
+        # Without tokens only the certificate of a caller can admit the caller.
         context = None if self._tls is None else self._tls.server_context(mutual=not self._access.guards)
         await self._runner.setup()
         site = http_limits.Site(self._runner, host, port, ssl_context=context)
@@ -102,7 +102,6 @@ class WebServer:
         return f"{scheme}://{join(host, self._runner.addresses[0][1])}/"
 
     async def stop(self) -> None:
-        """End the server."""
         await self._runner.cleanup()
 
     @web.middleware
@@ -137,15 +136,17 @@ class WebServer:
             certificate = None
         metadata = _metadata(request.headers)
         if self._access.guards and not metadata and certificate is None:
-            raise Reason.TOKEN_MISSING.error()  # every browser begins so: no denial that is worth a record
+            raise Reason.TOKEN_MISSING.error()  # the first request of every browser: no denial for the audit
         resource = request.match_info.route.resource
-        # Not the path: a caller could fill the audit with paths.
+        # The route, not the path: a caller could fill the audit with paths.
         method = Method(f"GET {resource.canonical if resource is not None else 'other'}", (Scope.VIEWER,))
         admit(self._access, method, metadata, request.remote or "", self._server.denials, certificate)
 
     def _refuse_foreign_name(self, host: str) -> None:
-        """Raise PEER_NOT_ALLOWED for a name that may not be this host's. A foreign page could have its own name resolve
-        to this address, and its scripts could then read the answers (DNS rebinding).
+        """Raise PEER_NOT_ALLOWED for a host name that may not be this host's.
+
+        A foreign page could resolve a name of its own to this address, and scripts of the page could then read the
+        answers (DNS rebinding).
         """
         name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
         try:
@@ -177,7 +178,10 @@ class WebServer:
 
 
 def _metadata(headers: Mapping[str, str]) -> dict[str, str]:
-    """The token of the header as calls of gRPC carry it. Browsers send it as a password. Raises TOKEN_INVALID."""
+    """Return the token of the header as calls of gRPC carry the token. Raises TOKEN_INVALID.
+
+    Browsers send the token as a password.
+    """
     value = headers.get("Authorization", "")
     scheme, _, encoded = value.partition(" ")
     if scheme.lower() == "basic":
@@ -190,7 +194,7 @@ def _metadata(headers: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def _page() -> tuple[str, str]:
-    """The page, and the policy that lets only its own script and style run."""
+    """Return the page, and the policy that permits only the page's script and style."""
     page = resources.files(__package__).joinpath("page.html").read_text()
     hashes = {
         kind: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
