@@ -1,10 +1,10 @@
-"""One sample over several requests. Each request continues from the tokens of the earlier ones.
+"""A sample over several requests. Each request continues from the tokens of the earlier requests.
 
-The generated tokens become part of the prompt, so that every engine can continue a sample. Greedy output then equals
-that of an uninterrupted run. Drawn output has the same distribution. The seed of a later request is derived from the
+The generated tokens become part of the prompt, so every engine can continue a sample. Greedy output then equals the
+output of an uninterrupted run. Drawn output has the same distribution. The seed of a later request is derived from the
 seed of the sample and the number of its tokens, because the engine counts positions from 0 again. Samples with
-penalties are not continued but refused, because the engine would not count the earlier tokens as output. A stop string
-across a cut is searched here.
+penalties are refused, because the engine would not count the earlier tokens as output. A stop string across a cut is
+searched here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from rlctl.v1.rollout_pb2 import (
 )
 
 _PIECE = 1 << 16
-"""Token ids."""
+"""Token ids copied at a time."""
 
 
 class Progress:
-    """What is had of a sample, and what is to be asked for next."""
+    """Output of a sample so far, and its next request."""
 
     def __init__(self, sample: RolloutSample) -> None:
-        """Go on from ``sample``, which may have nothing yet."""
         self._sample = sample
         self._request = sample.request
         self._had = MergedSample(sample.whole)
@@ -46,39 +45,40 @@ class Progress:
         self._input_logprobs = list(sample.input_logprobs)
         self._answered_at = sample.answered_at
         self._tried = bool(sample.parts)
-        self._base = self._text_base = 0  # tokens, and length of the text, that earlier attempts brought
-        self._cached = self._retractions = 0  # what earlier attempts counted
-        self._stop_sought = False  # in all of the text in which it may lie across the cut
+        self._base = self._text_base = 0  # tokens and text length from earlier attempts
+        self._cached = self._retractions = 0  # counts from earlier attempts
+        self._stop_sought = False  # the text around the cut has been searched
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The prompt's tokens, once they are known."""
+        """Token ids of the prompt, once known."""
         return self._prompt_ids
 
     @property
     def input_logprobs(self) -> Sequence[TokenLogprob]:
-        """Of the prompt's tokens, if they were asked for and are there."""
+        """Log probabilities of the prompt's tokens, if requested and received."""
         return self._input_logprobs
 
     @property
     def tokens(self) -> int:
-        """Output tokens had."""
+        """Number of output tokens so far."""
         return len(self._had.rest.output_ids)
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its own end."""
+        """True if the sample ended by length or stop."""
         return self._had.rest.finish_reason.type in (FINISH_TYPE_LENGTH, FINISH_TYPE_STOP)
 
     @property
     def ended(self) -> bool:
-        """Whether it has a finish reason, an abort's included."""
+        """True if the sample has a finish reason, including an abort."""
         return self._had.rest.HasField("finish_reason")
 
     def attempt(self, min_version_seq: int) -> GenerateRequest:
-        """The request for what is missing, under an id of its own. Raises UNSUPPORTED for a sample that cannot go on.
+        """Return the request for the missing tokens. Retries get a new request id.
 
-        A sample may turn out to be finished: the end was lost, not the tokens.
+        Raises UNSUPPORTED for a sample that cannot continue. The sample may be ``finished`` afterwards: only its end
+        was lost.
         """
         self._had.rest.ClearField("finish_reason")
         self._base, self._text_base = self.tokens, self._had.text_length
@@ -110,7 +110,7 @@ class Progress:
             params.seed = derived_seed(params.seed, self._base)
 
     def take(self, response: GenerateResponse) -> None:
-        """Take in a message of the attempt under way. What is beyond a stop string is taken out of its text."""
+        """Add a message of the current attempt. Text beyond a stop string is removed from the message."""
         if not self._prompt_ids:
             self._prompt_ids = list(response.prompt_ids)
         if response.HasField("weight_version"):
@@ -123,7 +123,7 @@ class Progress:
             sample.retractions += self._retractions
             if self._base:
                 sample.completion_tokens += self._base
-                sample.cached_tokens = self._cached  # of its prompt the engine now counts what was generated, too
+                sample.cached_tokens = self._cached  # the engine counts earlier output as prompt
                 for span in sample.versions:
                     span.start += self._base
                     span.end += self._base
@@ -140,8 +140,10 @@ class Progress:
             self._parts.append(Part(*here, start=self.tokens))
 
     def _look_for_stop(self) -> None:
-        """End at the first stop string that begins before the cut: the engine took that for the prompt. One that begins
-        among the tokens that there are to be in any case is none, wherever it ends.
+        """End the sample at the first stop string that begins before the cut.
+
+        The engine took the text before the cut for the prompt. There is no search while the cut lies within the first
+        ``min_new_tokens``: a stop string that begins there does not count.
         """
         params, cut = self._request.sampling_params, self._text_base
         if not cut or not params.stop or self._stop_sought or self._base < params.min_new_tokens:
@@ -156,18 +158,18 @@ class Progress:
             self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
 
     def full(self, refusal: RlctlError) -> bool:
-        """Whether an attempt was refused since the sample fills the context: then it has ended, by its length."""
+        """Return whether the refusal means that the sample fills the context. The sample then ends by length."""
         if refusal.reason is Reason.PROMPT_TOO_LONG and self._base:
             self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
             return True
         return False
 
     def result(self, latest: int, error: RlctlError | None = None) -> RolloutSample:
-        """The sample as it is now."""
+        """Return the sample so far."""
         known = self._sample
         whole = Sample()
         self._had.fill(whole)
-        latest = max([latest, *(span.version.sequence for span in whole.versions)])  # news of it may come later
+        latest = max([latest, *(span.version.sequence for span in whole.versions)])  # the fleet view may lag
         return RolloutSample(
             request=self._request,
             whole=whole,
@@ -187,8 +189,9 @@ class Progress:
 def begin(
     request: GenerateRequest, *, prompt: int = 0, index: int = 0, group: str = "", session_id: str = ""
 ) -> RolloutSample:
-    """A sample of which nothing is had, with a session and a seed of its own: number ``index`` of the call's prompt
-    number ``prompt``.
+    """Return an empty sample with its own session and seed.
+
+    The sample has number ``index`` among the samples of the call's prompt number ``prompt``.
     """
     mine = GenerateRequest()
     mine.CopyFrom(request)
@@ -202,7 +205,7 @@ def begin(
 
 
 def _listed(ids: Sequence[int]) -> list[int]:
-    """Token ids as a list. It is made piece by piece: each holds the interpreter's lock from its begin to its end."""
+    """Copy token ids in pieces: each piece holds the interpreter's lock until its end."""
     listed: list[int] = []
     for start in range(0, len(ids), _PIECE):
         listed += ids[start : start + _PIECE]
@@ -210,7 +213,7 @@ def _listed(ids: Sequence[int]) -> list[int]:
 
 
 def check_continuable(params: SamplingParams) -> None:
-    """Raise UNSUPPORTED for what cannot go on from tokens as if there had been no cut."""
+    """Raise UNSUPPORTED for a frequency or presence penalty: a continuation would change the output."""
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(params, name):
             raise Reason.UNSUPPORTED.error(
@@ -221,14 +224,14 @@ def check_continuable(params: SamplingParams) -> None:
 
 
 def check_resumable(params: SamplingParams, prompt_ids: Sequence[int]) -> None:
-    """Raise UNSUPPORTED for a sample with output tokens that cannot go on from them."""
+    """Raise UNSUPPORTED for a sample with output tokens that cannot continue from the tokens."""
     check_continuable(params)
     if not prompt_ids:
         raise Reason.UNSUPPORTED.error("the engine has not said the prompt's tokens", field="text")
 
 
 def derived_seed(seed: int, *numbers: int) -> int:
-    """A seed for one of many things that are drawn independently; below 2**63."""
+    """Derive an independent seed, below 2**63."""
     digest = hashlib.blake2b("/".join(map(str, (seed, *numbers))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -24,14 +24,17 @@ from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 log = logging.getLogger(__name__)
 
 TELL_S = 1.0
-"""Without a routable stage, what is waited for is logged after so long."""
+"""Seconds without a routable stage until the wait is logged."""
 
 WARN_S = 10.0
-"""And so long after, as a warning: longer than most pauses, and a script that sets up no logging shows it."""
+"""Seconds until the wait is logged as a warning.
+
+Longer than most pauses. A script without logging set up shows warnings too.
+"""
 
 
 class Lines:
-    """What all callers of one fleet share: the view of it, and a line to every stage that there is."""
+    """The view of a fleet and the lines to its stages, shared by all callers."""
 
     def __init__(self, connection: Connection) -> None:
         self.view = FleetView(connection)
@@ -41,10 +44,10 @@ class Lines:
         self._closing: set[asyncio.Task[None]] = set()
 
     def take(self, address: str) -> Line:
-        """The line to an address, kept for as long as it has users."""
+        """Return the line to an address, kept while in use."""
         line = self._lines.get(address)
         if line is None:
-            # Stages come back at other ports, or not at all: those that have gone make way for those that come.
+            # A stage may return at a different TCP port, or never: close the unused lines of stages that are gone.
             self._close_left()
             line = self._lines[address] = Line(address, self._connection.tls)
         line.users += 1
@@ -60,8 +63,10 @@ class Lines:
     def stream(
         self, line: Line, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
     ) -> Answers:
-        """What one stage generates, until ``deadline`` on the loop's clock. Ends also when the coordinator says that
-        the stage is gone, which its connection may not tell for long.
+        """Return the answers of a stage, until ``deadline`` on the loop's clock.
+
+        The stream also ends when the coordinator reports the stage lost, because the connection may not notice for
+        long.
         """
         answers = line.ask(request, deadline, metadata)
 
@@ -72,20 +77,20 @@ class Lines:
         return answers
 
     def on_behalf_of(self, credentials: Credentials) -> Lines:
-        """The same view and lines with another caller's credentials."""
+        """Return the same view and lines with another caller's credentials."""
         other = copy.copy(self)
         other.metadata = bearer(credentials)
         return other
 
     async def check_model(self, model: str, timeout_s: float) -> None:
-        """Ask the coordinator, and raise MODEL_NOT_FOUND for a model that the fleet does not have."""
+        """Raise MODEL_NOT_FOUND if the coordinator does not know the model."""
         await self._connection.call("GetFleet", GetFleetRequest(model=model), timeout_s)
 
     async def check_slot(self, slot: str, timeout_s: float) -> None:
-        """Raise STAGE_NOT_FOUND for a slot ("": none) that the fleet does not have: nobody waits for it to serve."""
+        """Raise STAGE_NOT_FOUND for a slot that is not in the fleet, instead of waiting. "" passes."""
         if not slot or any(slot == stage.registration.slot for stage in self.view.stages):
             return
-        # The view may not be there yet, or lag behind.
+        # The view may be unknown or stale.
         fleet = await self._connection.call("GetFleet", GetFleetRequest(), timeout_s)
         there = [stage.registration.slot for stage in fleet.stages]
         if slot not in there:
@@ -94,22 +99,21 @@ class Lines:
             )
 
     async def close(self) -> None:
-        """Stop watching, close the lines."""
+        """Stop the view and close the lines."""
         await self.view.close()
         await asyncio.gather(*(line.close() for line in self._lines.values()), *self._closing)
 
 
 class Attempt:
-    """A request at one stage, or at a pair, from ``with`` to its end.
+    """A request at one stage, or at a pair of stages, within a ``with`` block.
 
     Attributes:
-        stage: the one that generates.
-        line: the way to it.
-        floor: the least version that was wanted when it was picked.
+        stage: the generating stage.
+        line: the line to ``stage``.
+        floor: the least version required at the time of the pick.
     """
 
     def __init__(self, picked: Picked, floor: int, lines: Lines, router: Router) -> None:
-        """It is under way since it was picked."""
         self.stage = picked.stage
         self.floor = floor
         self.line = lines.take(picked.stage.registration.rollout_address)
@@ -122,17 +126,15 @@ class Attempt:
         self._met_at: Stage | None = None
 
     def __enter__(self) -> Self:
-        """Go on."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It has ended there, however it did."""
         for line in self._taken:
             line.users -= 1
         self._router.end(self._picked)
 
     async def whole(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> GenerateResponse:
-        """All that is generated. Raises RlctlError."""
+        """Return the merged response. Raises RlctlError."""
         answer = Merged()
         async with aclosing(self.stream(request, deadline, metadata)) as parts:
             async for part in parts:
@@ -141,7 +143,7 @@ class Attempt:
         return answer.message()
 
     def stream(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Parts:
-        """What is generated, message by message; as :meth:`Lines.stream`."""
+        """Return the answers, message by message; as :meth:`Lines.stream`."""
         prefill = self._picked.prefill
         if prefill is None:
             return self._lines.stream(self.line, self.stage, request, deadline, metadata)
@@ -154,20 +156,20 @@ class Attempt:
         self._met_at = stage
 
     def answered(self) -> None:
-        """It was taken."""
+        """Record that the stage accepted the request."""
         self._router.answered(self._picked)
 
     def on_loss(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Call it when the coordinator declares the stage lost, until the returned function is called."""
+        """Call ``call`` when the coordinator reports the stage lost. The returned function undoes this."""
         return self._lines.view.on_loss(self.stage, call)
 
     def failed(self, failure: RlctlError) -> bool:
-        """It met a failure; returns whether that was the stage's, so that another one may be asked."""
+        """Record a failure. Return True if the stage caused the failure, so the request may go to a further stage."""
         return self._router.failed(self._picked, failure, asyncio.get_running_loop().time(), at=self._met_at)
 
 
 class Dispatch:
-    """Finds stages for the requests of one router."""
+    """Finds stages for the requests of a router."""
 
     def __init__(self, lines: Lines, router: Router) -> None:
         self.lines = lines
@@ -175,10 +177,10 @@ class Dispatch:
         self._told: tuple[str, int] | None = None
 
     def at_once(self, wanted: Wanted, deadline: float) -> Attempt | None:
-        """A stage that may take the request now, if there is one and ``deadline`` on the loop's clock lies ahead.
+        """Return an attempt at a stage that may take the request now.
 
-        Raises FIELD_REQUIRED where no model is named and there are several, and as
-        :meth:`rlctl.client.fleet_watch.FleetView.check`.
+        Returns None without such a stage, or after ``deadline`` on the loop's clock. Raises FIELD_REQUIRED if no model
+        is named and the fleet has several, and as :meth:`rlctl.client.fleet_watch.FleetView.check`.
         """
         view, now = self.lines.view, asyncio.get_running_loop().time()
         view.check()
@@ -190,16 +192,17 @@ class Dispatch:
         return Attempt(picked, wanted.floor, self.lines, self.router)
 
     async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
-        """A stage that may take the request, waited for until ``deadline``; ``timeout_s`` is named when none did.
-        What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as
-        :meth:`at_once`.
+        """Wait until ``deadline`` for a stage that may take the request.
+
+        ``wanting`` is called again for each look at the fleet. ``timeout_s`` appears in the error. Raises
+        MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as :meth:`at_once`.
         """
         view, loop = self.lines.view, asyncio.get_running_loop()
         wanted, begun = self._of_fleet(wanting()), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
             view.check()
             if view.lacks(wanted.model):
-                # The view may lag behind; the coordinator says whether that is so.
+                # The view may lag behind; the coordinator decides.
                 await self.lines.check_model(wanted.model, remaining)
             if (attempt := self.at_once(wanted, deadline)) is not None:
                 return attempt
@@ -218,13 +221,13 @@ class Dispatch:
         )
 
     def _of_fleet(self, wanted: Wanted) -> Wanted:
-        """A stage may lack for a while what its fleet serves: those that do not are waited for."""
+        """Require the adapter at the stage if the fleet serves the adapter. A stage may lack an adapter for a while."""
         if not wanted.adapter:
             return wanted
         return wanted._replace(serves=self.lines.view.serves(wanted.model, wanted.adapter))
 
     def _tell(self, named: str, waited_s: float) -> None:
-        """Log what is waited for, once however many requests wait for it, and once more when it takes long."""
+        """Log the obstacles, once for all waiting requests, and again as a warning after ``WARN_S``."""
         level = logging.WARNING if waited_s >= WARN_S else logging.INFO
         if self._told is None or named != self._told[0] or level > self._told[1]:
             log.log(level, "waiting for a routable stage: %s", named or "none is known")

@@ -1,4 +1,4 @@
-"""Requests that their caller sends to stages itself, at the stages that the router picks."""
+"""Picks stages for requests that the caller sends itself."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Forwarding(Running):
         self._faults = 0
 
     async def attempt(self) -> Attempt | None:
-        """The next stage to send it to; None if it has been stopped. Raises as
-        :meth:`rlctl.rollout.dispatch.Dispatch.attempt`.
+        """Return the attempt at the next stage, or None if the request was stopped.
+
+        Raises as :meth:`rlctl.rollout.dispatch.Dispatch.attempt`.
         """
         if self.stopped:
             return None
@@ -59,7 +60,7 @@ class Forwarding(Running):
         return attempt
 
     def again(self, attempt: Attempt, failure: RlctlError) -> bool:
-        """Record the failure of an attempt; returns whether another attempt may be made.
+        """Record the failure of an attempt. Return True if a further attempt may be made.
 
         A refusal is repeated until the deadline, a fault ``retries`` times. A request that was aborted at the stage
         (CANCELLED) is not repeated.

@@ -1,8 +1,8 @@
-"""A request to a pair: the same one to a prefill and to a decode stage, at one time.
+"""Sends one request to a prefill stage and a decode stage at the same time.
 
-The decode stage generates; what the prefill stage says is the prompt's log probabilities, and why there is nothing to
-decode. The two find each other by the request's bootstrap fields, whose names and meaning are SGLang's: so the same
-requests go to pairs of its servers.
+The decode stage generates. The prefill stage supplies the prompt's log probabilities, and the cause if decoding cannot
+start. The stages find each other by the bootstrap fields of the request. These fields are SGLang's, so the same
+requests work with pairs of SGLang servers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from rlctl.v1.rollout_pb2 import (
 )
 
 CAUSE_S = 1.0
-"""How long the prefill stage may take to say why its KV entries did not come, once the decode stage has missed them."""
+"""Seconds to wait for the prefill stage's error, after the decode stage has missed the KV entries."""
 
 
 def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateRequest:
-    """The request for both, which are at one version, that of the prefill stage. Its room is drawn anew: it is all that
-    one must know to be handed the entries.
+    """Return the request for both stages, at the version of the prefill stage.
+
+    The bootstrap room is random, because knowledge of the room is enough to receive the KV entries.
     """
     asked = GenerateRequest()
     asked.CopyFrom(request)
@@ -42,20 +43,20 @@ def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateR
     for adapter in prefill.report.adapters:
         if adapter.name == request.adapter:
             asked.bootstrap_adapter_digest = adapter.digest
-    # SGLang counts on from it, a room for each sample.
+    # SGLang numbers the rooms of further samples from here.
     asked.bootstrap_room = secrets.randbelow(MOST_ROOM - (request.sampling_params.n or 1))
     return asked
 
 
 class _Prompt:
-    """What the prefill stage has said: its first message with the prompt's log probabilities, and its end."""
+    """Output of the prefill stage: the first message, with the prompt's log probabilities, and an abort."""
 
     def __init__(self) -> None:
         self.head = GenerateResponse()
         self.aborted: FinishReason | None = None
 
     async def read(self, parts: Parts) -> None:
-        """Take all of it in. Raises what the stage fails with."""
+        """Read all messages. Raises the failure of the stage."""
         async with aclosing(parts):
             async for part in parts:
                 if not self.head.rid:
@@ -72,8 +73,10 @@ async def together(
     decode: Parts,
     met_at_prefill: Callable[[], None],
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """What both generate. A prompt that was aborted ends as its samples would. Raises the failure of either;
-    ``met_at_prefill`` is called before one that is the prefill stage's.
+    """Yield the messages of both stages as one stream.
+
+    An aborted prompt ends as its samples would. Raises the failure of either stage. ``met_at_prefill`` is called
+    before a failure, an abort or a missed handover of the prefill stage.
     """
     prompt = _Prompt()
     computing = asyncio.create_task(prompt.read(prefill))
@@ -99,7 +102,7 @@ async def together(
             if _failed(computing) or prompt.aborted:
                 met_at_prefill()
             await computing
-            if prompt.aborted:  # before it had said them
+            if prompt.aborted:  # before its log probabilities
                 yield _cut(request, prompt.aborted, prompt.head)
                 return
             scores = [*prompt.head.input_logprobs, *part.input_logprobs]
@@ -121,13 +124,13 @@ async def _first(parts: Parts) -> GenerateResponse | None:
 
 
 def _failed(task: asyncio.Task[Any], reason: Reason | None = None) -> bool:
-    """Whether it has ended with an error, or with this one."""
+    """Return whether the task ended with an error, or with an error of this reason."""
     error = task.exception() if task.done() else None
     return error is not None and (reason is None or (isinstance(error, RlctlError) and error.reason is reason))
 
 
 def _cut(request: GenerateRequest, why: FinishReason, head: GenerateResponse) -> GenerateResponse:
-    """All samples, ended by an abort before their first token; ``head``: the prefill stage's first message."""
+    """Return all samples aborted before their first token. ``head`` is the first message of the prefill stage."""
     count = request.sampling_params.n or 1
     cut = GenerateResponse(rid=request.rid, samples=[Sample(index=i, finish_reason=why) for i in range(count)])
     if head.HasField("weight_version"):

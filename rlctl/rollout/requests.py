@@ -1,4 +1,4 @@
-"""Generation requests of the SDK, and single requests to routable stages in turn."""
+"""Generation requests of the SDK, and single requests to routable stages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingPara
 T = TypeVar("T")
 
 GENERATE_S = 600.0
-"""How long a request may take when nobody says."""
+"""Default time limit of a request, in seconds."""
 
 ELSEWHERE = (*REFUSALS, Reason.UNREACHABLE, Reason.HANDOVER_FAILED)
-"""After these the request is sent again; an engine that failed may do so at the same request everywhere."""
+"""Errors after which a request is sent again. ENGINE_FAILED is excluded: the request may fail every engine."""
 
 
 class Sampling(TypedDict, total=False):
-    """The fields of SamplingParams (rollout.proto), where their meaning and defaults stand. ``stop`` may be a text."""
+    """Fields of SamplingParams; rollout.proto has meaning and defaults. ``stop`` may be a text."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -53,9 +53,10 @@ class Generator:
         self._metadata = lines.metadata
 
     async def generate(self, request: GenerateRequest, timeout_s: float, *, slot: str = "") -> GenerateResponse:
-        """The samples of one prompt. Waits for a routable stage (for this one) no longer than ``timeout_s``.
+        """Return the samples of a prompt.
 
-        Raises MODEL_NOT_FOUND, STAGE_NOT_FOUND, NO_ROUTABLE_STAGE, and what the stage refuses with.
+        Waits at most ``timeout_s`` for a routable stage, or for the stage in ``slot``. Raises MODEL_NOT_FOUND,
+        STAGE_NOT_FOUND, NO_ROUTABLE_STAGE, and the stage's refusal.
         """
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
@@ -71,7 +72,7 @@ class Generator:
     async def stream(
         self, request: GenerateRequest, timeout_s: float, *, slot: str = ""
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """What is new, as it comes. Once something came, a failure is raised, not repeated elsewhere."""
+        """Yield new output. A failure after the first message is raised, not repeated at a further stage."""
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         await self._dispatch.lines.check_slot(slot, timeout_s)
@@ -107,11 +108,12 @@ def build_request(
     sampling: Mapping[str, Any],
     **fields: Any,
 ) -> GenerateRequest:
-    """A request from Python values. Raises FIELD_INVALID for a field or a sampling parameter that does not exist or
-    fit, and for a prompt that is none.
+    """Build a request from Python values.
+
+    Raises FIELD_INVALID for an unknown or unsuitable field or sampling parameter, and for an invalid prompt.
     """
     check_levels(fields.get("engine_fields") or {})
-    if isinstance(stop := sampling.get("stop"), str):  # also a sequence, of its characters
+    if isinstance(stop := sampling.get("stop"), str):  # a str is also a sequence of characters
         sampling = {**sampling, "stop": [stop]}
     try:
         params = SamplingParams(**sampling)
@@ -132,7 +134,7 @@ def build_request(
 
 
 def batch_of(prompts: Iterable[T]) -> list[T]:
-    """The prompts of a call, gone through once. Raises FIELD_INVALID for one text: its characters are no prompts."""
+    """Return the prompts as a list. Raises FIELD_INVALID for a single text: its characters are no prompts."""
     if isinstance(prompts, str):
         raise Reason.FIELD_INVALID.error("one text is given in place of a list of prompts", field="prompts")
     return list(prompts)
@@ -149,7 +151,7 @@ def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
 
 
 def _misfit(kind: Callable[..., object], values: Mapping[str, Any], where: str) -> str:
-    """The first of the values that its field of a message cannot hold; "": none."""
+    """Return the first name with a value that the message cannot hold, or ""."""
     for name, value in values.items():
         try:
             kind(**{name: value})

@@ -1,4 +1,4 @@
-"""Samples for a trainer, each with its versions, continued over pauses and failures, without a proxy."""
+"""Generates samples for a trainer without a proxy, over pauses and failures, with the version of each token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
 RETRIES = 4
-"""Failures of stages that one sample survives: one that brings down whoever takes it meets no more of them."""
+"""Stage failures that a sample survives. The limit protects the fleet from a sample that fails every stage."""
 
 Prompt = str | Sequence[int]
 Resume = Literal["continue", "return"]
@@ -42,7 +42,7 @@ _REFUSALS = (Forbidden, InvalidRequest, NotFound, Unauthenticated, Unsupported)
 
 
 class Asking(Sampling, total=False):
-    """What the methods of :class:`AsyncRollout` take beside prompts. ``n`` samples of each."""
+    """Keyword arguments of the :class:`AsyncRollout` methods. ``n`` is the number of samples for each prompt."""
 
     session_id: str
     adapter: str
@@ -54,17 +54,17 @@ class Asking(Sampling, total=False):
 
 
 Told = Callable[[Progress, Sample], None]
-"""Called with all that is had of a sample and what is new of it, as it comes."""
+"""Called with the progress of a sample and its new output."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a sample is to be generated.
+    """Stages to generate a sample at.
 
     Attributes:
-        slot: at this stage, "": at any.
-        only: and nowhere else; otherwise it is preferred as long as it may be asked.
-        prefill: of a pair, the stage that is to compute the prompt, if it can.
+        slot: slot of the stage; "" for any.
+        only: require ``slot``; otherwise prefer the slot while its stage may take requests.
+        prefill: slot of the preferred prefill stage of a pair.
     """
 
     slot: str = ""
@@ -76,12 +76,7 @@ ANYWHERE = Place()
 
 
 class _Job(Running):
-    """One sample under way.
-
-    Attributes:
-        place: where it is to be generated.
-        told: called with what comes.
-    """
+    """A sample under way."""
 
     def __init__(
         self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
@@ -94,7 +89,7 @@ class _Job(Running):
 
 
 class AsyncRollout:
-    """Generates samples of one model; made by ``fleet.rollout``. For one event loop."""
+    """Generates samples of a model; made by ``fleet.rollout``. For one event loop."""
 
     def __init__(
         self,
@@ -135,34 +130,34 @@ class AsyncRollout:
 
     @property
     def latest(self) -> int:
-        """Sequence number of the model's latest version as the coordinator last told it; 0: not known yet."""
+        """Sequence of the model's latest version in the fleet view; 0 if unknown."""
         model = self._known
         return 0 if model is None else model.latest.sequence
 
     @property
     def _known(self) -> Model | None:
-        """The model as it was last told; without a name, the only one that there is."""
+        """The model in the fleet view. Without a name: the only model of the fleet."""
         view = self._lines.view
         if self.model:
             return view.model(self.model)
         return view.models[0] if len(view.models) == 1 else None
 
     async def generate(self, prompt: Prompt, **asking: Unpack[Asking]) -> list[RolloutSample]:
-        """The ``n`` samples of one prompt, in order. Each is a request of its own, wherever there is room.
+        """Return the ``n`` samples of a prompt, in order. Each sample is its own request, at any stage.
 
-        ``prompt`` is text or token ids. ``min_version``: least sequence number, beside the admission. ``session_id``
-        keeps the turns of a conversation at one stage (policy consistent_hashing); a sample without one gets its own.
-        Log probabilities come with it unless ``return_logprob`` is false. Waits for a stage, also while an update is in
-        progress, no longer than ``timeout_s`` (600).
+        ``prompt`` is text or token ids. ``min_version`` is a least sequence, in addition to the admission.
+        ``session_id`` keeps the turns of a conversation at one stage (policy consistent_hashing); without it each
+        sample has its own session. ``return_logprob`` is true by default. Waits for a stage at most ``timeout_s`` (600
+        s), also during an update.
 
-        Raises what a stage refuses a request with, and what kept samples from being finished; with resume="return"
-        the latter are returned, cut, their ``error`` saying why. Where any sample has tokens that is raised as
-        :class:`rlctl.rollout.sample.RolloutFailed`, which carries all of them.
+        Raises a stage's refusal of the request. Raises the error that cut a sample, unless resume="return": the cut
+        samples are then returned, with their ``error``. If any sample has tokens, the error is a
+        :class:`rlctl.rollout.sample.RolloutFailed` with all samples.
         """
         return (await self.generate_batch([prompt], **asking))[0]
 
     async def generate_batch(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[list[RolloutSample]]:
-        """:meth:`generate` for every prompt, side by side; the samples of each, in the prompts' order."""
+        """Run :meth:`generate` for every prompt concurrently. Return the samples in the order of the prompts."""
         timeout_s = asking.get("timeout_s", GENERATE_S)
         prompts = batch_of(prompts)
         jobs = self._jobs(prompts, asking)
@@ -174,9 +169,9 @@ class AsyncRollout:
     async def resume(
         self, samples: Iterable[RolloutSample], *, timeout_s: float = GENERATE_S, min_version: int = 0
     ) -> list[RolloutSample]:
-        """Go on with samples that were cut, from the tokens that they have; finished ones are returned as they are.
+        """Continue cut samples from their tokens. Finished samples are returned as they are.
 
-        Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot go on from their tokens.
+        Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot continue.
         """
         samples = list(samples)
         jobs = [self._again(sample, min_version) for sample in samples if not sample.finished]
@@ -188,14 +183,15 @@ class AsyncRollout:
     async def generate_until(
         self, count: int, prompts: Iterable[Prompt | RolloutSample], **asking: Unpack[Asking]
     ) -> tuple[list[RolloutSample], list[RolloutSample]]:
-        """Generate until ``count`` samples have finished, then stop the others: (finished, the rest, to be resumed).
+        """Generate until ``count`` samples have finished, then stop the others. Return (finished, rest).
 
-        ``prompts`` may contain samples of earlier calls: those that were cut go on, those that have finished count and
-        are returned as they are. The rest keep tokens, log probabilities
-        and versions; some have none yet. More than ``count`` may have finished. No step waits for the longest samples.
-        Source: Zhou et al., "APRIL: Active Partial Rollouts in Reinforcement Learning", 2025.
+        ``prompts`` may contain samples of earlier calls. Cut samples continue; finished samples count and are returned
+        as they are. The rest keep tokens, log probabilities and versions, and some may have no tokens. :meth:`resume`
+        continues the rest. More than ``count`` may have finished. No step waits for the longest samples. Source: Zhou
+        et al., "APRIL: Active Partial Rollouts in Reinforcement Learning", 2025.
 
-        Raises as :meth:`resume`; RolloutFailed when fewer than ``count`` could be finished.
+        Raises as :meth:`resume`. Fewer than ``count`` finished samples raise the cause, as RolloutFailed if any sample
+        has tokens.
         """
         timeout_s = asking.get("timeout_s", GENERATE_S)
         prompts = batch_of(prompts)
@@ -244,11 +240,10 @@ class AsyncRollout:
         place: Place = ANYWHERE,
         told: Told | None = None,
     ) -> RolloutSample:
-        """One sample of :func:`rlctl.rollout.continuation.begin`, as it ended; what cut it is its ``error``, not
-        raised.
+        """Finish a sample of :func:`rlctl.rollout.continuation.begin`. An error that cut the sample is its ``error``.
 
-        For a gateway: ``credentials`` are its caller's, ``told`` gets what comes as it comes. The first request to a
-        stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
+        For a gateway: ``credentials`` are the caller's, and ``told`` gets new output at once. The first request to a
+        stage has the sample's own ``rid``, if set. Cancellation ends the sample at the engine. Raises RID_IN_USE.
         """
         job = _Job(sample, bearer(credentials), told, place)
         with self._naming(sample.request.rid, job):
@@ -266,10 +261,10 @@ class AsyncRollout:
         credentials: Credentials = None,
         place: Place = ANYWHERE,
     ) -> Iterator[Forwarding]:
-        """A request that the caller sends to stages itself, in a form of their engines.
+        """Manage a request that the caller sends to stages itself, in the form of the engines.
 
-        Load, failures of stages, sessions and names are shared with samples. A request without ``session_id`` has a
-        session of its own, which ends with it. Raises RID_IN_USE.
+        Samples and forwarded requests share load, stage failures, sessions and request ids. A request without
+        ``session_id`` has its own session for its duration. Raises RID_IN_USE.
         """
         session = session_id or secrets.token_hex(16)
 
@@ -294,7 +289,7 @@ class AsyncRollout:
 
     @contextlib.contextmanager
     def _naming(self, rid: str, request: Running) -> Iterator[None]:
-        """Find the request by its name ("": none) while it runs. Raises RID_IN_USE."""
+        """Register the request under its id while it runs; "" is not registered. Raises RID_IN_USE."""
         if rid in self._named:
             raise Reason.RID_IN_USE.error(f"Duplicate request ID: {rid!r} is running", field="rid")
         if rid:
@@ -307,28 +302,29 @@ class AsyncRollout:
 
     @property
     def data_routes(self) -> frozenset[str]:
-        """Routes that the data port of every stage of the model has, as "POST /generate"; none if stages form pairs."""
+        """Routes such as "POST /generate" that every stage's data port has; empty if stages form pairs."""
         return self._router.candidates(self._lines.view.stages, self.model).data_routes
 
     @property
     def placed(self) -> int:
-        """Samples of this rollout that run at a stage; at a pair of stages they count twice."""
+        """Number of samples and forwarded requests at stages. A pair of stages counts each twice."""
         return self._router.load.total()
 
     def inflight_at(self, slot: str) -> int:
-        """Samples of this rollout that run at a stage."""
+        """Return the number of samples and forwarded requests at a stage."""
         return self._router.load[slot]
 
     async def stop(self, rids: Sequence[str]) -> list[str]:
-        """End samples of :meth:`complete`, and requests of :meth:`forwarding`, by their rids; returns those that ran
-        here. Samples come back cut.
+        """Stop samples of :meth:`complete` and requests of :meth:`forwarding`. Return the ids that ran here.
+
+        Samples end as cut.
         """
         ours = [rid for rid in rids if rid in self._named]
         await stop([self._named[rid] for rid in ours])
         return ours
 
     async def finish_session(self, session_id: str) -> None:
-        """The session sends nothing more; without this it is forgotten once it was idle for long enough."""
+        """End a session. Otherwise a session ends after ``session_idle_s`` without requests."""
         self._router.finish(session_id)
 
     # One sample.
@@ -366,12 +362,12 @@ class AsyncRollout:
 
     async def _run_all(self, jobs: Sequence[_Job], timeout_s: float) -> list[RolloutSample]:
         deadline = _deadline(timeout_s)
-        if len(jobs) == 1:  # which needs no task of its own
+        if len(jobs) == 1:  # no task needed
             return [await self._run(jobs[0], deadline, timeout_s)]
         return await asyncio.gather(*(self._run(job, deadline, timeout_s) for job in jobs))
 
     async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:
-        """The sample as it ended, why it was cut inside."""
+        """Return the sample at its end, with the error that cut it."""
         error: RlctlError | None = None
         placed: bool | None = False
         try:
@@ -388,8 +384,9 @@ class AsyncRollout:
         return job.progress.result(self.latest, error)
 
     async def _place(self, deadline: float, timeout_s: float) -> bool:
-        """Wait until the fleet is known, and for one of the places that ``max_inflight_samples`` leaves, if it does;
-        whether one is taken.
+        """Wait for the fleet view, and for a place within ``max_inflight_samples`` if set.
+
+        Returns True if a place was taken.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -402,7 +399,7 @@ class AsyncRollout:
             raise Reason.DEADLINE_EXCEEDED.error(f"{what} within {timeout_s:g} s") from None
 
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
-        """Try until the sample has ended, or may not be tried again; returns why."""
+        """Send requests until the sample has ended or may not be repeated. Return the final failure."""
         progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
             found = self._dispatch.at_once(self._wanted(job), deadline) or await job.wait(
@@ -451,7 +448,7 @@ class AsyncRollout:
     async def _stream(
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float
     ) -> RlctlError | None:
-        """Take in what a stage generates; returns why it did not go on to an end, or None."""
+        """Add the output of a stage. Return the error that interrupted the stream, or None."""
         job.running = attempt.line, request.rid
         try:
             async with contextlib.aclosing(attempt.stream(request, deadline, job.metadata)) as parts:
@@ -462,7 +459,7 @@ class AsyncRollout:
                         for part in response.samples:
                             job.told(job.progress, part)
                     if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
-                        return None  # at a stop that the engine has not seen
+                        return None  # a stop string across the cut, unknown to the engine
         except RlctlError as error:
             return without_frames(error)
         finally:
@@ -470,7 +467,7 @@ class AsyncRollout:
         return None
 
     def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
-        """Raise what is wrong with a request, and, unless they are to be returned, what cut samples."""
+        """Raise a refused request's error and, unless resume="return", an error that cut a sample."""
         cause = next((sample.error for sample in samples if _refused(sample)), None)
         if cause is None and self._resume == "continue":
             cause = next((sample.error for sample in samples if sample.error is not None), None)
@@ -479,12 +476,12 @@ class AsyncRollout:
 
 
 def _failed(cause: RlctlError, samples: Sequence[RolloutSample]) -> RlctlError:
-    """The cause, with the samples where they have anything to lose."""
+    """Return the cause, or RolloutFailed with the samples if any sample has tokens."""
     return RolloutFailed(cause, samples) if any(sample.output_ids for sample in samples) else cause
 
 
 def _refused(sample: RolloutSample) -> bool:
-    """Whether something is wrong with the request itself."""
+    """Return whether the request itself was refused."""
     return isinstance(sample.error, _REFUSALS) and not sample.output_ids
 
 

@@ -1,4 +1,4 @@
-"""Requests under way, which their callers may stop."""
+"""Requests under way, with a way to stop them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlctl.contract.errors import RlctlError
 from rlctl.rollout.stage_stream import Line
 
 STOP_S = 2.0
-"""Time for a stopped request to end at its engine, which then returns the rest of its tokens."""
+"""Seconds for a stopped request to end at its engine. The engine then returns the remaining tokens."""
 
 OVERTAKEN_S = 0.02
-"""Pause before an abort is repeated. An abort may reach the engine before its request."""
+"""Seconds between repeated aborts. An abort may reach the engine before its request."""
 
 T = TypeVar("T")
 
@@ -24,9 +24,9 @@ class Running:
     """A request under way.
 
     Attributes:
-        metadata: of its calls.
-        running: line and id of the request that runs now.
-        stopped: its caller has stopped it.
+        metadata: gRPC metadata of the calls.
+        running: line and id of the present request.
+        stopped: the caller has stopped the request.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -36,7 +36,7 @@ class Running:
         self._waiting: asyncio.Timeout | None = None
 
     async def wait(self, work: Awaitable[T]) -> T | None:
-        """The result of the work; None if the request is stopped meanwhile."""
+        """Return the result of ``work``, or None if the request is stopped meanwhile."""
         try:
             async with asyncio.timeout(0 if self.stopped else None) as self._waiting:
                 return await work
@@ -48,7 +48,7 @@ class Running:
             self._waiting = None
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """Stop it. If a stage has it, the returned call ends it there; it raises RlctlError."""
+        """Stop the request. At a stage, the returned coroutine aborts the request; the coroutine raises RlctlError."""
         self.stopped = True
         if self.running is not None:
             return self._abort(*self.running)
@@ -66,7 +66,7 @@ class Running:
 
 
 async def stop(requests: Iterable[Running]) -> None:
-    """End requests at their engines. A stage that is gone has nothing to end."""
+    """Stop requests at their engines. Errors of stages are ignored: a lost stage has nothing to end."""
     aborts = [abort for request in requests if (abort := request.stop()) is not None]
     for ended in await asyncio.gather(*aborts, return_exceptions=True):
         if isinstance(ended, BaseException) and not isinstance(ended, RlctlError):

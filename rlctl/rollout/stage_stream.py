@@ -1,4 +1,4 @@
-"""The way to one stage's RolloutService: a channel, and on it one stream for all requests under the same token."""
+"""Connection to a stage's RolloutService: a channel, with one stream for all requests under the same token."""
 
 from __future__ import annotations
 
@@ -35,30 +35,28 @@ log = logging.getLogger(__name__)
 Metadata = Sequence[tuple[str, str]]
 
 KEPT = 16
-"""Streams of other tokens that stay open though nothing runs on them."""
+"""Idle streams of other bearer tokens that stay open."""
 
 LEFT_S = 5.0
-"""How long a line that nobody needs any more may take to tell the stage who has left."""
+"""Seconds for an unused line to tell the stage about abandoned requests before the line closes."""
 
 
 class Parts(Protocol):
-    """What comes of a request, one after the other; raises RlctlError. Closing it aborts what still runs."""
+    """Answers of a request, in order. Raises RlctlError. Closing aborts the request if it still runs."""
 
-    def __aiter__(self) -> AsyncIterator[GenerateResponse]:
-        """Itself."""
+    def __aiter__(self) -> AsyncIterator[GenerateResponse]: ...
 
-    async def __anext__(self) -> GenerateResponse:
-        """What is new."""
+    async def __anext__(self) -> GenerateResponse: ...
 
     async def aclose(self) -> None:
-        """Want no more of it."""
+        """Stop reading, and abort the request if it still runs."""
 
 
 class Line:
     """Requests to the stage at an address. On one event loop.
 
     Attributes:
-        users: how many have it in use.
+        users: number of present users.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -67,8 +65,9 @@ class Line:
         self._streams: dict[Metadata, _Stream] = {}
 
     def ask(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Answers:
-        """Send a request; what comes of it until ``deadline`` on the loop's clock. Raises MESSAGE_TOO_LARGE,
-        FIELD_INVALID.
+        """Send a request and return its answers, until ``deadline`` on the loop's clock.
+
+        Raises MESSAGE_TOO_LARGE, FIELD_INVALID.
         """
         stream = self._streams.pop(metadata, None)
         if stream is None or stream.over:
@@ -76,18 +75,19 @@ class Line:
                 self._channel.failed()
             self._make_way()
             stream = _Stream(self._channel.stub.GenerateMany(metadata=metadata))
-        self._streams[metadata] = stream  # after those that were used before it
+        self._streams[metadata] = stream  # the most recently used stream is last
         return stream.begin(request, deadline)
 
     def _make_way(self) -> None:
-        """Callers come and go, and each has a token: those that were used longest ago end."""
+        """Finish the least recently used idle streams. Callers come and go, each with a token."""
         idle = [metadata for metadata, stream in self._streams.items() if stream.idle]
         for metadata in idle[: max(len(idle) - KEPT, 0)]:
             self._streams.pop(metadata).finish()
 
     async def abort(self, rid: str, metadata: Metadata, timeout_s: float) -> bool:
-        """End a request at the engine; it comes back with what it has. Returns whether the engine had it. Raises
-        RlctlError.
+        """Abort a request at the engine, so the request returns its output so far.
+
+        Returns whether the engine had the request. Raises RlctlError.
         """
         try:
             answer = await self._channel.stub.Abort(AbortRequest(rids=[rid]), timeout=timeout_s, metadata=metadata)
@@ -99,7 +99,9 @@ class Line:
         return rid not in answer.unknown_rids
 
     async def close(self, grace_s: float | None = None) -> None:
-        """End it; ``grace_s``: once the stage knows who has left, if that takes no longer."""
+        """Close the line. With ``grace_s``, first wait up to that long until the stage has been told of abandoned
+        requests.
+        """
         for stream in self._streams.values():
             stream.finish()
         await self._channel.close(grace_s)
@@ -107,10 +109,10 @@ class Line:
 
 
 class Answers:
-    """What comes of one request over a line. To be closed, however it ended.
+    """Answers of a request. Must be closed, also after an error.
 
     Attributes:
-        on_end: called once nothing more is waited for.
+        on_end: called when nothing more is expected.
     """
 
     def __init__(self, stream: _Stream, number: int, deadline: float) -> None:
@@ -124,11 +126,9 @@ class Answers:
         self._timer = asyncio.get_running_loop().call_at(deadline, self._time_up)
 
     def __aiter__(self) -> Self:
-        """Itself."""
         return self
 
     async def __anext__(self) -> GenerateResponse:
-        """What is new."""
         while not self._parts:
             if self._error is not None:
                 raise self._error
@@ -139,7 +139,7 @@ class Answers:
         return self._parts.popleft()
 
     def take(self, part: NumberedResponse) -> None:
-        """The stage has said something."""
+        """Add a message of the stage."""
         if part.HasField("response"):
             self._parts.append(part.response)
         if part.ended:
@@ -147,14 +147,14 @@ class Answers:
         self._wake()
 
     def fail(self, error: RlctlError) -> None:
-        """Nothing more comes, for this reason; what is here already does."""
+        """End the answers with an error, after the messages that have arrived."""
         if not self._ended:
             self._stream.leave(self._number)
             self._end(error)
         self._wake()
 
     async def aclose(self) -> None:
-        """Want no more of it: the stage aborts what still runs."""
+        """Stop reading. The stage aborts the request if it still runs."""
         if not self._ended:
             self._stream.leave(self._number)
             self._end(None)
@@ -175,10 +175,10 @@ class Answers:
 
 
 class _Stream:
-    """One call of GenerateMany. What is to be sent while a message is under way goes as the next one.
+    """A call of GenerateMany. Requests that arrive during a write are sent in the next message.
 
     Attributes:
-        over: it takes no more requests.
+        over: the stream accepts no more requests.
     """
 
     def __init__(self, call: Any) -> None:
@@ -193,7 +193,6 @@ class _Stream:
 
     @property
     def idle(self) -> bool:
-        """Nobody waits for anything on it."""
         return not self._answers
 
     def begin(self, request: GenerateRequest, deadline: float) -> Answers:
@@ -220,12 +219,12 @@ class _Stream:
         self._answers.pop(number, None)
 
     def finish(self) -> None:
-        """Begin nothing more; the stage ends it once it has heard everything."""
+        """Begin no more requests. The stage ends the call once it has read everything."""
         self.over = True
         self._news.set()
 
     async def closed(self) -> None:
-        """Once its channel is."""
+        """Wait for the tasks, after the channel is closed."""
         self._reading.cancel()
         await asyncio.gather(self._reading, self._writing, return_exceptions=True)
 
@@ -246,7 +245,7 @@ class _Stream:
                     await self._call.write(self._unsent.popleft())
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-            pass  # the reader learns why
+            pass  # the reader gets the cause
         except Exception as error:  # noqa: BLE001 those that wait are told
             self._break(error)
 
@@ -260,7 +259,7 @@ class _Stream:
                         answers.take(part)
                     if taken % AT_ONCE == 0:
                         await asyncio.sleep(0)
-                await give_way()  # what their callers ask next is on its way before more is read
+                await give_way()  # send the callers' next requests before further reads
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error)
         except asyncio.CancelledError:
@@ -271,13 +270,13 @@ class _Stream:
         self._fail(failure)
 
     def _break(self, error: Exception) -> None:
-        """A defect here: nobody may go on waiting, and the stage has to hear of it."""
+        """Fail all answers after a defect here, and cancel the call so that the stage notices."""
         log.error("a stream of requests has failed", exc_info=error)
         self._call.cancel()
         self._fail(typed(error))
 
     def _fail(self, failure: RlctlError) -> None:
         self.over = True
-        self._writing.cancel()  # a write to nobody may wait for ever
+        self._writing.cancel()  # a write to an absent peer may block for ever
         for answers in list(self._answers.values()):
             answers.fail(failure)

@@ -12,18 +12,18 @@ from rlctl.v1.fleet_pb2 import Model
 
 @dataclass(frozen=True)
 class Admission:
-    """A bound on the version that new tokens come from. A stage serves admitted versions only, whatever this allows.
+    """A bound on the version of new tokens. Stages serve admitted versions only, with any bound.
 
     Attributes:
-        kind: "latest": every version that is admitted now, both of two while an update rolls; "any": no bound;
-            "max_staleness": at most ``staleness`` sequence numbers behind the latest one.
+        kind: "latest": every version admitted now, including both versions of a rolling update; "any": no bound;
+            "max_staleness": at most ``staleness`` sequence numbers behind the latest version.
     """
 
     kind: Literal["latest", "any", "max_staleness"] = "latest"
     staleness: int = 0
 
     def floor(self, model: Model | None, min_version: int = 0) -> int:
-        """The lowest sequence number of a stage that may take a request. ``model`` None: it is not known yet."""
+        """Return the lowest sequence of a suitable stage. ``model`` is None if unknown."""
         if model is None or self.kind == "any":
             return min_version
         latest = model.latest.sequence
@@ -33,14 +33,14 @@ class Admission:
 
 
 def max_staleness(versions: int) -> Admission:
-    """At most so many versions behind the latest one. Raises FIELD_INVALID for a negative number."""
+    """Admit versions at most this far behind the latest. Raises FIELD_INVALID for a negative number."""
     if versions < 0:
         raise Reason.FIELD_INVALID.error(f"max_staleness is {versions}; it must be 0 or more", field="admission")
     return Admission("max_staleness", versions)
 
 
 def parse(given: str | Admission) -> Admission:
-    """From "latest", "any" or "max_staleness=2". Raises FIELD_INVALID."""
+    """Parse "latest", "any" or "max_staleness=2". Raises FIELD_INVALID."""
     if isinstance(given, Admission):
         return given
     if given == "latest":

@@ -1,6 +1,4 @@
-"""The fields of each stage that a pick compares. They are read once for each state of the fleet, because picks are
-frequent.
-"""
+"""The fields of each stage that a pick compares, read once for each state of the fleet, because picks are frequent."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ class Candidate:
     """A stage.
 
     Attributes:
-        sequence: of the version that it says it is at.
-        revision: of its report.
-        adapters: names of those that it holds.
-        closed_adapters: names of those with which it takes no requests, though it may hold them.
-        member: it is there, though it may be paused for a moment.
-        prefills, decodes: it is one half of pairs.
+        sequence: of the version in the stage's report.
+        revision: of the stage's report.
+        adapters: names of the loaded adapters.
+        closed_adapters: names of adapters that the stage takes no requests for at present.
+        member: the stage is enabled and present, though perhaps paused.
+        prefills, decodes: the stage is the prefill or the decode half of pairs.
     """
 
     stage: Stage
@@ -53,7 +51,7 @@ class Candidate:
 
     @classmethod
     def of(cls, stage: Stage) -> Candidate:
-        """From what the coordinator told."""
+        """Read the fields of a stage of the fleet view."""
         return cls(
             stage,
             stage.registration.slot,
@@ -70,20 +68,19 @@ class Candidate:
 
 
 def closed_adapters(stage: Stage) -> frozenset[str]:
-    """Names of adapters that an update is replacing at a stage, or of which a pause by name is in force for it."""
+    """Return the adapters that an update is replacing at a stage, and the adapters under a pause by name."""
     paused = (*(each.adapter for each in stage.adapter_pauses), *(each.name for each in stage.report.paused_adapters))
     return frozenset({stage.report.closed_adapter, *paused} - {""})
 
 
 class Candidates:
-    """The stages of a model ("": of all), in slot order.
+    """Stages of a model in slot order; "" for all models.
 
     Attributes:
-        all: every one.
-        members: slots of those that are there and generate.
-        prefill_members: of those that compute prompts for others.
-        paired: some generate in pairs.
-        data_routes: routes that the data port of each has, as "POST /generate"; none if they form pairs.
+        members: slots of generating members.
+        prefill_members: slots of prefill members.
+        paired: some stages form pairs.
+        data_routes: routes that every data port has, as "POST /generate"; empty if stages form pairs.
     """
 
     def __init__(self, stages: Sequence[Stage], model: str) -> None:

@@ -1,4 +1,4 @@
-"""A ring of hashes: each key has an order of all slots, of which a slot that comes or goes changes little.
+"""A hash ring: each key has an order of all slots. A new or removed slot changes few orders.
 
 Source: Karger et al., "Consistent Hashing and Random Trees", STOC 1997.
 """
@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Iterable, Iterator
 
 POINTS = 128
-"""Points of each slot on the ring: the shares of the slots then differ by about a tenth."""
+"""Points of each slot on the ring. The shares of the slots then differ by about a tenth."""
 
 
 class Ring:
-    """The slots, in the order in which a key meets them."""
+    """The slots on a ring, ordered for each key."""
 
     def __init__(self, slots: Iterable[str]) -> None:
         self.slots = frozenset(slots)
@@ -23,7 +23,7 @@ class Ring:
         self._owners = [slot for _, slot in points]
 
     def walk(self, key: str) -> Iterator[str]:
-        """Every slot once, the key's own first."""
+        """Yield every slot once, starting with the key's own."""
         start = bisect.bisect_left(self._places, _place(key))
         met: set[str] = set()
         for offset in range(len(self._owners)):

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 REFUSED_S = (0.02, 0.5)
-"""After a refusal: for so long at first, at most."""
+"""First and longest wait after a refusal, in seconds."""
 
 FAILED_S = (0.1, 10.0)
-"""After a failure."""
+"""First and longest wait after a failure, in seconds."""
 
 
 @dataclass
 class _Held:
     incarnation: int
-    revision: int | None  # None: until it restarts, whatever it reports
+    revision: int | None  # None: until a restart, for any report
     since: float
     pause_s: float
     until: float
@@ -31,15 +31,17 @@ class _Held:
 
 
 class Health:
-    """What became of the requests to each stage lately."""
+    """Recent refusals and failures of each stage."""
 
     def __init__(self, jitter: Callable[[], float] = random.random) -> None:
-        """``jitter`` gives numbers in [0, 1): clients of one fleet do not come back at one moment."""
+        """``jitter`` returns numbers in [0, 1), so that clients of a fleet do not return at the same moment."""
         self._held: dict[str, _Held] = {}
         self._jitter = jitter
 
     def usable(self, slot: str, incarnation: int, revision: int, now: float) -> bool:
-        """Whether a request may go there. What a stage did before it restarted, or changed its report, is forgotten."""
+        """Return whether a request may go to the slot. A restart ends every wait; a new report ends a wait after a
+        refusal.
+        """
         held = self._held.get(slot)
         if held is not None and not held.is_of(incarnation, revision):
             del self._held[slot]
@@ -47,24 +49,24 @@ class Health:
         return held is None or now >= held.until
 
     def trying(self, slot: str, now: float) -> None:
-        """A request goes there: to one that is held, the next one only after as long again."""
+        """Record that a request goes to the slot. A slot under a wait gets its next request after a further wait."""
         if slot in self._held:
             self._held[slot].until = now + self._held[slot].pause_s
 
     def answered(self, slot: str) -> None:
-        """A request was taken."""
+        """Record that the stage accepted a request."""
         self._held.pop(slot, None)
 
     def refused(self, slot: str, incarnation: int, revision: int, sent: float, now: float) -> None:
-        """A request, sent then, was refused because of the stage's state."""
+        """Record a refusal due to the stage's state. ``sent`` is the time of the request."""
         self._hold(slot, incarnation, revision, sent, now, REFUSED_S)
 
     def failed(self, slot: str, incarnation: int, sent: float, now: float) -> None:
-        """A request, sent then, met a failure of the stage, or did not reach it."""
+        """Record a failure of the stage or its connection. ``sent`` is the time of the request."""
         self._hold(slot, incarnation, None, sent, now, FAILED_S)
 
     def again_s(self, now: float) -> float:
-        """How long until another stage may be usable; infinite when none is held."""
+        """Return the seconds until a further stage may be usable; infinite if no stage is under a wait."""
         waits = (held.until - now for held in self._held.values() if held.until > now)
         return min(waits, default=float("inf"))
 
@@ -76,7 +78,7 @@ class Health:
         if before is None or (before.incarnation, before.revision) != (incarnation, revision):
             pause_s = first
         elif sent < before.since:
-            return  # sent before the stage was held: one event, however many requests met it
+            return  # sent before the wait began: many requests may meet the same event
         else:
             pause_s = min(2 * before.pause_s, most)
         self._held[slot] = _Held(incarnation, revision, now, pause_s, now + pause_s * (1 + self._jitter() / 4))

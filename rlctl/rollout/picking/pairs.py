@@ -1,4 +1,4 @@
-"""Prefill and decode stages: which of them generate a sample together."""
+"""Pairs of prefill and decode stages: tells whether two stages can generate a sample together."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from rlctl.v1.fleet_pb2 import Stage
 
 
 def prefills(stage: Stage) -> bool:
-    """Whether it computes prompts for decode stages, and nothing else."""
+    """Return whether the stage only computes prompts for decode stages."""
     return stage.registration.worker_type == WORKER_TYPE_PREFILL
 
 
 def decodes(stage: Stage) -> bool:
-    """Whether it goes on from prompts that prefill stages compute."""
+    """Return whether the stage continues from prompts of prefill stages."""
     return stage.registration.worker_type == WORKER_TYPE_DECODE
 
 
 def fit(prefill: Stage, decode: Stage) -> bool:
-    """Whether the KV entries that one computes can be used by the other: those of the same model at the same version,
-    held by the same kind of engine, with a way between them.
+    """Return whether the decode stage can use the KV entries of the prefill stage.
+
+    Both need the same model, version and kind of engine, and a transport between them.
     """
     one, other = prefill.registration, decode.registration
     return (

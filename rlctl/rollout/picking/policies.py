@@ -16,22 +16,22 @@ class Policy(Protocol):
     def pick(
         self, candidates: Sequence[str], members: Collection[str], session: str, load: Mapping[str, int], now: float
     ) -> str:
-        """One of the candidates.
+        """Return a candidate.
 
         Args:
-            candidates: slots that may serve it now, at least one, in order.
-            members: slots of the model that are there, also those that are paused for a moment.
-            session: what the sample belongs to; "": nothing.
-            load: samples in flight by slot, of this caller.
-            now: seconds, on a clock that only grows.
+            candidates: slots that may serve the sample now, in order; never empty.
+            members: slots of the model's connected stages, including paused stages.
+            session: session of the sample; "" for no session.
+            load: this caller's samples in flight by slot.
+            now: seconds on a monotonic clock.
         """
 
     def finish(self, session: str) -> None:
-        """The session sends nothing more."""
+        """End a session."""
 
 
 class RoundRobin:
-    """By turns."""
+    """Picks stages in turn."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
@@ -39,16 +39,16 @@ class RoundRobin:
     def pick(
         self, candidates: Sequence[str], members: Collection[str], session: str, load: Mapping[str, int], now: float
     ) -> str:
-        """The next one."""
+        """Return the next candidate."""
         del members, session, load, now
         return candidates[next(self._turns) % len(candidates)]
 
     def finish(self, session: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: no session is kept."""
 
 
 class LeastConnections:
-    """To the stage with the fewest samples in flight; by turns among equals."""
+    """Picks the stage with the fewest samples in flight, and equal stages in turn."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
@@ -56,17 +56,17 @@ class LeastConnections:
     def pick(
         self, candidates: Sequence[str], members: Collection[str], session: str, load: Mapping[str, int], now: float
     ) -> str:
-        """One with the least load."""
+        """Return a candidate with the least load."""
         least = min(load.get(slot, 0) for slot in candidates)
         equals = [slot for slot in candidates if load.get(slot, 0) == least]
         return self._turns.pick(equals, members, session, load, now)
 
     def finish(self, session: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: no session is kept."""
 
 
 class ConsistentHashing:
-    """The samples of a session to one stage, which has the KV entries of its turns; see :class:`Sessions`."""
+    """Picks the same stage for all samples of a session, to reuse its KV entries; see :class:`Sessions`."""
 
     def __init__(self, idle_s: float) -> None:
         self.sessions = Sessions(idle_s)
@@ -75,13 +75,13 @@ class ConsistentHashing:
     def pick(
         self, candidates: Sequence[str], members: Collection[str], session: str, load: Mapping[str, int], now: float
     ) -> str:
-        """The session's stage; while that cannot serve, the next one on the ring. Without a session: least load."""
+        """Return the session's stage, or the next on the ring if that cannot serve. Without a session: least load."""
         if not session:
             return self._without.pick(candidates, members, session, load, now)
         return self.sessions.pick(session, candidates, members, now)
 
     def finish(self, session: str) -> None:
-        """Its place is free again."""
+        """Free the session's place."""
         self.sessions.finish(session)
 
 
@@ -89,7 +89,7 @@ POLICIES = ("least_connections", "round_robin", "consistent_hashing")
 
 
 def policy(name: str, *, session_idle_s: float) -> Policy:
-    """A policy by its name. Raises FIELD_INVALID."""
+    """Return a policy by name. Raises FIELD_INVALID."""
     match name:
         case "least_connections":
             return LeastConnections()

@@ -15,7 +15,7 @@ from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY
 from rlctl.v1.fleet_pb2 import Stage
 
 REFUSALS = (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD)
-"""The stage's state is in the way: another stage, or the same one a little later, is asked."""
+"""Refusals due to the stage's state: the request goes to a further stage, or to the same stage later."""
 
 FAULTS = (
     Reason.UNREACHABLE,
@@ -28,20 +28,20 @@ FAULTS = (
     Reason.CANCELLED,
     Reason.INTERNAL,
 )
-"""The stage is broken or ends, or the way to it does: another one is asked, so and so often."""
+"""Failures of the stage or its connection: the request goes to a further stage, a limited number of times."""
 
 
 class Wanted(NamedTuple):
-    """What a request needs of a stage.
+    """Requirements of a request for its stage.
 
     Attributes:
-        model: "": any.
-        adapter: stages that hold it are preferred, or, if the fleet ``serves`` it, are the only ones.
-        slot: this stage only; of a pair's, those pairs that it is one of.
-        preferred: the same where one of those may be asked now; else any.
+        model: model name; "" for any.
+        adapter: prefer stages with this adapter, or require the adapter if the fleet ``serves`` it.
+        slot: require this stage, alone or in either half of a pair.
+        preferred: prefer this stage in the same way; otherwise any.
         floor: least version, as a sequence number.
-        session: what it belongs to.
-        prefill: of a pair, the stage that computes the prompt, where it fits one that generates.
+        session: session of the sample.
+        prefill: preferred prefill stage of a pair.
     """
 
     model: str = ""
@@ -55,12 +55,12 @@ class Wanted(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """Where a request goes.
+    """A picked stage or pair.
 
     Attributes:
-        stage: which generates it.
-        at: when it was picked.
-        prefill: which computes the prompt, where that is another one.
+        stage: the generating stage.
+        at: time of the pick.
+        prefill: the prefill stage of a pair.
     """
 
     stage: Stage
@@ -69,20 +69,20 @@ class Picked(NamedTuple):
 
     @property
     def slot(self) -> str:
-        """Slot of the stage that generates."""
+        """Slot of the generating stage."""
         return self.stage.registration.slot
 
     @property
     def slots(self) -> list[str]:
-        """Slots of all that take part."""
+        """Slots of all stages of the pick."""
         return [stage.registration.slot for stage in (self.stage, self.prefill) if stage is not None]
 
 
 class Router:
-    """The requests of one caller: where they are and how they fared. ``now`` is in seconds, and only grows."""
+    """Picks stages for one caller, by load and health. ``now`` is in seconds on a monotonic clock."""
 
     def __init__(self, policy: Policy, health: Health | None = None, *, prefill: Policy | None = None) -> None:
-        """``prefill`` picks prefill stages, which have loads and sessions of their own."""
+        """``prefill`` picks prefill stages, with their own loads and sessions."""
         self._policy = policy
         self._prefill_policy = prefill or LeastConnections()
         self._health = health or Health()
@@ -92,9 +92,10 @@ class Router:
         """Requests in flight by slot."""
 
     def pick(self, stages: Sequence[Stage], wanted: Wanted, now: float) -> Picked | None:
-        """A stage for the request, or a pair, in flight from now on until :meth:`end`; None: none can take it now.
+        """Return a stage or pair for the request, or None if no stage may take the request now.
 
-        ``stages`` is looked at anew only when it is another list: it must not be changed.
+        The pick counts as load until :meth:`end`. ``stages`` is read again only if the list is a new object, so callers
+        must not change the list.
         """
         ours = self.candidates(stages, wanted.model)
         able = [each for each in ours.all if self._may_take(each, wanted, now)]
@@ -122,7 +123,7 @@ class Router:
         return Picked(chosen.stage, now, None if prefill is None else prefill.stage)
 
     def candidates(self, stages: Sequence[Stage], model: str) -> Candidates:
-        """The stages of a model; read anew only when ``stages`` is another list."""
+        """Return the candidates of a model. ``stages`` is read again only if the list is a new object."""
         if stages is not self._stages:
             self._stages, self._models = stages, {}
         if model not in self._models:
@@ -147,17 +148,18 @@ class Router:
         )
 
     def again_s(self, now: float) -> float:
-        """How long until a stage that is left alone may be asked again; infinite: there is none."""
+        """Return the seconds until an avoided stage may be tried again; infinite if no stage is avoided."""
         return self._health.again_s(now)
 
     def answered(self, picked: Picked) -> None:
-        """Whoever was asked took the request."""
+        """Record that the picked stages accepted the request."""
         for slot in picked.slots:
             self._health.answered(slot)
 
     def failed(self, picked: Picked, failure: RlctlError, now: float, *, at: Stage | None = None) -> bool:
-        """The request met a failure ``at`` a stage of those picked (None: the one that generates); returns whether it
-        was the stage's, so that another one may be asked.
+        """Record a failure ``at`` a picked stage, by default the generating stage.
+
+        Returns True if the stage caused the failure, so the request may go to a further stage.
         """
         stage = at or picked.stage
         slot = stage.registration.slot
@@ -170,18 +172,18 @@ class Router:
         return False
 
     def end(self, picked: Picked) -> None:
-        """The request has ended there, however it did."""
+        """Record the end of the request at the picked stages, after success or failure."""
         for slot in picked.slots:
             self.load[slot] -= 1
 
     def finish(self, session: str) -> None:
-        """The session sends nothing more."""
+        """End a session."""
         self._policy.finish(session)
         self._prefill_policy.finish(session)
 
 
 def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
-    """Why the request may go to none of the stages: "actor-0 PAUSED, actor-1 at version 3 of 4"."""
+    """Return why no stage may take the request, such as "actor-0 PAUSED, actor-1 at version 3 of 4"."""
     if wanted.slot and not any(stage.registration.slot == wanted.slot for stage in stages):
         return f"there is no stage {wanted.slot!r}"
     ours = [stage for stage in stages if _is_wanted(stage, wanted)]
@@ -198,22 +200,26 @@ def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
 
 
 def next_step(stages: Sequence[Stage], wanted: Wanted) -> str:
-    """What ends the wait where waiting does not: nobody but the trainer has what such stages lack. "" elsewhere."""
+    """Return the next step of UNHEALABLE if a stage is unhealable or DIRTY, else "".
+
+    Such stages need weights that only the trainer has.
+    """
     ours = [stage for stage in stages if _is_wanted(stage, wanted)]
     lacking = any(stage.unhealable or stage.state == STAGE_STATE_DIRTY for stage in ours)
     return Reason.UNHEALABLE.next_step if lacking else ""
 
 
 def _is_wanted(stage: Stage, wanted: Wanted) -> bool:
-    """Whether the request may have to do with it: where one stage is named, also all that are one of a pair."""
+    """Return whether the request may involve the stage. With a required slot, this includes all halves of pairs."""
     if wanted.model not in ("", stage.registration.model):
         return False
     return wanted.slot in ("", stage.registration.slot) or prefills(stage) or decodes(stage)
 
 
 def _ways(able: Sequence[Candidate], slot: str) -> list[tuple[Candidate, list[Candidate]]]:
-    """Stages that may generate a request, each with the prefill stages one of which may compute its prompt (none: it
-    does so itself). ``slot``: with this one only, in either part.
+    """Return the stages that may generate a request, each with its suitable prefill stages.
+
+    A stage without prefill stages computes the prompt itself. With ``slot``, each result contains that slot.
     """
     givers = [each for each in able if each.prefills]
     named = [each for each in givers if each.slot == slot]

@@ -1,9 +1,9 @@
-"""Where sessions are at home: on a hash ring, no stage with many more of them than another.
+"""Assigns sessions to stages on a hash ring, with a bound on the sessions of each stage.
 
-A plain ring gives one stage of a few half as many sessions again as its share, whose KV entries then drive each other
-out. So a stage takes sessions up to a bound above the mean only, and further ones go on to the next on the ring.
-Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018. What is bounded are
-sessions that live, not requests that run: the entries of a session lie in the cache between its turns, too.
+On a plain ring of a few slots, a stage may get 1.5 times its share of sessions, and their KV entries evict each other.
+So a stage takes sessions up to a bound above the mean, and further sessions go to the next stage on the ring. Source:
+Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018. The bound is on live sessions, not
+on running requests, because the KV entries of a session stay cached between its turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlctl.contract.errors import Reason
 from rlctl.rollout.picking.hash_ring import Ring
 
 BOUND = 1.25
-"""A stage's most sessions, as a multiple of the mean."""
+"""Most sessions of a stage, as a multiple of the mean."""
 
 
 @dataclass
@@ -28,26 +28,26 @@ class _Home:
 
 
 class Sessions:
-    """Homes of the sessions that live: from their first request until they finish or were idle for ``idle_s``."""
+    """Slots of the live sessions. A session ends with :meth:`finish`, or after ``idle_s`` without requests."""
 
     def __init__(self, idle_s: float) -> None:
         if not idle_s > 0:
             raise Reason.FIELD_INVALID.error(f"session_idle_s is {idle_s}; it must be above 0", field="session_idle_s")
         self._idle_s = idle_s
-        self._homes: dict[str, _Home] = {}  # the one that was used last comes last
+        self._homes: dict[str, _Home] = {}  # least recently used first
         self._ring = Ring(())
         self.count: Counter[str] = Counter()
-        """Sessions by slot."""
+        """Number of sessions by slot."""
 
     def home(self, session: str) -> str:
-        """Where a session lives, or ""."""
+        """Return the slot of a session, or ""."""
         return self._homes[session].slot if session in self._homes else ""
 
     def pick(self, session: str, candidates: Sequence[str], members: Collection[str], now: float) -> str:
-        """The session's home if it is a candidate, else the first candidate after it on the ring.
+        """Return the session's slot if it is a candidate, else the first candidate after the slot on the ring.
 
-        ``members`` are all that may be a home. Who joins them takes over its share of the sessions, each with its next
-        request; one that is a member and no candidate now (paused, say) keeps its sessions.
+        ``members`` are all possible slots. A new member takes over its share of the sessions, each at the next request.
+        A member that is no candidate now, such as a paused stage, keeps its sessions.
         """
         if self._ring.slots != set(members):
             self._ring = Ring(members)
@@ -66,7 +66,7 @@ class Sessions:
         return order[0] if order else candidates[0]
 
     def finish(self, session: str) -> None:
-        """The session sends nothing more. One that is not known is none."""
+        """End a session. An unknown session is ignored."""
         home = self._homes.pop(session, None)
         if home is not None:
             self.count[home.slot] -= 1
