@@ -1,4 +1,4 @@
-"""From a body of SGLang's /generate to requests, one for each prompt. Pure."""
+"""Read a body of SGLang's /generate into requests, one for each prompt. Pure."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SAMPLING = {
 
 @dataclass(frozen=True)
 class Words:
-    """What an engine has beyond the contract.
+    """Fields of an engine beyond the contract.
 
     Attributes:
-        product: its name, for messages.
-        fields: further fields of a body that it has.
-        sampling: the same of ``sampling_params``.
-        without: fields that it has nothing for, and the values that ask for nothing.
-        sampling_without: the same of ``sampling_params``.
-        strict: an unknown field is refused; else it is listed in :attr:`Asking.unknown`, as SGLang ignores it.
+        product: name of the engine, for messages.
+        fields: supported body fields beyond SGLang's.
+        sampling: the same for ``sampling_params``.
+        without: unsupported fields, with the values that request nothing.
+        sampling_without: the same for ``sampling_params``.
+        strict: refuse an unknown field; otherwise list the field in :attr:`Asking.unknown`, as SGLang ignores it.
     """
 
     product: str
@@ -48,14 +48,14 @@ class Words:
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt.
+    """A prompt of a call.
 
     Attributes:
-        rid: the caller's name for it.
-        request: what is asked, in the contract's words.
-        sampling: the engine's sampling parameters that the contract has no words for.
+        rid: the caller's request id.
+        request: the request in the contract's form.
+        sampling: the engine's sampling parameters beyond the contract.
         fields: the engine's other fields.
-        show_prompt: the prompt's token ids are to be told.
+        show_prompt: return the prompt's token ids.
     """
 
     rid: str
@@ -66,19 +66,17 @@ class Asked:
 
     @property
     def samples(self) -> int:
-        """How many samples of it are wanted."""
         return self.request.sampling_params.n or 1
 
 
 @dataclass(frozen=True)
 class Asking:
-    """One call of /generate.
+    """A call of /generate.
 
     Attributes:
-        prompts: what it asks for.
-        listed: the answer is a list.
-        stream: it comes as it is made.
-        unknown: fields that nobody knows.
+        listed: the reply is a list.
+        stream: the reply is streamed.
+        unknown: names of unknown fields.
     """
 
     prompts: Sequence[Asked]
@@ -94,12 +92,12 @@ def read(
     check_prompts: Callable[[int, str], None] = lambda _count, _field: None,
     check_bytes: Callable[[int, int], None] = lambda _size, _together: None,
 ) -> Asking:
-    """A parsed body; prompts of token ids may be :class:`TokenIds`.
+    """Read a parsed body. Prompts of token ids may be :class:`TokenIds`.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED.
 
-    ``check_prompts`` may refuse their number, before anything is made of them. ``check_bytes`` may refuse the size of
-    a prompt's request, or that of all samples so far: a short body may ask for much.
+    ``check_prompts`` may refuse the number of prompts before any request is made. ``check_bytes`` may refuse the size
+    of a prompt's request, or of all samples so far: a short body may request many samples.
     """
     if not isinstance(body, dict):
         raise Reason.FIELD_INVALID.error("the body is no JSON object", field="body")
@@ -128,7 +126,7 @@ def read(
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
-    """(field, prompts, whether they are a batch)."""
+    """Return (field, prompts, is a batch)."""
     given = [name for name in ("text", "input_ids", "input_tokens") if body.get(name) is not None]
     if given == ["input_ids", "input_tokens"] and body["input_ids"] == body["input_tokens"]:
         given = ["input_ids"]
@@ -154,7 +152,7 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
 
 
 def _fields_of(body: Mapping[str, Any], index: int, size: int | None) -> dict[str, Any]:
-    """The fields of one prompt; ``size``: of the batch."""
+    """Return the fields of prompt ``index``; ``size`` is the size of the batch."""
     fields = {}
     for name in _EACH:
         value = body.get(name)
@@ -191,7 +189,7 @@ def _asked(
     request.return_logprob = _flag(fields, "return_logprob")
     tops = fields["top_logprobs_num"]
     start = fields["logprob_start_len"]
-    if request.return_logprob:  # without it SGLang looks at neither
+    if request.return_logprob:  # SGLang ignores both without return_logprob
         if tops is not None:
             assign(request, "top_logprobs_num", tops, "top_logprobs_num")
         if start is not None:
@@ -262,7 +260,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
 def _unknown(
     given: Mapping[str, Any], known: frozenset[str], without: Mapping[str, tuple[Any, ...]], where: str, words: Words
 ) -> list[str]:
-    """Fields that nobody knows. Raises FIELD_INVALID where those are refused, UNSUPPORTED."""
+    """Return the unknown fields. Raises FIELD_INVALID if ``words`` is strict, UNSUPPORTED."""
     unknown = []
     for name, value in given.items():
         if name in known:

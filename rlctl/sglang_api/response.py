@@ -1,4 +1,4 @@
-"""Samples as SGLang's /generate tells them. Pure."""
+"""Samples in the form of SGLang's /generate. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 Entry = list[Any]
-"""[log probability or None, token id, None]: SGLang's form; the third is the token's text, where it is asked for."""
+"""[log probability or None, token id, None], as SGLang. The third item is the token's text, on request."""
 
 
 class Reply:
-    """One sample as it grows, in SGLang's words.
+    """A growing sample in SGLang's form.
 
     Attributes:
-        rid: the caller's name for it.
-        finish: SGLang's finish reason once it has ended.
+        rid: the caller's request id.
+        finish: SGLang's finish reason once the sample has ended.
     """
 
     def __init__(self, rid: str, *, logprob: bool, tops: bool, show_prompt: bool) -> None:
@@ -33,7 +33,7 @@ class Reply:
     def told(
         self, text: str, prompt: Sequence[int], *, prompt_tokens: int, cached: int, version: int | str | None
     ) -> dict[str, Any]:
-        """All of it so far."""
+        """Return the reply with all output so far."""
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": self.finish,
@@ -57,5 +57,5 @@ class Reply:
 
 
 def aborted(message: str = "") -> dict[str, Any]:
-    """The finish reason of a sample that was ended early."""
+    """Return the finish reason of an aborted sample."""
     return {"type": "abort", "message": message or "Aborted", "status_code": None, "err_type": None}

@@ -1,4 +1,4 @@
-"""A tensor's rows as nested lists, of what every rank holds of them. Pure."""
+"""Joins the ranks' parts of a tensor into rows, as nested lists. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlctl.v1.verbs_pb2 import TensorValues
 
 
 def rows_of(parts: Sequence[TensorValues]) -> Any:
-    """The rows of a tensor. Ranks may hold the same part.
+    """Return the rows of a tensor. Ranks may hold the same part.
 
-    Raises ANSWER_INVALID where no rank holds a part, and where the parts leave a gap.
+    Raises ANSWER_INVALID if no rank holds a part, or if the parts leave a gap.
     """
     if not parts:
         raise Reason.ANSWER_INVALID.error("no rank holds values of the tensor")
@@ -39,7 +39,7 @@ def _nested(values: list[float], shape: list[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """Nested lists, one after the other along a dimension."""
+    """Join nested lists along a dimension."""
     if dim == 0:
         return [row for part in parts for row in part]
     return [_joined(rows, dim - 1) for rows in zip(*parts, strict=True)]
