@@ -1,4 +1,4 @@
-"""The metrics of a gateway: HTTP requests and samples, ended and under way."""
+"""Metrics of a gateway: HTTP requests and samples, ended and under way."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from rlctl.transport.channel import Credentials
 from rlctl.v1.rollout_pb2 import Sample as GeneratedSample
 
 UNLISTED = "unlisted"
-"""Route of requests that no route of the dialect takes."""
+"""Route label of requests outside the dialect's routes."""
 
 CLOSED = "499"
 
 
 class GatewayMetrics:
-    """Counts requests and samples, and serves them."""
+    """Counts requests and samples, and serves the metrics."""
 
     def __init__(self) -> None:
         self._generation: Generation | None = None
         self.exposition = Exposition(m.of(m.GATEWAY), self._state)
 
     def generation(self, fleet: AsyncFleet, settings: Settings) -> Generation:
-        """Counts the samples of a generation."""
+        """Return a generation that counts its samples."""
         self._generation = _MeasuredGeneration(fleet, settings, self)
         return self._generation
 
@@ -57,7 +57,6 @@ class GatewayMetrics:
             self.exposition.observe(m.HTTP_SECONDS, time.monotonic() - started, route, method)
 
     def ended(self, model: str, outcome: str, tokens: int) -> None:
-        """Count a sample."""
         self.exposition.count(m.SAMPLES, model, outcome)
         if tokens:
             self.exposition.count(m.SAMPLE_TOKENS, model, by=tokens)
@@ -81,7 +80,6 @@ class _MeasuredGeneration(Generation):
     async def complete(
         self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None
     ) -> RolloutSample:
-        """One sample, to its end."""
         started, first, outcome, tokens = time.monotonic(), True, "cancelled", 0
 
         def tell(progress: Progress, part: GeneratedSample) -> None:

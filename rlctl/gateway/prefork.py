@@ -1,7 +1,7 @@
-"""Several gateway processes on one port: forked before anything runs, by a parent that only waits.
+"""Several gateway processes on one TCP port, forked at the start by a parent that only waits.
 
-The kernel shares connections out (SO_REUSEPORT). A worker that dies is replaced, after pauses that double; the others
-go on. When the parent dies, however it dies, a pipe that it holds closes, and they end.
+The kernel distributes connections (SO_REUSEPORT). A process that dies is replaced after a growing pause; the other
+processes continue. The parent holds a pipe. Its death closes the pipe, and all processes end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 STEADY_S = 60.0
-"""One that ran for so long was well: its end begins the pauses anew."""
+"""Seconds after which a process counts as stable: its end restarts the pauses at the shortest."""
 
 LOOK_S = 0.1
 
@@ -29,7 +29,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def hold(host: str, port: int) -> tuple[socket.socket, int]:
-    """A port for several listeners, kept by a socket that does not listen. Raises OSError."""
+    """Reserve a port for several listeners by a socket that does not listen. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -38,11 +38,11 @@ def hold(host: str, port: int) -> tuple[socket.socket, int]:
 
 
 class Workers:
-    """The parent. It has neither threads nor an event loop, so that it may fork at any time."""
+    """The parent process, without threads and event loop, so that a fork is possible at any time."""
 
     def __init__(self, count: int, work: Callable[[Callable[[], None], int], NoReturn]) -> None:
-        """``work(ready, number)`` is what a worker does: it calls ``ready`` once it listens, and ends on SIGTERM, or
-        when its standard input ends. Workers are numbered from 0; a replacement has the number of its predecessor.
+        """``work(ready, number)`` runs in each process: it calls ``ready`` once it listens, and ends on SIGTERM or at
+        the end of standard input. Processes are numbered from 0; a replacement keeps the number.
         """
         self._count = count
         self._work = work
@@ -53,9 +53,9 @@ class Workers:
         self._ready = os.pipe()
 
     def run(self, announce: Callable[[], None], *, end_with_parent: bool) -> int:
-        """Until SIGTERM, SIGINT or the end of standard input; ``announce`` is called when all listen.
+        """Run until SIGTERM, SIGINT or the end of standard input. Call ``announce`` when all processes listen.
 
-        Returns the exit status: that of the first worker to end, if one does before all have listened.
+        Returns the exit status: of the first process to end before all have listened, else 0.
         """
         for number in _ENDING:
             signal.signal(number, self._stop)
@@ -87,7 +87,7 @@ class Workers:
             self._fork()
 
     def _fork(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until it is known whom to tell
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until the pid is recorded
         place = min(set(range(self._count)).difference(self._numbers.values()))
         pid = os.fork()
         if pid:
@@ -114,7 +114,6 @@ class Workers:
         os.write(self._ready[1], b".")
 
     def _ended(self) -> Iterator[tuple[float, int]]:
-        """Workers that have ended: after how long, with which exit status."""
         while self._began:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:

@@ -46,29 +46,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _of_aiohttp = logging.getLogger(f"{__name__}.aiohttp")
-_of_aiohttp.setLevel(logging.CRITICAL)  # it has only to tell what callers send that is no HTTP, each with a traceback
+_of_aiohttp.setLevel(logging.CRITICAL)  # logs only invalid HTTP of callers, each time with a traceback
 
 DRAIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """One gateway process.
+    """Configuration of a gateway process.
 
     Attributes:
-        coordinator: its address.
-        dialect: its name.
-        listen: ``host:port``; port 0 takes any.
-        token: to watch the fleet with; callers bring the same. None: whoever comes is the fleet's to refuse.
-        access_file: further principals that may call. The fleet decides by their scopes, and needs tokens of its own.
+        coordinator: address of the coordinator.
+        dialect: name of the dialect.
+        listen: ``host:port``; port 0 takes a free TCP port.
+        token: watches the fleet, and is required of callers. With None the fleet refuses callers.
+        access_file: further principals that may call. The fleet decides by their scopes, and needs its own tokens.
         insecure: other hosts may call without a token, and with TLS without a certificate.
-        middleware_paths: the first is the outermost.
-        share_port: other processes listen there too (SO_REUSEPORT).
-        drain_s: how long requests may go on once the gateway is to end.
-        warm: load tokenizers in the background at the start, not with the first request that needs one.
-        router: an sglang-router, not started yet, that is to run in front of it.
+        middleware_paths: dotted paths, the outermost first.
+        share_port: other processes listen on the port, too (SO_REUSEPORT).
+        drain_s: longest time for running requests at the end of the gateway.
+        warm: load tokenizers in the background at the start, instead of at the first request.
+        router: an sglang-router, not started yet, to run in front of the gateway.
         tls: certificate of a gateway, for HTTPS and for the fleet; None for plain text.
-        metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
+        metrics: ``host:port`` for Prometheus; port 0 takes a free TCP port; "" for no metrics.
     """
 
     coordinator: str
@@ -88,19 +88,17 @@ class GatewayConfig:
 
     @property
     def scheme(self) -> str:
-        """Of its URLs."""
         return "http" if self.tls is None else "https"
 
 
 class GatewayServer:
-    """A gateway that runs.
+    """A running gateway.
 
     Attributes:
-        address: where it listens, once it has started.
-        fleet: the fleet behind it.
-        generation: what generates.
-        dialect: what it speaks.
-        bodies: of its requests.
+        address: listening address, once started.
+        fleet: the fleet behind the gateway.
+        generation: generates samples for the routes.
+        bodies: limits and parser of request bodies.
     """
 
     fleet: AsyncFleet
@@ -125,7 +123,7 @@ class GatewayServer:
         """Connect and listen.
 
         Raises INSECURE_BIND, FIELD_INVALID, FIELD_CONFLICT, TLS_INVALID, TLS_FAILED, UNREACHABLE, TOKEN_MISSING,
-        TOKEN_INVALID, and UNSUPPORTED where metrics are configured and prometheus_client is not installed.
+        TOKEN_INVALID, and UNSUPPORTED if metrics are configured and prometheus_client is not installed.
         """
         config = self.config
         if config.tls is not None:
@@ -148,7 +146,7 @@ class GatewayServer:
         self.fleet = self._fleet = await aio.connect(
             config.coordinator, token=config.token or "", tls=config.tls or False, client="gateway"
         )
-        await self.fleet.status()  # whoever may not watch the fleet could serve nobody
+        await self.fleet.status()  # a gateway without access to the fleet is useless
         if config.access_file:
             await _refuse_unguarded(self.fleet)
         made_by = Generation if self._metrics is None else self._metrics.generation
@@ -180,7 +178,7 @@ class GatewayServer:
             await self._keeper.start()
 
     async def stop(self) -> None:
-        """Take no more requests, let those that run end within the time to drain, and leave."""
+        """Stop accepting requests, let running requests end within ``drain_s``, and disconnect."""
         if self._warming is not None:
             self._warming.cancel()
         if self._keeper is not None:
@@ -256,11 +254,11 @@ class GatewayServer:
             raise
         except Exception as error:  # noqa: BLE001 it is logged
             answer = self.dialect.fail(_defect(request, error))
-        # Not all fields of a request that failed were looked at: none is called unknown.
+        # A failed request may have unread fields, so its response lists no unknown fields.
         return _response(answer)
 
     def _admit(self, route: Route, call: Call, request: web.Request) -> None:
-        """Raise TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
+        """Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
         certificate = self._certificate(request)
         method = Method(f"{route.methods} {route.path}", route.scope.needs)
         caller = admit(self._access, method, call.headers, request.remote or "", self._denials, certificate)
@@ -268,9 +266,10 @@ class GatewayServer:
             call.act_for(OnBehalf(self.config.token or "", caller.principal.name))
 
     def _certificate(self, request: web.Request) -> Identity | None:
-        """The identity of a caller that may use gateways.
+        """Return the identity of a caller that may use gateways.
 
-        Raises PEER_NOT_ALLOWED where nothing else guards the gateway, which calls the fleet with its own certificate.
+        Raises PEER_NOT_ALLOWED if only certificates guard the gateway, because it calls the fleet with its own
+        certificate.
         """
         if self.config.tls is None:
             return None
@@ -284,8 +283,8 @@ class GatewayServer:
     async def _answer(self, route: Route, call: Call, request: web.Request) -> Answer:
         handler: Handler = route.handler
         if route.scope is not Scope.OPEN:
-            # Before the fleet is asked: not everything is, a request may wait for a stage, and the fleet need not have
-            # a token only because a gateway that others reach has one.
+            # The gateway admits callers itself: not every route calls the fleet, a request may wait for a stage, and a
+            # fleet without a token may have a gateway with a token.
             self._admit(route, call, request)
             if self.dialect.admit is not None:
                 self.dialect.admit(call)
@@ -293,7 +292,7 @@ class GatewayServer:
         handler = _closing(handler)
         if route.scope is not Scope.ADMIN or not route.lasting:
             return await handler(call)
-        # A caller that leaves does not end what changes something half-way.
+        # A disconnection does not interrupt a change half-way.
         await call.body()
         task = asyncio.ensure_future(handler(call))
         self._lasting.add(task)
@@ -303,7 +302,7 @@ class GatewayServer:
     async def _stream(self, request: web.Request, call: Call, answer: Stream, standing: Standing) -> web.StreamResponse:
         chunks = answer.chunks
         try:
-            # What is wrong with the request is an answer of its own, not an event.
+            # A refused request gets an error response, not an event.
             first = await anext(chunks, b"")
             own = {"Cache-Control": "no-cache", "Content-Type": answer.content_type} if answer.content_type else {}
             response = web.StreamResponse(status=answer.status, headers=_headers(answer, own, call.notes))
@@ -329,7 +328,7 @@ class GatewayServer:
 
 
 async def _refuse_unguarded(fleet: AsyncFleet) -> None:
-    """Raise FIELD_CONFLICT for a coordinator that accepts calls with any token: it would know no scopes."""
+    """Raise FIELD_CONFLICT if the coordinator accepts calls with any token: such a coordinator knows no scopes."""
     try:
         await fleet.on_behalf_of(make_token()).status()
     except RlctlError as error:
@@ -357,8 +356,9 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def _of_the_request(route: Route, error: RlctlError) -> RlctlError:
-    """An unsupported field of a generation request and a rid in use are 400, as in engines: OpenAI's client retries a
-    501 and a 409.
+    """Set status 400 for an unsupported field or a rid in use of a generation request, as engines do.
+
+    OpenAI's client retries a 501 and a 409.
     """
     unsupported = error.reason is Reason.UNSUPPORTED and error.field
     if route.scope is Scope.ROLLOUT and (unsupported or error.reason is Reason.RID_IN_USE):
@@ -367,7 +367,6 @@ def _of_the_request(route: Route, error: RlctlError) -> RlctlError:
 
 
 def _defect(request: web.Request, error: Exception) -> RlctlError:
-    """The error for an unexpected exception."""
     log.error("%s %r", request.method, request.path, exc_info=error)
     without_frames(error)
     return Reason.INTERNAL.error("the gateway failed; its log says more")
@@ -385,7 +384,7 @@ def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Resp
 
 
 def _headers(answer: Answer, own: Mapping[str, str], notes: Mapping[str, str]) -> CIMultiDict[str]:
-    """The headers of an answer, which come before those of the server."""
+    """Return the headers of a response, which precede the server's headers."""
     headers = CIMultiDict(answer.headers)
     for name, value in own.items():
         headers.setdefault(name, value)

@@ -57,5 +57,4 @@ class Reply:
 
 
 def aborted(message: str = "") -> dict[str, Any]:
-    """Return the finish reason of an aborted sample."""
     return {"type": "abort", "message": message or "Aborted", "status_code": None, "err_type": None}

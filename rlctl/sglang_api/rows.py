@@ -39,7 +39,6 @@ def _nested(values: list[float], shape: list[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """Join nested lists along a dimension."""
     if dim == 0:
         return [row for part in parts for row in part]
     return [_joined(rows, dim - 1) for rows in zip(*parts, strict=True)]

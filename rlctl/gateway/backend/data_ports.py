@@ -1,4 +1,4 @@
-"""Requests to the data ports of stages: one HTTP client for all requests of a gateway."""
+"""Requests to the data ports of stages, with one HTTP client for each gateway."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
-"""Longest time to connect to a data port."""
+"""Longest time to connect to a data port, in seconds."""
 
 KEPT_S = 60.0
-"""A connection without a request is kept for so long. Data ports keep connections longer."""
+"""Seconds that an idle connection is kept. Data ports keep connections longer."""
 
 _STALE = 3
-"""Kept connections that one request may find closed, before that counts as a failure of the stage."""
+"""Attempts of a request. A closed kept connection at the last attempt counts as a failure of the stage."""
 
 _AT_ONCE = 1 << 20
-"""A body of fewer bytes is written in one piece."""
+"""Bytes from which on a body is written in pieces."""
 
 _PLACEHOLDER = re.compile(r"\{\w+(?::((?:[^{}]|\{[^{}]*\})+))?\}")
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def lists(routes: Collection[str], method: str, path: str) -> bool:
-    """Whether a request is one of the routes of a data port."""
+    """Return whether a request matches the routes of a data port."""
     if f"{method} {path}" in routes:
         return True
     return any("{" in route and _pattern(route).fullmatch(f"{method} {path}") for route in routes)
@@ -55,15 +55,14 @@ def _pattern(route: str) -> re.Pattern[str]:
 
 
 class DataPorts:
-    """The client. On one event loop."""
+    """The HTTP client for data ports. On one event loop."""
 
     def __init__(self, tls: Tls | None = None) -> None:
-        """``tls``: of the gateway; None for plain text."""
+        """``tls`` is the gateway's; None for plain text."""
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     def at(self, attempt: Attempt) -> Exchange:
-        """A request to the stage of an attempt."""
         if self._session is None:
             tracing = aiohttp.TraceConfig()
             tracing.on_connection_reuseconn.append(_reused)
@@ -78,7 +77,6 @@ class DataPorts:
         return Exchange(self._session, attempt, self._tls)
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -88,10 +86,11 @@ async def _reused(_: Any, context: SimpleNamespace, __: Any) -> None:
 
 
 class Exchange:
-    """One request to a data port, and its answer. To be closed, however it ended.
+    """One request to a data port, and its response. Must be closed, also after an error.
 
     Attributes:
-        status: of the answer, once it has begun; as ``headers``.
+        status: HTTP status, once the response has begun.
+        headers: headers, once the response has begun.
     """
 
     def __init__(self, session: aiohttp.ClientSession, attempt: Attempt, tls: Tls | None = None) -> None:
@@ -108,9 +107,9 @@ class Exchange:
     async def begin(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes, deadline: float | None
     ) -> None:
-        """Send the request and wait for the head of the answer.
+        """Send the request and wait for the head of the response.
 
-        Raises the error of a refusal of the stage; UNREACHABLE; DEADLINE_EXCEEDED at the ``deadline``.
+        Raises the stage's refusal; UNREACHABLE; TLS_FAILED; DEADLINE_EXCEEDED at the ``deadline``.
         """
         if not self._registration.data_address:
             raise Reason.STAGE_NOT_SERVING.error(f"{self._registration.slot} has no data port")
@@ -145,7 +144,7 @@ class Exchange:
         raise AssertionError("unreachable")
 
     async def read(self, deadline: float | None = None) -> bytes:
-        """The next piece of the body; b"" at its end. Raises UNREACHABLE if the connection ends before the body."""
+        """Return the next piece of the body; b"" at its end. Raises UNREACHABLE if the connection ends first."""
         assert self._response is not None
         return await self._within(deadline, self._response.content.readany)
 
@@ -174,7 +173,7 @@ class Exchange:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """End the request; its connection is closed unless the answer has ended."""
+        """End the request. The connection is closed unless the response has ended."""
         self._forget()
         if self._response is not None:
             self._response.close()

@@ -1,4 +1,4 @@
-"""The spans of samples and forwarded requests, by the GenAI conventions of OpenTelemetry."""
+"""Spans of samples and forwarded requests, by the GenAI conventions of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _operation: ContextVar[str] = ContextVar("operation", default="text_completion")
 
 
 def enter(path: str, headers: Mapping[str, str]) -> None:
-    """Take the trace context of an HTTP request; its calls to the coordinator carry it on."""
+    """Take the trace context of an HTTP request. Calls to the coordinator continue the trace."""
     received.set(valid(headers.get(TRACEPARENT)))
     _operation.set("chat" if path.endswith("/chat/completions") else "text_completion")
 
 
 @contextlib.contextmanager
 def generating(tracer: Tracer | None, model: str) -> Iterator[Span | None]:
-    """A span around one sample or forwarded request; None without a tracer."""
+    """Make a span around a sample or forwarded request, or None without a tracer."""
     if tracer is None:
         yield None
         return
@@ -37,7 +37,7 @@ def generating(tracer: Tracer | None, model: str) -> Iterator[Span | None]:
 
     name = _operation.get()
     attributes = {"gen_ai.operation.name": name, "gen_ai.provider.name": "rlctl", "gen_ai.request.model": model}
-    # Not the current span of the task: an answer that is streamed may end in another context than it began in.
+    # Not the current span of the task: a streamed response may end in a different context.
     span = tracer.start_span(f"{name} {model}", parent(received.get()), SpanKind.CLIENT, attributes)
     try:
         yield span
@@ -49,7 +49,7 @@ def generating(tracer: Tracer | None, model: str) -> Iterator[Span | None]:
 
 
 def note_sample(span: Span, sample: RolloutSample, stages: Sequence[Stage]) -> None:
-    """Add the tokens, the stage and the version of a sample that has ended."""
+    """Add tokens, stage and version of a finished sample."""
     span.set_attribute("gen_ai.usage.input_tokens", len(sample.prompt_ids))
     span.set_attribute("gen_ai.usage.output_tokens", len(sample.whole.output_ids))
     span.set_attribute("gen_ai.response.finish_reasons", [sample.finish])
@@ -64,7 +64,7 @@ def note_sample(span: Span, sample: RolloutSample, stages: Sequence[Stage]) -> N
 
 
 def note_forwarded(span: Span, stage: Stage, status: int, headers: Mapping[str, str]) -> None:
-    """Add the stage, the version and the status of an answer that has begun."""
+    """Add stage, version and status of a response that has begun."""
     _note_stage(span, stage.registration.slot, stage.registration.data_address)
     span.set_attribute("http.response.status_code", status)
     if (sequence := headers.get(SEQUENCE, "")).isdecimal():
@@ -74,7 +74,7 @@ def note_forwarded(span: Span, stage: Stage, status: int, headers: Mapping[str, 
 
 
 def headers(span: Span | None) -> dict[str, str]:
-    """Headers by which a forwarded request continues the trace. Without a span, those of the caller stay."""
+    """Return headers that continue the trace in a forwarded request. Without a span the caller's headers remain."""
     if span is None:
         return {}
     context = span.get_span_context()

@@ -1,4 +1,4 @@
-"""Generation behind the routes: samples through a rollout of the SDK, each with the token of its caller."""
+"""Generation behind the routes: samples through a rollout of the SDK, each with its caller's token."""
 
 from __future__ import annotations
 
@@ -26,31 +26,37 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 MOST_BYTES = 256 << 20
-"""Of one call's samples together, as they are sent: of as many as may be under way, each with 10,000 tokens of prompt.
-Here they take some ten times as much.
+"""Limit for the encoded requests of a call's samples together.
+
+Enough for the default ``max_inflight`` samples with prompts of 10,000 tokens. In memory these take about ten times as
+much.
 """
 
 MOST_INFLIGHT_BYTES = 1 << 30
-"""Of all samples under way, as they are sent: of as many as may be under way, each with 40,000 tokens of prompt."""
+"""Limit for the encoded requests of all samples under way.
+
+Enough for the default ``max_inflight`` samples with prompts of 40,000 tokens.
+"""
 
 
 DEFAULT = "default"
-"""Model name of clients without a configured model: SkyRL's, Omni's and OpenAI's clients send it."""
+"""Model name of clients without a configured model: clients of SkyRL, Omni and OpenAI send this name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the gateway generates.
+    """Settings of generation in a gateway.
 
     Attributes:
-        model: for requests that name none; "": the fleet's only one.
-        policy: see :meth:`rlctl.sdk.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
-        resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
-        timeout_s: how long a request may take, waiting for a stage included; a forwarded one, until its answer begins.
-        max_cuts: cuts that a sample goes on from, with resume="continue"; None: any number.
-        admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
-        tokenizer: directory of the models' tokenizer, instead of their checkpoints.
-        max_inflight: most samples and forwarded requests that are under way here at a time; more are refused.
+        model: default model; "" for the fleet's only model.
+        policy: see :meth:`rlctl.sdk.aio.AsyncFleet.rollout`, also for admission, retries and session_idle_s.
+        resume: "return" returns a sample cut by a pause or an abort, as engines do; "continue" continues the sample.
+        timeout_s: time limit of a request, including the wait for a stage; for a forwarded request, until its response
+            begins.
+        max_cuts: cuts after which a sample continues, with resume="continue"; None for any number.
+        admin_api_key: for SGLang-Omni's dialect: key of admin requests, in addition to the coordinator's access check.
+        tokenizer: directory of the models' tokenizer, instead of the checkpoints.
+        max_inflight: most samples and forwarded requests under way at a time; further requests are refused.
     """
 
     model: str = ""
@@ -67,17 +73,15 @@ class Settings:
 
 
 class Generation:
-    """Generates with the models of one fleet. On one event loop.
+    """Generates with the models of a fleet. On one event loop.
 
     Attributes:
         fleet: the fleet, with the gateway's own token.
-        settings: as given.
-        tokenizers: of its models.
-        ports: the client of the data ports of stages.
+        ports: client of the data ports of stages.
         inflight: samples and forwarded requests under way.
-        inflight_bytes: of their requests.
-        tracer: makes spans of samples and forwarded requests; None: there are none.
-        any_model: OpenAI's ``model`` may be any text where it can mean one model only.
+        inflight_bytes: size of the requests under way.
+        tracer: makes spans of samples and forwarded requests, if set.
+        any_model: accept any text as OpenAI's ``model`` if only one model can be meant.
     """
 
     def __init__(self, fleet: AsyncFleet, settings: Settings | None = None) -> None:
@@ -91,7 +95,7 @@ class Generation:
         self._rollouts: dict[str, AsyncRollout] = {}
 
     def with_settings(self, settings: Settings) -> Generation:
-        """Generates otherwise, with the same models, tokenizers and connections to stages."""
+        """Return a generation with other settings and the same fleet, tokenizers and connections to stages."""
         other = self._like(settings)
         other.tokenizers, other.ports, other.any_model = self.tokenizers, self.ports, self.any_model
         other.tracer = self.tracer
@@ -101,10 +105,13 @@ class Generation:
         return Generation(self.fleet, settings)
 
     async def model(self, named: str = "") -> str:
-        """The model of a request. Beside its name, a model is named by the path of a checkpoint that its engines hold
-        or were started with, and by :data:`DEFAULT` if the gateway serves only one model.
+        """Return the model of a request.
 
-        Raises MODEL_NOT_FOUND, and FIELD_REQUIRED for an ambiguous name.
+        A model also has the names of checkpoints that its engines hold or were started with. :data:`DEFAULT` names the
+        configured model or the fleet's only model.
+
+        Raises MODEL_NOT_FOUND, FIELD_REQUIRED for an ambiguous name, and FIELD_INVALID for a checkpoint of several
+        models.
         """
         name = named or self.settings.model
         known = [model.name for model in await self.fleet.models()]
@@ -137,8 +144,9 @@ class Generation:
         return owners.pop()
 
     async def named(self, name: str = "", *, checked: bool = False) -> tuple[str, str]:
-        """The model and the adapter that an OpenAI client's ``model`` means: a model, an adapter of one, or
-        "MODEL:ADAPTER". ``checked``: also where :attr:`any_model` is true. Raises as :meth:`model`.
+        """Return model and adapter of an OpenAI client's ``model``: a model, an adapter, or "MODEL:ADAPTER".
+
+        ``checked`` refuses unknown names even if :attr:`any_model` is true. Raises as :meth:`model`.
         """
         known = {model.name: {adapter.name for adapter in model.adapters} for model in await self.fleet.models()}
         base, _, adapter = name.partition(":")
@@ -155,15 +163,16 @@ class Generation:
             return await self.model(name), ""
         except RlctlError as error:
             only = self.settings.model or next(iter(known), "")
-            # With adapters or several models, an unknown name may be a misspelled one.
+            # With adapters or several models, an unknown name may be misspelled.
             ambiguous = adapter or known.get(only) or (len(known) > 1 and not self.settings.model)
             if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or checked or not self.any_model:
                 raise
             return await self.model(), ""
 
     def check_samples(self, wanted: Sequence[int], n: str, prompts: str) -> None:
-        """Raise FIELD_INVALID for a call with more samples of its prompts than can ever be under way together, before
-        they are made. ``n`` and ``prompts`` are the fields that say how many.
+        """Raise FIELD_INVALID for a call with more samples than may be under way together, before the samples are made.
+
+        ``n`` and ``prompts`` name the fields for the error.
         """
         for count in wanted:
             if not 1 <= count <= MOST_SAMPLES:
@@ -171,7 +180,7 @@ class Generation:
         self.check_count(sum(wanted), n if max(wanted) > 1 else prompts)
 
     def check_count(self, samples: int, field: str) -> None:
-        """Raise FIELD_INVALID for more samples than can ever be under way together."""
+        """Raise FIELD_INVALID for more samples than may be under way together."""
         if samples > self.settings.max_inflight:
             raise Reason.FIELD_INVALID.error(
                 f"{samples} samples are more than may be under way in this gateway, {self.settings.max_inflight}",
@@ -180,8 +189,9 @@ class Generation:
 
     @staticmethod
     def check_bytes(size: int, together: int) -> None:
-        """Raise MESSAGE_TOO_LARGE for a request that no stage takes, and for a call whose samples' requests are
-        together larger than is taken: each of them has the prompt, and what else it is asked with.
+        """Raise MESSAGE_TOO_LARGE for a request above a stage's limit, or for a call above ``MOST_BYTES``.
+
+        The request of each sample contains the prompt and all parameters.
         """
         refuse_large(GenerateRequest.DESCRIPTOR.name, size)
         if together > MOST_BYTES:
@@ -192,7 +202,6 @@ class Generation:
             )
 
     def rollout(self, model: str) -> AsyncRollout:
-        """What generates with a model."""
         if model not in self._rollouts:
             settings = self.settings
             self._rollouts[model] = self.fleet.rollout(
@@ -209,9 +218,9 @@ class Generation:
     async def complete(
         self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None
     ) -> RolloutSample:
-        """One sample, whose request names its model, to its end, or to where it was cut.
+        """Generate a sample of the request's model until its end or a cut.
 
-        Raises what it failed with, unless it has tokens: those are not lost; and TOO_MANY_REQUESTS.
+        Raises TOO_MANY_REQUESTS, and the error of a sample without tokens. A sample with tokens is returned.
         """
         model = sample.request.model
         with self.under_way(sample.request.ByteSize()), generating(self.tracer, model) as span:
@@ -220,7 +229,7 @@ class Generation:
             )
             if span is not None:
                 stages: list[Stage] = []
-                with contextlib.suppress(RlctlError):  # the sample is complete without them
+                with contextlib.suppress(RlctlError):  # not needed for the sample
                     stages = await self.fleet.stages(timeout_s=0.0)
                 note_sample(span, ended, stages)
         if ended.error is not None and not ended.output_ids:
@@ -231,7 +240,7 @@ class Generation:
 
     @contextlib.contextmanager
     def under_way(self, size: int) -> Iterator[None]:
-        """Count a sample, or a forwarded request, of these bytes. Raises TOO_MANY_REQUESTS."""
+        """Count a sample or forwarded request of this size. Raises TOO_MANY_REQUESTS."""
         if self.inflight >= self.settings.max_inflight:
             raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
         if self.inflight_bytes + size > MOST_INFLIGHT_BYTES:
@@ -249,20 +258,19 @@ class Generation:
 
     @property
     def placed(self) -> int:
-        """Samples and forwarded requests from here that a stage has; a pair of stages counts twice."""
+        """Number of this gateway's samples and forwarded requests at stages. A pair of stages counts each twice."""
         return sum(rollout.placed for rollout in self._rollouts.values())
 
     def inflight_at(self, slot: str) -> int:
-        """Samples under way from here at a stage."""
+        """Return the number of this gateway's samples and forwarded requests at a stage."""
         return sum(rollout.inflight_at(slot) for rollout in self._rollouts.values())
 
     async def stop(self, rids: Sequence[str]) -> list[str]:
-        """End samples and forwarded requests by their rids; returns those that ran here."""
+        """Stop samples and forwarded requests. Return the ids that ran here."""
         stopped = await asyncio.gather(*(rollout.stop(rids) for rollout in self._rollouts.values()))
         return [rid for each in stopped for rid in each]
 
     async def finish_session(self, session_id: str) -> None:
-        """The session sends nothing more."""
         for rollout in self._rollouts.values():
             await rollout.finish_session(session_id)
 

@@ -1,4 +1,4 @@
-"""Tokenizers of the models: chat templates, and the text of single tokens. Read from disk when first needed."""
+"""Tokenizers of the models: chat templates, and the text of single tokens. Loaded from disk on first use."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from rlctl.sdk.aio import AsyncFleet
 T = TypeVar("T")
 
 LONG = 10_000
-"""Characters or tokens from which on work with them is done beside the event loop, where it keeps nobody waiting."""
+"""Characters or tokens from which on work is done on a thread, to keep the event loop responsive."""
 
 _RESERVED = ("conversation", "chat_template", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length")
-"""Settings of a template that callers do not make, as everything that begins with "return_": a template is a program,
-and the others decide what becomes of its text.
+"""Template settings that callers cannot make, like all names that begin with "return_".
+
+A template is a program, and the other settings decide how its text is used.
 """
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:
-    """What comes of the work, which is done on a thread where ``size`` says that it is long."""
+    """Return the result of the work, done on a thread if ``size`` is at least ``LONG``."""
     return await asyncio.to_thread(work) if size >= LONG else work()
 
 
 class Tokenizer:
-    """One model's."""
+    """Tokenizer of a model."""
 
     def __init__(self, path: str) -> None:
         """Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
@@ -47,9 +48,9 @@ class Tokenizer:
             ) from error
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], size: int) -> list[int]:
-        """Token ids of a conversation of so many bytes. ``settings`` are the caller's for the template.
+        """Return the token ids of a conversation of ``size`` bytes. ``settings`` are the caller's for the template.
 
-        Raises UNSUPPORTED without a template, FIELD_INVALID for what it refuses, and for settings that are not theirs.
+        Raises UNSUPPORTED without a template, FIELD_INVALID for a refusal of the template and for reserved settings.
         """
         for name in settings:
             if name in _RESERVED or name.startswith("return_"):
@@ -72,23 +73,22 @@ class Tokenizer:
         return list(ids)
 
     def text(self, token: int) -> str:
-        """One token's text."""
         return self.join([token])
 
     def join(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included. Raises FIELD_INVALID for what can be none."""
+        """Return the text of tokens, including special tokens. Raises FIELD_INVALID for invalid token ids."""
         try:
             return str(self._tokenizer.decode(tokens))
         except (OverflowError, TypeError) as error:
             raise Reason.FIELD_INVALID.error(f"they hold what is no token id: {error}", field="tokens") from None
 
     async def ids(self, text: str, *, special: bool = True) -> list[int]:
-        """A text's token ids; with those that stand around a text, if ``special``."""
+        """Return the token ids of a text; ``special`` adds the special tokens around a text."""
         return await beside(len(text), lambda: list(self._tokenizer.encode(text, add_special_tokens=special)))
 
 
 class Tokenizers:
-    """Those of a fleet's models, by name. ``path``: where all of them lie, instead of in their checkpoints."""
+    """Tokenizers of a fleet's models, by name. ``path`` is a common directory, instead of the checkpoints."""
 
     def __init__(self, fleet: AsyncFleet, path: str = "") -> None:
         self._fleet = fleet
@@ -97,7 +97,7 @@ class Tokenizers:
         self._lock = asyncio.Lock()
 
     async def of(self, model: str) -> Tokenizer:
-        """A model's. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
+        """Return the tokenizer of a model. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
         async with self._lock:
             if model not in self._found:
                 path = await self.directory(model)
@@ -110,18 +110,18 @@ class Tokenizers:
         return self._found[model]
 
     async def warm(self) -> None:
-        """Read those of the models that there are now, so that no request waits for it, nor for the import."""
+        """Load the tokenizers of the present models, so that no request waits for a load or an import."""
         for model in await self._fleet.models():
             if await self.directory(model.name):
                 await self.maybe(model.name)
 
     async def directory(self, model: str) -> str:
-        """Where a model's lies; "" where that is not known."""
+        """Return the directory of a model's tokenizer, or "" if unknown."""
         known = {each.name: each.checkpoint for each in await self._fleet.models()}
         return self._path or known.get(model, "")
 
     async def maybe(self, model: str) -> Tokenizer | None:
-        """A model's, or None where there is none."""
+        """Return the tokenizer of a model, or None if there is no tokenizer."""
         try:
             return await self.of(model)
         except RlctlError:

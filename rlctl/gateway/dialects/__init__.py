@@ -1,8 +1,7 @@
 """The dialects: one package for each HTTP API that clients of other projects use.
 
 The function ``dialect(generation)`` in a package's module ``dialect`` returns its
-:class:`rlctl.gateway.http.dialect.Dialect`: routes, error format, settings. A new package here is a new
-``--dialect``.
+:class:`rlctl.gateway.http.dialect.Dialect`: routes, error format, settings. A new package here is a new ``--dialect``.
 
 Imports: gateway.generation, gateway.backend, gateway.http, sglang_api, contract.
 
@@ -20,12 +19,12 @@ from rlctl.gateway.http.dialect import Dialect
 
 
 def names() -> list[str]:
-    """The dialects' names, sorted."""
+    """Return the dialects' names, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str, generation: Generation) -> Dialect:
-    """A dialect by its name. Raises FIELD_INVALID."""
+    """Return a dialect by name. Raises FIELD_INVALID."""
     if name not in names():
         raise Reason.FIELD_INVALID.error(f"{name!r} must be one of {', '.join(names())}", field="dialect")
     made: Dialect = importlib.import_module(f"{__name__}.{name}.dialect").dialect(generation)

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two forms, and a prompt's in vLLM's. Pure, but for the tokenizer."""
+"""Log probabilities in OpenAI's two forms, and of prompts in vLLM's form. Pure, except for the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlctl.v1.rollout_pb2 import TokenLogprob
 
 
 def completion(entries: Sequence[TokenLogprob], texts: Tokenizer | None, at: int = 0) -> dict[str, Any]:
-    """As /v1/completions has them: parallel lists. ``at``: characters of the tokens before them."""
+    """Return parallel lists, as /v1/completions. ``at``: number of characters before the tokens."""
     tokens = [_text(entry.token_id, texts) for entry in entries]
     offsets = []
     for token in tokens:
@@ -26,17 +26,19 @@ def completion(entries: Sequence[TokenLogprob], texts: Tokenizer | None, at: int
 
 
 def chat(entries: Sequence[TokenLogprob], texts: Tokenizer | None) -> dict[str, Any]:
-    """As /v1/chat/completions has them: one object a token."""
+    """Return one object for each token, as /v1/chat/completions."""
     content = [{**_token(entry, texts), "top_logprobs": [_token(top, texts) for top in entry.top]} for entry in entries]
     return {"content": content}
 
 
 _WORST = -9999.0
-"""vLLM's log probability of a token that cannot be."""
+"""vLLM's log probability of an impossible token."""
 
 
 def of_prompt(entries: Sequence[TokenLogprob], tops: int) -> list[dict[str, Any] | None]:
-    """As vLLM has a prompt's: for each token but the first an object by id, of it and the ``tops`` most likely."""
+    """Return a prompt's log probabilities as vLLM: for each token except the first, the token and the ``tops`` most
+    likely by id.
+    """
     told: list[dict[str, Any] | None] = []
     for entry in entries:
         ordered = ranked(entry, tops) if entry.HasField("logprob") else []
@@ -49,8 +51,9 @@ def of_prompt(entries: Sequence[TokenLogprob], tops: int) -> list[dict[str, Any]
 
 
 def ranked(entry: TokenLogprob, tops: int) -> list[tuple[TokenLogprob, int]]:
-    """A token, then the most likely ones besides it, with their ranks. A token that is not among the listed ones has
-    the rank after them: its own is not known, and clients sort by it.
+    """Return a token and the other most likely tokens, with ranks.
+
+    A token outside the listed tokens gets the next rank: its true rank is unknown, and clients sort by rank.
     """
     ranks = {top.token_id: rank for rank, top in enumerate(entry.top, 1)}
     others = [top for top in entry.top[:tops] if top.token_id != entry.token_id]
@@ -58,7 +61,7 @@ def ranked(entry: TokenLogprob, tops: int) -> list[tuple[TokenLogprob, int]]:
 
 
 def finite(logprob: float) -> float:
-    """A log probability as JSON can have it."""
+    """Return a log probability that JSON can represent."""
     return _WORST if math.isnan(logprob) else max(logprob, _WORST)
 
 
@@ -68,5 +71,5 @@ def _token(entry: TokenLogprob, texts: Tokenizer | None) -> dict[str, Any]:
 
 
 def _text(token: int, texts: Tokenizer | None) -> str:
-    """The token's text; as vLLM writes ids, where there is no tokenizer."""
+    """Return the token's text, or its id in vLLM's form without a tokenizer."""
     return texts.text(token) if texts is not None else f"token_id:{token}"

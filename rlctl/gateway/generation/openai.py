@@ -1,6 +1,6 @@
-"""POST /v1/completions and /v1/chat/completions: OpenAI's fields and replies, with the further ones of engines.
+"""POST /v1/completions and /v1/chat/completions: fields and replies of OpenAI, and further fields of engines.
 
-Source: OpenAI's API reference (Completions, Chat). What cannot be done is refused by name, not ignored.
+Source: OpenAI's API reference (Completions, Chat). Unsupported fields are refused by name, not ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlctl.sglang_api.request import Asked, assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions; a chat goes on to its end."""
+"""OpenAI's default for completions. A chat has no default limit."""
 
 LONGEST = 1 << 24
 MOST_LOGPROBS = 20
@@ -58,7 +58,7 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    # vLLM's and SGLang's own.
+    # Fields of vLLM and SGLang.
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
@@ -75,7 +75,7 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""What nobody here can do, and the values that ask for nothing."""
+"""Unsupported fields, and their values without effect."""
 
 _RENDERED = (
     "messages",
@@ -84,30 +84,29 @@ _RENDERED = (
     "continue_final_message",
     "tool_choice",
 )
-"""Fields of a chat that are in its token ids."""
+"""Fields of a chat that its token ids already contain."""
 
 _ENGINE = ("regex", "ebnf", "stop_regex", "structural_tag", "custom_params")
-"""Sampling parameters of SGLang's, which its OpenAI routes have too."""
+"""SGLang's sampling parameters that SGLang's OpenAI routes accept, too."""
 
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "structural_tag": "structural_tag"}
-"""What ``structured_outputs``, vLLM's, may hold, and its names in SGLang."""
+"""Keys of vLLM's ``structured_outputs``, with their names in SGLang."""
 
 _NOTHING = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One call.
+    """A call.
 
     Attributes:
-        rid: its name.
+        model: the caller's name of the model.
         n: samples of each prompt.
-        model: as the caller named it.
-        ids: token ids are told, too; as vLLM's ``return_token_ids``.
-        prompt_tops: as vLLM's ``prompt_logprobs``: most likely tokens at each position of the prompt; None: none.
-        texts: what names single tokens, where log probabilities are wanted.
+        ids: return token ids; vLLM's ``return_token_ids``.
+        prompt_tops: most likely tokens at each position of the prompt, or None; vLLM's ``prompt_logprobs``.
+        texts: tokenizer for the text of single tokens, if log probabilities are requested.
         meta: choices have SGLang's ``meta_info``.
-        began: when the call came, on the performance counter.
+        began: time of the call on the performance counter.
     """
 
     chat: bool
@@ -154,7 +153,7 @@ async def completions(call: Call) -> Answer:
 
 
 async def chat(call: Call) -> Answer:
-    """Go on with a conversation, by the chat template of the model's tokenizer; OpenAI's fields and reply."""
+    """Continue a conversation, by the chat template of the model's tokenizer; OpenAI's fields and reply."""
     fields = await call.fields()
     name = fields.take("model", str, "")
     model, adapter = await call.generation.named(name)
@@ -176,7 +175,7 @@ async def chat(call: Call) -> Answer:
 
 
 async def render(call: Call, fields: Fields, model: str) -> list[int]:
-    """The token ids of ``messages``, by the chat template of the model's tokenizer.
+    """Return the token ids of ``messages``, by the chat template of the model's tokenizer.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, and as :meth:`Tokenizers.of`.
     """
@@ -196,7 +195,7 @@ async def render(call: Call, fields: Fields, model: str) -> list[int]:
 
 
 def _tools(fields: Fields) -> Sequence[dict[str, Any]]:
-    """Tools for the template. Raises UNSUPPORTED for tools whose calls would have to be found in the text."""
+    """Return the tools for the template. Raises UNSUPPORTED for tools whose calls need parsing of the text."""
     tools: Sequence[dict[str, Any]] = fields.take_list("tools", dict, ())
     if tools and fields.take("tool_choice", object, "auto") != "none":
         raise Reason.UNSUPPORTED.error(
@@ -283,7 +282,7 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
         raise Reason.FIELD_CONFLICT.error(f"model means adapter {adapter}", field="lora_path")
     for name, ours in _SAMPLING.items():
         value = fields.take(name, object, None)
-        if name == "top_k" and value == 0:  # vLLM's value for no limit, which SGLang refuses
+        if name == "top_k" and value == 0:  # vLLM's value for no limit, refused by SGLang
             value = -1
         if value is not None:
             assign(request.sampling_params, ours, value, name)
@@ -298,7 +297,7 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
 
 
 def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
-    """Raise UNSUPPORTED for a field whose value has an effect."""
+    """Raise UNSUPPORTED for a field with an effect."""
     for name, nothing in without.items():
         value = fields.take(name, object, None)
         if value is not None and value not in nothing:
@@ -306,7 +305,7 @@ def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _engine_fields(fields: Fields) -> dict[str, Any]:
-    """What only some engines have: the engine refuses what it does not."""
+    """Return the fields that only some engines support. Other engines refuse these fields."""
     given = {name: fields.take(name, object, None) for name in _ENGINE}
     engine = {name: value for name, value in given.items() if value is not None}
     bias = fields.take("logit_bias", dict, None)
@@ -332,7 +331,7 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None]) -> list[str | TokenIds]:
-    """Texts or lists of token ids; one of either is a batch of one. ``check`` may refuse their number."""
+    """Return the prompts, texts or token ids; a single prompt is a batch. ``check`` may refuse their number."""
     if isinstance(given, str | TokenIds) or (given and all(isinstance(each, int) for each in given)):
         given = [given]
     if not given:
@@ -352,7 +351,7 @@ def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message for the template: parts of text are put together, other parts are nobody's."""
+    """Return a message for the template. Text parts are joined; other parts are refused."""
     if not isinstance(message.get("role"), str):
         raise Reason.FIELD_REQUIRED.error("it is missing", field=f"{where}.role")
     content = message.get("content")
@@ -367,15 +366,15 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
-    """What is new of a sample in each event."""
+    """Yield an event with the new output of a sample."""
     head = _head(asked, (), chunk=True)
     ended: list[RolloutSample] = []
-    characters = [0] * len(samples)  # of the tokens whose log probabilities were told
+    characters = [0] * len(samples)  # of the tokens with log probabilities sent
     unbegun = range(len(samples) if asked.chat else 0)
     news = running.streamed(call, samples)
     try:
         async for new in news:
-            for index in unbegun:  # not before: what is wrong with the request is an answer of its own
+            for index in unbegun:  # not earlier: a refused request gets an error response
                 delta = {"role": "assistant", "content": ""}
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield event({**head, **_of_prompt(asked, samples[index]), "choices": [first]})
@@ -427,7 +426,7 @@ def _choice(
 
 
 def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
-    """vLLM's data about the prompt: in each choice of a completion, beside the choices of a chat."""
+    """Return vLLM's prompt data: in each choice of a completion, beside the choices of a chat."""
     told: dict[str, Any] = {}
     if asked.ids:
         told["prompt_token_ids"] = list(sample.prompt_ids)
@@ -437,7 +436,7 @@ def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
 
 
 def _metadata(sample: RolloutSample) -> dict[str, Any]:
-    """SGLang's data about the weights of the first choice."""
+    """Return SGLang's data about the weights of the first choice."""
     version = sample.last_version
     if version is None:
         return {}

@@ -1,6 +1,6 @@
-"""Requests that are forwarded to the data ports of stages, instead of being translated.
+"""Forwards requests to the data ports of stages, instead of translating.
 
-Body and answer stay as they are, byte for byte. Of a body, the gateway reads only the fields that select a stage.
+Body and response stay the same, byte for byte. The gateway reads only the fields that select a stage.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from rlctl.transport.auth import ON_BEHALF_OF
 from rlctl.transport.channel import bearer
 
 WHOLE_BYTES = 1 << 20
-"""A JSON answer of at most so many bytes is read before any of it is sent, so that another stage can take over."""
+"""Largest JSON response that is read whole before it is sent, so that a further stage can take over."""
 
 _EVENT_BYTES = 16 << 10
-"""The end of a stream in which the stage's own error event is looked for."""
+"""Bytes at the end of a stream that are searched for the stage's own error event."""
 
 _OWN = frozenset(
     {"host", "content-length", "content-encoding", "expect", MIN_VERSION.lower(), WAIT.lower(), ON_BEHALF_OF}
 )
-"""Headers of a request that the gateway writes itself. Its bodies are decompressed."""
+"""Request headers that the gateway writes itself. Received bodies are decompressed."""
 
 _PREFIX = re.compile(r"/(engines|routed)/([^/?]+)(/.*)")
 
@@ -50,8 +50,8 @@ class _Request:
     """A request to forward.
 
     Attributes:
-        target: path and query as they came, without the prefix that names a stage.
-        rid: the name by which its caller may abort it.
+        target: path and query as received, without the prefix that names a stage.
+        rid: id for an abort by the caller.
     """
 
     target: str
@@ -66,7 +66,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Head:
-    """The beginning of an answer. ``whole``: the next piece is all of its body."""
+    """The head of a response. ``whole``: the next piece is the entire body."""
 
     status: int
     headers: CIMultiDict[str]
@@ -74,8 +74,9 @@ class _Head:
 
 
 def passing(handler: Handler) -> Handler:
-    """Forward requests where every stage of the model has the route at its data port. The handler translates others,
-    and all requests of a gateway that continues them after a cut.
+    """Forward requests if every stage of the model has the route at its data port.
+
+    The handler translates the other requests, and all requests of a gateway with resume="continue".
     """
 
     @functools.wraps(handler)
@@ -90,7 +91,7 @@ def passing(handler: Handler) -> Handler:
 
 
 async def unlisted(generation: Generation, method: str, url: str) -> Route | None:
-    """A route for a path that the dialect does not have, if the data ports of a model's stages have it."""
+    """Return a route for a path outside the dialect, if the data ports of a model's stages have the path."""
     prefixed = _PREFIX.fullmatch(url)
     path = (prefixed[3] if prefixed else url).partition("?")[0]
     if method != "POST" or not await _passes(generation, method, path):
@@ -111,13 +112,13 @@ async def unlisted(generation: Generation, method: str, url: str) -> Route | Non
 
 
 async def _passes(generation: Generation, method: str, path: str) -> bool:
-    """Whether requests to any model are forwarded."""
+    """Return whether the requests of at least one model are forwarded."""
     models = await generation.fleet.models()
     return any(lists(generation.rollout(model.name).data_routes, method, path) for model in models)
 
 
 async def _read(call: Call) -> _Request | None:
-    """The request, from the fields that select a stage; None if its model does not have the route.
+    """Read the fields that select a stage. Return None if the model does not have the route.
 
     Raises FIELD_INVALID, MODEL_NOT_FOUND, STAGE_NOT_FOUND, and as :meth:`Call.json`.
     """
@@ -139,7 +140,7 @@ async def _read(call: Call) -> _Request | None:
 
 
 async def _model(call: Call, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """The model and the adapter of a body, in SGLang's fields or OpenAI's. The stage refuses values of other types."""
+    """Return model and adapter of a body, in SGLang's or OpenAI's fields. The stage refuses values of other types."""
     name, path = _text(fields.get("model")), fields.get("lora_path")
     paths = path if isinstance(path, list) else [path]
     adapter = next((each for each in paths if each and isinstance(each, str)), "")
@@ -163,7 +164,7 @@ def _path(call: Call) -> str:
 
 
 async def _forward(call: Call, request: _Request) -> Answer:
-    """The answer of a stage. Raises what all stages refuse the request with, and TOO_MANY_REQUESTS."""
+    """Return a stage's response. Raises the refusal of all stages, and TOO_MANY_REQUESTS."""
     pieces = _pieces(call, request)
     head = cast(_Head, await anext(pieces))
     body = cast(AsyncGenerator[bytes, None], pieces)
@@ -175,9 +176,9 @@ async def _forward(call: Call, request: _Request) -> Answer:
 
 
 async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes, None]:
-    """The head of the answer, then its body. Closing it ends the request at the engine.
+    """Yield the head of the response, then its body. Closing ends the request at the engine.
 
-    Another stage is tried only before the head.
+    A further stage is tried only before the head.
     """
     generation, body = call.generation, await call.take_body()
     forwarded = generation.rollout(request.model).forwarding(
@@ -219,7 +220,7 @@ async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes
 
 
 async def _beginning(exchange: Exchange, deadline: float) -> tuple[bytes, bool]:
-    """The first bytes of an answer, and whether they are all. A JSON document is read as a whole if it is small."""
+    """Return the first bytes of a response, and whether the body is complete. A small JSON document is read whole."""
     document = _has_type(exchange, "application/json")
     pieces: list[bytes] = []
     size = 0
@@ -232,7 +233,7 @@ async def _beginning(exchange: Exchange, deadline: float) -> tuple[bytes, bool]:
 
 
 async def _rest(exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
-    """The other bytes. Raises RlctlError where the stage breaks off; its last event is then an error."""
+    """Yield the remaining bytes. Raises RlctlError if the stage breaks off; its last event is then an error."""
     end = first[-_EVENT_BYTES:]
     try:
         while piece := await exchange.read():

@@ -1,4 +1,4 @@
-"""The routes that generate: every dialect has these rows in its table."""
+"""The generating routes: rows of every dialect's table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from rlctl.gateway.http.placeholders import PREFERRED, SLOT
 
 
 def routes(prefix: str = "") -> tuple[Route, ...]:
-    """The rows. With a ``prefix`` that has ``{slot}`` in it they ask that engine only, with ``{preferred}`` that one as
-    long as it serves.
-    """
+    """Return the rows. ``{slot}`` in ``prefix`` requires an engine; ``{preferred}`` prefers a serving engine."""
     assert not prefix or f"{{{SLOT}}}" in prefix or f"{{{PREFERRED}}}" in prefix
     return (
         Route("POST PUT", f"{prefix}/generate", passing(generate), Scope.ROLLOUT),
@@ -27,12 +25,12 @@ def routes(prefix: str = "") -> tuple[Route, ...]:
 
 
 async def models(call: Call) -> Reply:
-    """The models that there are, as OpenAI lists them, with the version that is published, and their adapters."""
+    """List the models and their adapters in OpenAI's form, with the published versions."""
     return Reply({"object": "list", "data": await _cards(call)})
 
 
 async def model(call: Call) -> Reply:
-    """One model or adapter, by any name that requests may use for it."""
+    """Return one model or adapter, by any name that requests may use."""
     name = call.path["id"]
     base, adapter = await call.generation.named(name, checked=True)
     [card] = [

@@ -1,4 +1,4 @@
-"""The samples of one call, side by side: as a whole, or as they come."""
+"""The samples of a call, run concurrently: returned together, or streamed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _AT_ONCE = 16
-"""Samples."""
+"""Samples that start at a time."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What is new of one sample.
+    """New output of a sample.
 
     Attributes:
-        index: its number in the call.
-        part: what has come since the last time, as one: text, tokens, log probabilities, versions and counts.
-        prompt_ids: the prompt's tokens, as far as they are known.
-        ended: all of it, once it has ended.
+        index: number of the sample in the call.
+        part: output since the previous news: text, tokens, log probabilities, versions and counts.
+        prompt_ids: token ids of the prompt, if known.
+        ended: the sample, once ended.
     """
 
     index: int
@@ -42,8 +42,9 @@ class News:
 
 
 class _Text:
-    """What is told of a sample's text: not what may turn out to begin a stop string, which engines hold back too, but
-    tell when they are cut.
+    """The text of a sample to stream. Text that may begin a stop string is held back.
+
+    Engines hold such text back, too, but send it at a cut.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -52,7 +53,7 @@ class _Text:
         self._told = 0
 
     def more(self, text: str) -> str:
-        """What can be told of it now."""
+        """Add text. Return the text to send now."""
         text = self._held + text
         begun = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - begun :]
@@ -61,12 +62,12 @@ class _Text:
         return text
 
     def rest(self, whole: str) -> str:
-        """What is left to be told of all of it."""
+        """Return the unsent rest of the whole text."""
         return whole[self._told :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that the stop string begins with; not all of it."""
+    """Return how many characters at the end of the text begin the stop string; never all of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
 
@@ -82,7 +83,7 @@ def _joined(parts: Sequence[Sample]) -> Sample:
 
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
+    """Return the ended samples. Raises the first error; the other samples are then stopped."""
     place = await place_of(call)
     tasks: list[asyncio.Task[RolloutSample]] = []
     try:
@@ -95,9 +96,9 @@ async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSam
 
 
 async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerator[News, None]:
-    """What is new, of whichever sample has something. Raises as :func:`whole`. Closing it ends them.
+    """Yield new output of any sample. Raises as :func:`whole`. Closing stops the samples.
 
-    A caller that reads slowly gets more at a time: what waits for it is bounded by the samples' length.
+    A slow caller gets more output at a time. The length of the samples bounds the waiting output.
     """
     waiting: dict[int, list[Sample]] = {}
     texts = [_Text(sample.request.sampling_params.stop) for sample in samples]
@@ -109,9 +110,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
     async def run(index: int) -> None:
         def tell(progress: Progress, part: Sample) -> None:
             prompts[index] = progress.prompt_ids
-            if index not in waiting and not part.HasField(
-                "finish_reason"
-            ):  # an end is told with all that belongs to it
+            if index not in waiting and not part.HasField("finish_reason"):  # a sample's end is sent complete
                 changed.put_nowait(index)
             waiting.setdefault(index, []).append(part)
 
@@ -146,7 +145,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
 
 
 async def _start(tasks: list[asyncio.Task[T]], works: Iterable[Coroutine[Any, Any, T]]) -> None:
-    """Begin them as tasks, a few at a time: other requests go on meanwhile."""
+    """Start the works as tasks, a few at a time, so that other requests run meanwhile."""
     for number, work in enumerate(works, start=1):
         tasks.append(asyncio.create_task(work))
         if number % _AT_ONCE == 0:
@@ -154,7 +153,7 @@ async def _start(tasks: list[asyncio.Task[T]], works: Iterable[Coroutine[Any, An
 
 
 async def place_of(call: Call) -> Place:
-    """The stage that the address names. Raises STAGE_NOT_FOUND: a request does not wait for an unknown engine."""
+    """Return the stage of the URL. Raises STAGE_NOT_FOUND: a request does not wait for an unknown engine."""
     if PREFERRED in call.path:
         return Place(call.path[PREFERRED], only=False, prefill=call.path.get(PREFILL, ""))
     slot = call.path.get(SLOT, "")

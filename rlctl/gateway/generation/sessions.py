@@ -1,4 +1,4 @@
-"""What a caller says beside the request: its session, and the least version that it takes."""
+"""A caller's session and least version, given beside the request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlctl.runtime.http_forwarding import MIN_VERSION
 HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 FIELDS = ("session_id", "routing_key")
 LONGEST = 8192
-"""Characters of a session's name: what a header can have."""
+"""Longest session name in characters: the limit of a header."""
 
 
 def named(call: Call, *bodies: Mapping[str, Any]) -> str:
-    """The session that a request belongs to, from its body or its headers; "": none. Raises FIELD_INVALID."""
+    """Return the session from the body or the headers; "" without a session. Raises FIELD_INVALID."""
     for body in bodies:
         for name in FIELDS:
             value = body.get(name)
@@ -24,7 +24,7 @@ def named(call: Call, *bodies: Mapping[str, Any]) -> str:
                 continue
             if not isinstance(value, str):
                 raise Reason.FIELD_INVALID.error("it must be a text", field=name)
-            if len(value) > LONGEST:  # it is kept for as long as the session, and goes with each of its samples
+            if len(value) > LONGEST:  # kept with the session, and sent with each sample
                 raise Reason.FIELD_INVALID.error(f"it must have at most {LONGEST} characters", field=name)
             if value:
                 return value
@@ -32,7 +32,7 @@ def named(call: Call, *bodies: Mapping[str, Any]) -> str:
 
 
 def min_version(call: Call) -> int:
-    """The least sequence number. Raises FIELD_INVALID."""
+    """Return the least sequence number. Raises FIELD_INVALID."""
     given = call.headers.get(MIN_VERSION, "0")
     if not given.isascii() or not given.isdigit() or len(given) > 18:
         raise Reason.FIELD_INVALID.error(f"{given!r} is no sequence number", field=MIN_VERSION)

@@ -58,7 +58,7 @@ WORDS = Words(
     },
     sampling_without={"beam_width": (None, 1), "stream_interval": (None,), "watermark": (None,)},
 )
-"""What of SGLang's is passed on. The engine refuses what it does not have, naming ``engine_fields``."""
+"""SGLang's fields. The engine refuses unsupported fields, naming ``engine_fields``."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -75,7 +75,7 @@ async def generate(call: Call) -> Answer:
 
 
 async def _samples(call: Call) -> tuple[list[RolloutSample], list[Teller], Asking]:
-    """The samples that are asked for, with what tells of them; the prompts of the call itself are dropped."""
+    """Return the requested samples and their tellers. The call's own prompts are dropped."""
     began = time.perf_counter()
     body = await call.json()
     limits = call.generation
@@ -98,7 +98,7 @@ async def _samples(call: Call) -> tuple[list[RolloutSample], list[Teller], Askin
                 )
                 if asked.samples > 1:
                     sample.request.rid = f"{asked.rid}_{index}"
-                if (seed := seed_of(asked.request.sampling_params, index)) is not None:  # as engines count them
+                if (seed := seed_of(asked.request.sampling_params, index)) is not None:  # as engines count samples
                     sample.request.sampling_params.seed = seed
                 samples.append(sample)
                 tellers.append(Teller(sample.request.rid, asked, began))
@@ -109,19 +109,18 @@ async def _samples(call: Call) -> tuple[list[RolloutSample], list[Teller], Askin
 
 
 def failed(error: RlctlError) -> bytes:
-    """The end of a stream that broke."""
+    """Return the end of a broken stream."""
     return event({"error": error.described()}) + DONE
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 async def _events(
     call: Call, samples: Sequence[RolloutSample], tellers: Sequence[Teller], *, listed: bool
 ) -> AsyncIterator[bytes]:
-    """Each event has all of a sample so far, as SGLang's have."""
+    """Yield events with all output of a sample so far, as SGLang."""
     news = running.streamed(call, samples)
     try:
         async for new in news:
@@ -135,10 +134,10 @@ async def _events(
 
 
 class Teller(response.Reply):
-    """One sample as it grows, from the contract into SGLang's words."""
+    """Converts a growing sample from the contract to SGLang's form."""
 
     def __init__(self, rid: str, asked: Asked, began: float) -> None:
-        """``began``: when the call came, on the performance counter."""
+        """``began``: time of the call on the performance counter."""
         request = asked.request
         super().__init__(
             rid, logprob=request.return_logprob, tops=bool(request.top_logprobs_num), show_prompt=asked.show_prompt
@@ -150,7 +149,7 @@ class Teller(response.Reply):
         self._answered_at: WeightVersion | None = None
 
     def take(self, part: Sample, prompt_ids: Sequence[int]) -> None:
-        """Add what is new, of a prompt of these tokens."""
+        """Add new output, and the token ids of the prompt."""
         self._prompt = prompt_ids
         self._text += part.text
         self._ids.extend(part.output_ids)
@@ -163,7 +162,7 @@ class Teller(response.Reply):
             self._whole.versions.add().CopyFrom(span)
 
     def reply(self) -> dict[str, Any]:
-        """All of it so far."""
+        """Return the reply with all output so far."""
         spans = self._whole.versions
         version = spans[-1].version if spans else self._answered_at
         answer = self.told(
@@ -181,7 +180,6 @@ class Teller(response.Reply):
         return answer
 
     def end(self, sample: RolloutSample) -> dict[str, Any]:
-        """All of it, once it has ended."""
         whole = self._whole = sample.whole
         self._answered_at = sample.answered_at
         self._prompt, self._text = sample.prompt_ids, whole.text
@@ -198,13 +196,13 @@ class Teller(response.Reply):
         return answer
 
     def all_of(self, sample: RolloutSample) -> dict[str, Any]:
-        """All of one of which nothing was taken before."""
+        """Return the final reply of a sample without earlier calls of :meth:`take`."""
         self.take(sample.whole, sample.prompt_ids)
         return self.end(sample)
 
 
 def _complete(asked: Asked, call: Call, model: str, body: Mapping[str, Any]) -> None:
-    """What the contract has a word for and SGLang's reader has not."""
+    """Set the fields of the contract that SGLang's reader does not set."""
     request = asked.request
     request.model = model
     request.adapter = _text(body, "lora_path")
@@ -234,7 +232,7 @@ def _entry(entry: TokenLogprob) -> response.Entry:
 
 
 def _data(value: object) -> Any:
-    """What a Struct holds. Numbers that JSON has not, which protobuf's own reading refuses, become null as SGLang's."""
+    """Return the content of a Struct. NaN and infinity become null, as in SGLang; protobuf's reader refuses both."""
     if isinstance(value, Struct):
         return {name: _data(each) for name, each in value.items()}
     return [_data(each) for each in value] if isinstance(value, ListValue) else value

@@ -1,4 +1,4 @@
-"""Bodies of requests: parsed once, their fields checked by type."""
+"""Parsed bodies of requests, with fields checked by type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def dump(value: Any, field: str = "body") -> bytes:
-    """What was read, as JSON. Raises FIELD_INVALID: less may be nested in it than can be read."""
+    """Encode a parsed value as JSON. Raises FIELD_INVALID: the encoder accepts less nesting than the parser."""
     try:
         return orjson.dumps(value, default=_listed)
     except TypeError as error:
@@ -25,20 +25,20 @@ def dump(value: Any, field: str = "body") -> bytes:
 
 
 def _listed(value: object) -> list[int]:
-    """The list for a prompt of a large body."""
+    """Convert a prompt of a large body to a list."""
     if isinstance(value, TokenIds):
         return list(value.ids)
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 class Fields:
-    """The fields of a JSON object, taken one by one; what nobody takes is unknown.
+    """Fields of a JSON object. Fields that are never taken are unknown.
 
-    ``where``: what stands before a field's name in errors, "init_info." say.
+    ``where`` precedes a field's name in errors, such as "init_info.".
     """
 
     def __init__(self, values: Any, where: str = "") -> None:
-        """Raises FIELD_INVALID if it is no object."""
+        """Raises FIELD_INVALID if ``values`` is no object."""
         if not isinstance(values, dict):
             raise Reason.FIELD_INVALID.error("it is no JSON object", field=where.rstrip(".") or "body")
         self.values: Mapping[str, Any] = values
@@ -55,9 +55,9 @@ class Fields:
     def take(self, name: str, kind: UnionType, default: Any = ...) -> Any: ...
 
     def take(self, name: str, kind: Any, default: Any = _MISSING) -> Any:
-        """A field, or its default where it is absent or null; it is required without one.
+        """Take a field, or its default if the field is absent or null. A field without default is required.
 
-        A number or a flag may come as text (:mod:`rlctl.contract.json_values`); a flag is no number. Raises
+        A number or a flag may be a text (:mod:`rlctl.contract.json_values`); a flag is no number. Raises
         FIELD_REQUIRED, FIELD_INVALID.
         """
         self._taken.add(name)
@@ -73,7 +73,7 @@ class Fields:
         return value
 
     def take_list(self, name: str, kind: type[T], default: Sequence[T] | None = _MISSING) -> Any:
-        """A list of one type; as :meth:`take`."""
+        """Take a list with elements of one type; as :meth:`take`."""
         values = self.take(name, list, default)
         if set(map(type, values or ())) <= {kind}:
             return values
@@ -87,31 +87,30 @@ class Fields:
         return values
 
     def take_fields(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
-        """An object within."""
+        """Take an object with its own fields; as :meth:`take`."""
         value = self.take(name, dict, default)
         return Fields(dict(value or {}), f"{self._where}{name}.")
 
     def accept(self, *names: str) -> None:
-        """Take note of fields that are accepted and do nothing."""
+        """Accept fields without effect."""
         self._taken.update(names)
 
     def rename(self, old: str, new: str) -> None:
-        """Take a field under another name from now on, if the object has it."""
         if old in self.values:
             rest = {name: value for name, value in self.values.items() if name != old}
             self.values = {**rest, new: self.values[old]}
 
     def path(self, name: str) -> str:
-        """A field's name as errors have it."""
+        """Return a field's name in errors."""
         return self._where + name
 
     def forget(self) -> None:
-        """Drop the values; the names stay."""
+        """Drop the values, and keep the names."""
         self.values = dict.fromkeys(self.values)
 
     @property
     def unknown(self) -> list[str]:
-        """Fields that nobody took."""
+        """Fields that were never taken."""
         return [self._where + name for name in self.values if name not in self._taken]
 
 

@@ -1,4 +1,4 @@
-"""One request, as handlers see it."""
+"""A request to a dialect, as handlers see it."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ T = TypeVar("T")
 _UNREAD: Any = object()
 
 UNKNOWN_FIELDS = "X-RLCTL-Unknown-Fields"
-"""Header of the answer that lists what of the body nobody looked at."""
+"""Response header with the fields of the body that were not read."""
 
 EXCLUDED = "X-RLCTL-Excluded"
-"""Header of the answer that lists the engines that an operation left out, each with its state."""
+"""Response header with the excluded engines of an operation, each with its state."""
 
 
 class Call:
     """A request to a dialect.
 
     Attributes:
-        method: "POST".
-        url: path and query as they came.
-        path: what the route's placeholders stand for.
-        query: the parameters of the query, of several of one name the first.
-        headers: of the request, whatever their case.
+        url: path and query as received.
+        path: values of the route's placeholders.
+        query: parameters of the query; the first value of a repeated parameter.
+        headers: headers of the request; names ignore case.
         token: the caller's bearer token.
-        credentials: by which the fleet knows the caller: its own token, or the gateway's, which speaks for it.
+        credentials: the caller's own token, or the gateway's on behalf of the caller.
         fleet: the fleet, with the caller's credentials.
-        generation: what generates.
-        size: bytes of the body, once it has been read.
+        generation: generates samples for the routes.
+        size: bytes of the body, once read.
     """
 
     def __init__(
@@ -56,9 +55,9 @@ class Call:
         changes: bool,
         accepted: Bodies,
     ) -> None:
-        """``dialect``: whose route it is; ``changes``: it may change something; ``accepted``: bodies at this server.
+        """``changes``: the route may change something; ``accepted``: the bodies of this server.
 
-        Raises FIELD_INVALID, TOKEN_MISSING for headers that nobody can read.
+        Raises FIELD_INVALID, TOKEN_MISSING for unreadable headers.
         """
         identity.readable(request.headers)
         self.method = request.method
@@ -86,16 +85,15 @@ class Call:
         self._excluded: dict[str, str] = {}
 
     def act_for(self, credentials: OnBehalf) -> None:
-        """Call the fleet in the name of a caller that the gateway knows without a token."""
+        """Call the fleet on behalf of a caller that the gateway knows without a token."""
         self.credentials = credentials
         self.fleet = self.fleet.on_behalf_of(credentials)
 
     def query_all(self, name: str) -> list[str]:
-        """Every value of a parameter of the query."""
         return list(self._request.query.getall(name, []))
 
     async def body(self) -> bytes:
-        """The body as it came. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED, TOO_MANY_REQUESTS."""
+        """Return the body as received. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED, TOO_MANY_REQUESTS."""
         if self._data is None:
             if self.size:
                 raise RuntimeError("the body has been dropped; read it before the handler")
@@ -104,10 +102,9 @@ class Call:
         return self._data
 
     async def json(self) -> Any:
-        """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID.
+        """Return the parsed body; None without a body. Raises as :meth:`body`, and FIELD_INVALID.
 
-        Prompts of token ids of a large body are :class:`rlctl.runtime.large_json.TokenIds`, not lists
-        (:meth:`Bodies.parse`).
+        Token id prompts of a huge body are ``TokenIds`` messages, not lists (:meth:`Bodies.parse`).
         """
         if self._value is _UNREAD:
             data = await self.body()
@@ -115,13 +112,13 @@ class Call:
         return self._value
 
     def replace_json(self, value: Any) -> None:
-        """Give handlers another parsed body from now on; for middleware."""
+        """Replace the parsed body for handlers; for middleware."""
         self._value, self._parsed, self._replaced = value, None, True
 
     async def take_body(self) -> bytes:
-        """The body to pass on: as it came, or the JSON that has replaced it. A large body cannot be read again.
+        """Return the body to forward: as received, or the replacing JSON. A large body cannot be read again.
 
-        Raises as :meth:`body`, and FIELD_INVALID for a value that JSON cannot have.
+        Raises as :meth:`body`, and FIELD_INVALID for a value that JSON cannot represent.
         """
         data = await self.body()
         if self._replaced:
@@ -131,9 +128,9 @@ class Call:
         return data
 
     async def fields(self) -> Fields:
-        """The fields of the body, an object; {} if there is none. Raises as :meth:`json`.
+        """Return the fields of the body, an object; {} without a body. Raises as :meth:`json`.
 
-        What is not taken of them is listed in the answer.
+        The response lists the fields that are not taken.
         """
         if self._parsed is None:
             value = await self.json()
@@ -141,12 +138,12 @@ class Call:
         return self._parsed
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """The result of work with all of the body; see :meth:`Bodies.beside`."""
+        """Return the result of work on the whole body; see :meth:`Bodies.beside`."""
         await self.body()
         return await self._accepted.beside(self.size, work)
 
     def forget(self) -> None:
-        """Drop a large body, which its samples do not need, for the time that they take. It cannot be read again."""
+        """Drop a large body while its samples run; the samples do not need the body. It cannot be read again."""
         if self.size >= LARGE:
             self._value, self._parsed = _UNREAD, None
             for fields in self._fields:
@@ -154,24 +151,24 @@ class Call:
             self.close()
 
     def close(self) -> None:
-        """Drop the body as it came, and return its room."""
+        """Drop the received body, and return its room."""
         self._data = None
         self._body.close()
 
     def watch(self, fields: Fields) -> Fields:
-        """List what is not taken of these in the answer, too."""
+        """List the untaken fields in the response, too. Return ``fields``."""
         self._fields.append(fields)
         return fields
 
     def note_unknown(self, names: Sequence[str]) -> None:
-        """List these in the answer."""
+        """List names of unknown fields in the response."""
         self._unknown += names
 
     async def operate(self, request: Any, *, partly: bool = False, **options: Any) -> Operation:
-        """Carry out a verb as :meth:`rlctl.sdk.aio.AsyncFleet.call` does. The answer lists the engines left out.
+        """Carry out a verb as :meth:`rlctl.sdk.aio.AsyncFleet.call`. The response lists the excluded engines.
 
-        Raises as that, and OperationFailed for UNSUPPORTED where an engine skipped it, unless ``check`` is false.
-        ``partly``: only where every engine did.
+        Raises as that method. Raises OperationFailed for UNSUPPORTED if an engine skipped the verb, unless ``check`` is
+        false. With ``partly``, only if every engine did.
         """
         operation: Operation = await self.fleet.call(request, **options)
         self.note_excluded(operation)
@@ -180,12 +177,12 @@ class Call:
         return operation
 
     def note_excluded(self, operation: Operation) -> None:
-        """List the engines that it left out in the answer."""
+        """List the operation's excluded engines in the response."""
         self._excluded |= {each.slot: short_name(StageState.DESCRIPTOR, each.state) for each in operation.excluded}
 
     @property
     def notes(self) -> dict[str, str]:
-        """Headers of an answer that is no error."""
+        """Headers of a response that is no error."""
         headers = {
             UNKNOWN_FIELDS: self.unknown,
             EXCLUDED: [f"{slot}={state}" for slot, state in self._excluded.items()],
@@ -198,19 +195,19 @@ class Call:
 
     @property
     def unknown(self) -> list[str]:
-        """Fields of the body that no parser accepted, if any parser read it; each once."""
+        """Unknown fields of the body, each once."""
         return list(dict.fromkeys([*self._unknown, *(name for fields in self._fields for name in fields.unknown)]))
 
     @property
     def keyed(self) -> bool:
-        """Whether the caller gave the request an id of its own."""
         return any(name in self.headers for name in identity.KEYS)
 
     async def request_id(self, step: str = "") -> str:
-        """For the header of an operation. A repeat under the same ``Idempotency-Key`` or ``X-Request-Id`` has the same.
+        """Return the id for the header of an operation. Repeats with an equal ``Idempotency-Key`` or ``X-Request-Id``
+        have an equal id.
 
-        ``step`` tells several operations of one request apart. Raises FIELD_INVALID, and REQUEST_ID_REUSED where the
-        key came with another body.
+        ``step`` distinguishes several operations of one request. Raises FIELD_INVALID, and REQUEST_ID_REUSED if the key
+        came with a different body.
         """
         header, key = identity.key(self.headers)
         if not self._id and not (key and self._changes):
@@ -237,16 +234,17 @@ class Call:
 
 
 def confirmed(result: StageResult | RankResult, *, update: bool = False) -> bool:
-    """Whether an engine, or a rank, has carried out the step, or will. A continue that waits for memory is SKIPPED.
+    """Return whether an engine or a rank has carried out the step, or will. A continue that waits for memory is
+    SKIPPED.
 
-    Any other SKIPPED result is of an engine without support for the step. ``update``: of weights, which nothing defers.
+    Any other SKIPPED result means an engine without support for the step. ``update``: a weight update, never deferred.
     """
     deferred = result.outcome == OUTCOME_SKIPPED and result.error.reason == Reason.MEMORY_RELEASED.name
     return result.outcome == OUTCOME_APPLIED or (deferred and not update)
 
 
 def refuse_skipped(operation: Operation, *, partly: bool = False) -> None:
-    """Raise OperationFailed for an operation that an engine does not support; ``partly``: that no engine supports."""
+    """Raise OperationFailed if an engine does not support the operation; with ``partly``, if no engine does."""
     skipped = [
         result for result in operation.stage_results if result.outcome == OUTCOME_SKIPPED and not confirmed(result)
     ]
@@ -261,5 +259,5 @@ def refuse_skipped(operation: Operation, *, partly: bool = False) -> None:
 
 
 def _printable(name: str) -> str:
-    """The text, with the characters escaped that a header cannot hold."""
+    """Escape the characters that a header cannot hold."""
     return "".join(sign if " " <= sign <= "~" else sign.encode("unicode_escape").decode() for sign in name)

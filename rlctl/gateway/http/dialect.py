@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from rlctl.gateway.http.call import Call
 
 BODY_BYTES = 64 << 20
-"""Most of a body, unless the dialect says otherwise: a batch of long prompts as token ids."""
+"""Default limit of a body, in bytes: enough for a batch of long prompts as token ids."""
 
 
 class Scope(enum.Enum):
-    """What a caller must be allowed. Who is allowed what the coordinator and the stages decide, by the token."""
+    """Access that a route needs. Coordinator and stages decide by the token."""
 
-    OPEN = "open"  # health: nothing is asked
+    OPEN = "open"  # health: no access needed
     VIEWER = "viewer"
     ROLLOUT = "rollout"
-    ADMIN = "admin"  # changes something: is not cancelled when the caller leaves
+    ADMIN = "admin"  # may change something: not cancelled when the caller disconnects
 
     @property
     def needs(self) -> tuple[scopes.Scope, ...]:
-        """Scopes of which a caller needs one to come to the coordinator, which decides by verb, model and adapter."""
+        """Scopes of which a caller needs at least one. The coordinator also decides by verb, model and adapter."""
         if self is Scope.ADMIN:
             return access.CHANGES
         return (scopes.Scope.ROLLOUT if self is Scope.ROLLOUT else scopes.Scope.VIEWER,)
@@ -36,11 +36,11 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as a whole.
+    """A complete response.
 
     Attributes:
-        body: bytes go as they are, a str as text, None as nothing, anything else as JSON.
-        content_type: in place of the type of the body. The headers may have it instead.
+        body: bytes are sent unchanged, a str as text, None as an empty body, any other value as JSON.
+        content_type: replaces the type of the body. The headers may have the type instead.
     """
 
     body: Any = None
@@ -51,13 +51,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer as server-sent events, or whatever ``content_type`` says.
+    """A response of server-sent events, or of another ``content_type``.
 
     Attributes:
-        chunks: bytes to be written as they come. What the first one raises is answered as an error; what a later one
-            raises is given to ``fail``. Closed when the caller leaves.
-        fail: the last chunk after a failure; None: the connection breaks.
-        content_type: "": the headers have it, if any.
+        chunks: bytes to write as they arrive. An error before the first chunk becomes an error response; a later error
+            goes to ``fail``. Closed when the caller disconnects.
+        fail: makes the last chunk after an error; None breaks the connection.
+        content_type: "" if the headers have the type, or there is no type.
     """
 
     chunks: AsyncIterator[bytes]
@@ -73,15 +73,15 @@ Handler = Callable[["Call"], Awaitable[Answer]]
 
 @dataclass(frozen=True)
 class Route:
-    """One row of a dialect's table.
+    """A row of a dialect's table.
 
     Attributes:
-        methods: "POST", or several with spaces between them.
-        path: as the original has it; ``{name}`` is one segment, ``{name:.*}`` any rest (``call.path["name"]``).
-        handler: what it does.
-        doc: one line, for the table in the documentation; the handler's own first line by default.
-        lasting: it goes on when the caller leaves; not for what the coordinator sees to the end by itself.
-        fail: says what is wrong with a call that the handler does not come to; None: as the dialect does.
+        methods: "POST", or several methods separated by spaces.
+        path: the original's path; ``{name}`` is one segment, ``{name:.*}`` any rest (``call.path["name"]``).
+        doc: line for the documentation; by default the first line of the handler's docstring.
+        lasting: continues when the caller disconnects; not needed for operations that the coordinator completes by
+            itself.
+        fail: forms errors of calls that do not reach the handler; None: the dialect's ``fail``.
     """
 
     methods: str
@@ -94,26 +94,26 @@ class Route:
 
     @property
     def about(self) -> str:
-        """One line about it."""
+        """Line for the documentation."""
         return self.doc or (self.handler.__doc__ or "").strip().partition("\n")[0]
 
 
 def plain_error(error: RlctlError) -> Reply:
-    """``{"error": {...}}`` with message, reason, field, cause, next step and code; OpenAI's names beside them."""
+    """Form ``{"error": {...}}`` with message, reason, field, cause, next step and code, and OpenAI's names."""
     return Reply(body_of(error), error.http_status, headers_of(error))
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """A table of routes, and how it says no.
+    """A table of routes, with its error format.
 
     Attributes:
-        routes: the first that fits a request answers it.
-        fail: an error as the original would answer it.
-        admit: asked before every request that is not OPEN; raises what refuses the caller. For dialects with keys of
-            their own; the caller's bearer token goes to the coordinator and the stages in any case.
-        body_bytes: most of a body.
-        any_model: OpenAI's ``model`` is not checked by the original.
+        routes: the first matching route answers a request.
+        fail: forms an error as the original does.
+        admit: called before every request that is not OPEN; raises to refuse the caller. For dialects with their own
+            keys; coordinator and stages check the caller's bearer token in any case.
+        body_bytes: limit of a body.
+        any_model: the original does not check OpenAI's ``model``.
     """
 
     name: str

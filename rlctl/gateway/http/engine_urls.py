@@ -1,4 +1,4 @@
-"""Engine URLs: the routes of one engine below ``/engines/SLOT`` of a gateway."""
+"""Engine URLs: the routes of an engine below ``/engines/SLOT`` of a gateway."""
 
 from __future__ import annotations
 
@@ -47,37 +47,37 @@ _OF_THE_MODEL = (
 )
 
 _OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
-"""The coordinator finds the model of the others."""
+"""The coordinator finds the model for the other requests."""
 
 GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_FAILED)
 _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
 
 
 def with_engines(routes: Iterable[Route]) -> list[Route]:
-    """The rows, each for the whole fleet and for one engine: :func:`slots_of` tells which."""
+    """Return the routes for the whole fleet and for each engine URL; :func:`slots_of` distinguishes the two."""
     rows = list(routes)
     return [*rows, *(dataclasses.replace(route, path=ENGINE + route.path, doc=route.about) for route in rows)]
 
 
 def slots_of(call: Call) -> list[str]:
-    """The engine whose address was asked; none: the fleet's, or that of nobody in particular."""
+    """Return the slot of the engine URL of a call; empty for the fleet, or for any engine."""
     return [call.path[SLOT]] if call.path.get(SLOT, ANY) != ANY else []
 
 
 def url_of(call: Call, slot: str) -> str:
-    """An engine's address, as this caller reaches it."""
+    """Return an engine's URL as this caller reaches it."""
     scheme = call.headers.get("X-Forwarded-Proto", "http")
     return f"{scheme}://{call.headers.get('Host', '')}{ENGINE.format(**{SLOT: quote(slot, safe='')})}"
 
 
 def slot_in(url: str) -> str:
-    """The slot that an engine's address names; "": it is none of a gateway's."""
+    """Return the slot of an engine URL, or "" for any other URL."""
     found = _ADDRESS.search(url)
     return unquote(found[1]) if found else ""
 
 
 async def is_own(call: Call, url: str) -> bool:
-    """Whether a URL without a path is this gateway's: its port, at an address that the caller's Host has, too."""
+    """Return whether a URL without a path is this gateway's: same TCP port, and an address of the caller's Host."""
     parsed = urlsplit(url if "://" in url else f"http://{url}")
     try:
         asked, asked_port = split(call.headers.get("Host", ""), "Host")
@@ -101,7 +101,7 @@ async def _addresses(host: str) -> set[str]:
 
 
 def foreign(url: str) -> RlctlError:
-    """The error for an address without an engine of the fleet."""
+    """Return the error for a URL without an engine of the fleet."""
     return Reason.UNSUPPORTED.error(
         f"{url} is not an engine of this fleet: an engine joins by its stage server",
         field="url",
@@ -111,27 +111,27 @@ def foreign(url: str) -> RlctlError:
 
 
 async def listed(call: Call) -> list[Stage]:
-    """The stages of the fleet, in slot order: those of the gateway's model, if it has one. Retired ones are none.
+    """Return the stages of the gateway's model, or of the fleet, in slot order, without retired stages.
 
-    A stage that cannot be reached is listed with its state.
+    An unreachable stage is listed with its state.
     """
     return await _stages(call, call.fleet)
 
 
 async def living(call: Call) -> list[Stage]:
-    """The stages of :func:`listed` that can be reached."""
+    """Return the reachable stages of :func:`listed`."""
     return [stage for stage in await listed(call) if stage.state not in GONE]
 
 
 async def find(call: Call, slot: str, field: str) -> Stage:
-    """One stage of :func:`listed`. Raises STAGE_NOT_FOUND."""
+    """Return a stage of :func:`listed`. Raises STAGE_NOT_FOUND."""
     return _named(await listed(call), slot, field)
 
 
 async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
-    """The living stages whose address was asked. ``openly``: by a caller who needs no token.
+    """Return the reachable stages that a call addresses. ``openly``: the caller needs no token.
 
-    Raises STAGE_NOT_FOUND, and UNREACHABLE for an engine at its own address.
+    Raises STAGE_NOT_FOUND, and UNREACHABLE for an engine URL.
     """
     stages = await _stages(call, call.generation.fleet if openly else call.fleet)
     named = [_named(stages, slot, SLOT) for slot in slots_of(call)]
@@ -142,15 +142,16 @@ async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
 
 
 def unreachable(slot: str, state: StageState.ValueType, reason: str = "") -> RlctlError:
-    """The error for an engine that is unreachable, or was left out for this reason."""
+    """Return the error for an unreachable engine, or for an engine excluded for ``reason``."""
     name = StageState.Name(state).removeprefix("STAGE_STATE_")
     cause = Reason.UNREACHABLE if state in GONE else Reason.STAGE_NOT_SERVING
     return cause.error(f"{slot} is {name}{f': {reason}' if reason else ''}")
 
 
 async def health(call: Call) -> Reply:
-    """200 if the engine lives, paused or asleep too; at the root if one does. Nothing is generated for it. Raises
-    NO_ROUTABLE_STAGE, STAGE_NOT_FOUND, UNREACHABLE.
+    """Return 200 if the engine lives, also paused or asleep; at the root if any engine lives.
+
+    Generates nothing. Raises NO_ROUTABLE_STAGE, STAGE_NOT_FOUND, UNREACHABLE.
     """
     for stage in await asked(call, openly=True):
         if stage.state != STAGE_STATE_JOINING and not stage.quarantine.reason:
@@ -171,7 +172,7 @@ def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:
 
 
 async def updatable(call: Call) -> str:
-    """The model whose weights change: the gateway's, else the fleet's only one that may. Raises FIELD_REQUIRED."""
+    """Return the model to update: the gateway's, else the only updatable model. Raises FIELD_REQUIRED."""
     known = [model.name for model in await call.fleet.models() if model.updatable]
     if call.generation.settings.model or len(known) == 1:
         return call.generation.settings.model or known[0]
@@ -183,11 +184,11 @@ async def updatable(call: Call) -> str:
 
 
 async def aimed(call: Call, request: Any, step: str = "") -> Any:
-    """The request under this call's id (of a ``step`` of it), for what its address names: the model, or one engine.
+    """Set request id and target of a request: the call's model, or the engine of its URL. ``step`` numbers a call's
+    requests.
 
-    Weights belong to a model: of a trainer that knows engines only, the calls for each of them are one operation.
-    Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's, and as
-    :func:`updatable`.
+    Weights belong to a model. Some trainers know engines only; their calls for each engine become one operation. Raises
+    as :func:`updatable`, and FIELD_INVALID for a group of the whole fleet with ranks that do not follow the source's.
     """
     header = request.header
     header.request_id, header.unkeyed = await call.request_id(step), not call.keyed

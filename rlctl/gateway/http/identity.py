@@ -18,7 +18,7 @@ _RESERVE_S = 30.0
 
 
 def token(headers: Mapping[str, str]) -> str | None:
-    """The bearer token of a request, if it has one. Raises TOKEN_MISSING for a header that is none."""
+    """Return the bearer token of a request, if present. Raises TOKEN_MISSING for an invalid header."""
     given = headers.get("Authorization")
     if given is None:
         return None
@@ -30,14 +30,14 @@ def token(headers: Mapping[str, str]) -> str | None:
 
 
 def readable(headers: Mapping[str, str]) -> None:
-    """Raise FIELD_INVALID for a header that is no UTF-8: nobody here could pass it on, or tell it."""
+    """Raise FIELD_INVALID for a header that is not UTF-8: such a header cannot be forwarded or reported."""
     for name, value in headers.items():
         if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
             raise Reason.FIELD_INVALID.error("it is no UTF-8", field=name)
 
 
 def key(headers: Mapping[str, str]) -> tuple[str, str]:
-    """The header in which the caller named its request, and the name; empty without one. Raises FIELD_INVALID."""
+    """Return the name and value of the caller's key header, or two empty texts. Raises FIELD_INVALID."""
     for name in KEYS:
         given = headers.get(name)
         if given is None:
@@ -49,7 +49,7 @@ def key(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 def as_uuid7(given: str) -> str:
-    """A key that is a request_id already, in the spelling of the contract; "" for any other."""
+    """Return a key that is a request id, in the contract's spelling; "" for any other key."""
     try:
         made = uuid.UUID(given)
     except ValueError:
@@ -58,17 +58,17 @@ def as_uuid7(given: str) -> str:
 
 
 def body_digest(query: str, body: bytes) -> bytes:
-    """What two requests under one key are compared by."""
+    """Return the digest that identifies equal requests under one key."""
     digest = hashlib.sha256(query.encode() + b"\0")
     digest.update(body)
     return digest.digest()
 
 
 async def reserved(fleet: AsyncFleet, scope: Sequence[str], body_sha256: bytes) -> str:
-    """The request_id that a key stands for at the coordinator, and so at every gateway, now and after a restart.
+    """Return the request id that the coordinator keeps for a key, for all gateways and restarts.
 
-    ``scope``: the key and all that tells it from others' (who asks for what, where); it may hold a token, and only its
-    hash is sent. Raises REQUEST_ID_REUSED where another body came under it.
+    ``scope`` is the key with dialect, model, caller, method and path. Only the hash of ``scope`` is sent, because
+    ``scope`` may contain a token. Raises REQUEST_ID_REUSED if the key came with a different body.
     """
     request = ReserveRequestIdRequest(key=hashlib.sha256(orjson.dumps(scope)).hexdigest(), body_sha256=body_sha256)
     response: ReserveRequestIdResponse = await fleet.connection.call("ReserveRequestId", request, _RESERVE_S)
@@ -76,7 +76,7 @@ async def reserved(fleet: AsyncFleet, scope: Sequence[str], body_sha256: bytes) 
 
 
 def derived(request_id: str, step: str) -> str:
-    """The id of one of several operations that a request takes; the same for a repeat. Of the same time."""
+    """Derive the id of a step of a request: equal for a repeat, with the time of the request id."""
     made = bytearray(hashlib.sha256(f"{request_id}/{step}".encode()).digest()[:16])
     made[:6] = uuid.UUID(request_id).bytes[:6]
     made[6] = 0x70 | made[6] & 0x0F

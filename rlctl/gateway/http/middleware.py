@@ -7,8 +7,8 @@ A middleware is made once, ``Class(generation)``, and called for every request t
         async def __call__(self, call: Call, handler: Handler) -> Answer:
             return await handler(call)
 
-It may answer by itself, change the answer, or call the handler again. It runs in the gateway's own process: whoever may
-name one may run code there.
+A middleware may answer by itself, change the answer, or call the handler again. It runs in the gateway's own process:
+the right to name a middleware is the right to run code there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ALIASES = {
     for package in ("slime", "miles")
     for folder in ("middleware", "middleware_hub")
 }
-"""What trainers' command lines name, and what is meant here: their own classes are of another server."""
+"""Class names in trainers' command lines, and their replacement: the named classes are for a different server."""
 
 Middleware = Callable[["Call", Handler], Awaitable[Answer]]
 
 
 def load(path: str) -> Callable[..., Middleware]:
-    """The class that ``package.module:Class`` or ``package.module.Class`` names. Raises FIELD_INVALID."""
+    """Return the class named ``package.module:Class`` or ``package.module.Class``. Raises FIELD_INVALID."""
     module, colon, name = _ALIASES.get(path, path).partition(":")
     if not colon:
         module, _, name = path.rpartition(".")
@@ -54,7 +54,7 @@ def load(path: str) -> Callable[..., Middleware]:
 
 
 def around(handler: Handler, middlewares: Sequence[Middleware]) -> Handler:
-    """The handler inside of the middlewares, the first outermost."""
+    """Wrap the handler in the middlewares, with the first outermost."""
     for middleware in reversed(middlewares):
         handler = _inside(middleware, handler)
     return handler

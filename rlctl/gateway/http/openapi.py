@@ -17,7 +17,7 @@ from rlctl.version import __version__
 
 PATH = "/openapi.json"
 _RULE = re.compile(r":[^{}]*\}")
-"""Which segments a placeholder of a path takes, to the end of it."""
+"""The pattern of a placeholder, up to its closing brace."""
 
 _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 
@@ -29,22 +29,21 @@ COMMON = {
     503: "no coordinator, or no engine, can be reached",
     504: "the time was up; what became of it is not known",
 }
-"""What every row may answer."""
+"""Responses that every row may give."""
 
 
 def served(rows: Sequence[Row], routes: Sequence[Route]) -> Route:
-    """The route that gives the document."""
     body = orjson.dumps(document(rows, routes))
 
     async def openapi(_: Call) -> Reply:
-        """This document."""
+        """Return this document."""
         return Reply(body, content_type="application/json")
 
     return Route("GET", PATH, openapi, Scope.OPEN)
 
 
 def document(rows: Sequence[Row], routes: Sequence[Route] = ()) -> dict[str, Any]:
-    """OpenAPI 3.1: the rows with their fields, the routes with their names."""
+    """Return OpenAPI 3.1: the rows with their fields, and the routes with their names."""
     paths: dict[str, Any] = {}
     for row in rows:
         for prefix in ("", ENGINE):

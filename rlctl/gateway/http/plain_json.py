@@ -1,4 +1,4 @@
-"""Protobuf messages as JSON with 64-bit integers as numbers; protobuf's own JSON has them as strings."""
+"""Protobuf messages as JSON with 64-bit integers as numbers. Protobuf's own JSON has 64-bit integers as strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """The message's fields, by their names in the contract. Unset fields are included, unless they track presence."""
+    """Return the fields by their names in the contract. Unset fields are included, except fields with presence."""
     converted: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -19,18 +19,18 @@ from rlctl.v1.results_pb2 import Operation
 REQUIRED: Any = object()
 
 ENGINE = f"/engines/{{{SLOT}}}"
-"""Before a path: the one engine that fills a slot."""
+"""Path prefix of an engine URL."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a body.
+    """A field of a body.
 
     Attributes:
-        kind: of its value; a list says the kind of its elements, of lists within too.
-        default: what it is without one; REQUIRED.
-        choices: what it can be.
-        own: the original does not have it.
+        kind: type of the value; a list contains the type of the elements, also for nested lists.
+        default: value of an absent field; REQUIRED if the field is required.
+        choices: accepted values.
+        own: an addition of rlctl.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Field:
     own: bool = False
 
     def read(self, fields: Fields) -> Any:
-        """Its value in a body. Raises FIELD_REQUIRED, FIELD_INVALID."""
+        """Read the value from a body. Raises FIELD_REQUIRED, FIELD_INVALID."""
         default = () if self.default is REQUIRED else (self.default,)
         if not isinstance(self.kind, list):
             value = fields.take(self.name, self.kind, *default)
@@ -62,8 +62,8 @@ class Asked:
     """A call of a row.
 
     Attributes:
-        slot: the engine that it is for; "": the fleet.
-        values: its fields, by name.
+        slot: slot of the addressed engine; "" for the fleet.
+        values: values of the fields by name.
     """
 
     call: Call
@@ -74,7 +74,7 @@ class Asked:
         return self.values[name]
 
     async def header(self, step: str = "", *, model: str = "") -> RequestHeader:
-        """Of a group or weight verb: for an engine it joins what the calls for the others ask for."""
+        """Return the header of a group or weight verb. Calls for single engines join the same operation."""
         return RequestHeader(
             request_id=await self.call.request_id(step),
             target=Target(model=model),
@@ -83,15 +83,14 @@ class Asked:
         )
 
     def model(self) -> str:
-        """The gateway's, where it has one; the coordinator knows an engine's, and the only one that is updated."""
+        """Return the gateway's model, or "" for an engine URL: the coordinator knows the engine's model."""
         return "" if self.slot else self.call.generation.settings.model
 
     async def tell(
         self, request: Message, step: str = "", *, partly: bool = False, slots: Sequence[str] = ()
     ) -> Operation:
-        """Carry out a verb at the engine, or at all that the gateway speaks for. Raises as :meth:`Call.operate`.
-
-        ``slots``: the engines to use instead.
+        """Carry out a verb at the engine, at ``slots``, or at all engines of the gateway. Raises as
+        :meth:`Call.operate`.
         """
         slots = list(slots) or ([self.slot] if self.slot else [])
         request_id = await self.call.request_id(step)
@@ -100,14 +99,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Row:
-    """One row: methods, path and fields onto a handler.
+    """A row that maps methods, path and fields to a handler.
 
     Attributes:
-        verbs: what of the contract it is made of, for the table in the docs.
-        answers: description by status, beside what every row can answer.
-        fields: of the body.
-        query: of the query; numbers and texts.
-        engine: also at every engine's own address; fleet: at the root.
+        verbs: verbs of the contract, for the documentation.
+        fields: fields of the body.
+        query: fields of the query; numbers and texts.
+        answers: descriptions by status, in addition to the common responses.
     """
 
     methods: str
@@ -122,13 +120,11 @@ class Row:
 
     @property
     def about(self) -> str:
-        """One line about it."""
+        """Line for the documentation."""
         return (self.handler.__doc__ or "").strip().partition("\n")[0]
 
     def routes(self, fail: Callable[[RlctlError], Reply]) -> list[Route]:
-        """At every engine's own address, and for the fleet at the root; ``fail`` says in the dialect's words what is
-        wrong with a call.
-        """
+        """Return the routes at engine URLs and at the root. ``fail`` forms errors as the dialect does."""
         return [
             Route(self.methods, prefix + self.path, self._answer, self.scope, self.about, lasting=False, fail=fail)
             for prefix in (ENGINE, "")

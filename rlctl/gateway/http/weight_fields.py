@@ -1,4 +1,4 @@
-"""Weight updates as HTTP trainers ask for them, in the contract's messages. Pure."""
+"""Weight updates of HTTP trainers as messages of the contract. Pure."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rlctl.v1.verbs_pb2 import (
 )
 
 FORMATS = {None: BUCKET_FORMAT_TENSORS, FLATTENED: BUCKET_FORMAT_FLATTENED}
-"""By SGLang's ``load_format`` of a bucket."""
+"""Bucket formats by SGLang's ``load_format``."""
 
 
 def bucket(
     fields: Fields, *, dtypes: str = "dtypes", format: BucketFormat.ValueType = BUCKET_FORMAT_TENSORS
 ) -> TensorBucket:
-    """The tensors that ``names``, ``dtypes`` (a field by that name) and ``shapes`` announce.
+    """Return the tensors announced by ``names``, ``shapes`` and the field that ``dtypes`` names.
 
-    Raises FIELD_REQUIRED where one is missing or empty, FIELD_INVALID, LENGTH_MISMATCH.
+    Raises FIELD_REQUIRED for a missing or empty field, FIELD_INVALID, LENGTH_MISMATCH.
     """
     names: Sequence[str] = fields.take_list("names", str)
     kinds: Sequence[str] = fields.take_list(dtypes, str)
@@ -51,9 +51,10 @@ def bucket(
 
 
 def packed(whole: TensorBucket, most: int) -> list[TensorBucket]:
-    """The buckets, each one broadcast, in which vLLM packs tensors: one ends with the tensor that takes it above
-    ``most`` bytes (``vllm/distributed/weight_transfer/packed_tensor.py``). Raises FIELD_INVALID for a dtype of no known
-    size, and a ``most`` below 1.
+    """Return vLLM's packed buckets, each for one broadcast.
+
+    A bucket ends with the tensor that exceeds ``most`` bytes (``vllm/distributed/weight_transfer/packed_tensor.py``).
+    Raises FIELD_INVALID for a dtype of unknown size, and a ``most`` below 1.
     """
     if most < 1:
         raise Reason.FIELD_INVALID.error(f"{most} bytes hold nothing", field="packed_buffer_size_bytes")
@@ -71,7 +72,7 @@ def packed(whole: TensorBucket, most: int) -> list[TensorBucket]:
 
 
 def itemsize(kind: str) -> int:
-    """Bytes of an element: dtypes' names say their bits ("torch.float8_e4m3fn"). Raises FIELD_INVALID."""
+    """Return the bytes of an element, by the bits in the dtype's name ("torch.float8_e4m3fn"). Raises FIELD_INVALID."""
     bits = re.fullmatch(r"torch\.[a-z]+(8|16|32|64|128)(_[a-z0-9]+)?", kind)
     if bits is None and kind != "torch.bool":
         raise Reason.FIELD_INVALID.error(f"{kind} is no dtype that is sent packed", field="dtypes")
@@ -79,12 +80,12 @@ def itemsize(kind: str) -> int:
 
 
 def dtype(name: str) -> str:
-    """ "bfloat16" and "torch.bfloat16" are the same."""
+    """Return the full name: "bfloat16" becomes "torch.bfloat16"."""
     return name if name.startswith("torch.") else f"torch.{name}"
 
 
 def token_step(given: int) -> int:
-    """A trainer's step. Raises FIELD_INVALID for one below 0."""
+    """Check a trainer's step. Raises FIELD_INVALID below 0."""
     if given < 0:
         raise Reason.FIELD_INVALID.error(f"{given} is below 0", field="token_step")
     return given
@@ -93,7 +94,7 @@ def token_step(given: int) -> int:
 def group(
     fields: Fields, *, name: str = "weight_update_group", backend: str = "nccl", offset: int = 0
 ) -> InitWeightsUpdateGroupRequest:
-    """The group that a trainer listens for; the keywords are defaults. Raises FIELD_REQUIRED, FIELD_INVALID."""
+    """Return the request for a trainer's group; the keywords are defaults. Raises FIELD_REQUIRED, FIELD_INVALID."""
     numbers: dict[str, int] = {
         "master_port": fields.take("master_port", int),
         "world_size": fields.take("world_size", int),
@@ -113,7 +114,7 @@ def group(
 
 
 def segments(values: Sequence[Any]) -> list[TensorSegment]:
-    """Shared memory that ``segments`` announces, each in protobuf's JSON. Raises FIELD_INVALID."""
+    """Read the shared memory in ``segments``, in protobuf's JSON. Raises FIELD_INVALID."""
     made = []
     for index, value in enumerate(values):
         try:
@@ -124,7 +125,7 @@ def segments(values: Sequence[Any]) -> list[TensorSegment]:
 
 
 def pickled(field: str, next_step: str) -> RlctlError:
-    """What is said of tensors that come as pickles."""
+    """Return the error for pickled tensors."""
     return Reason.UNSUPPORTED.error(
         "pickles are neither read nor passed on: unpickling runs what its sender likes",
         field=field,

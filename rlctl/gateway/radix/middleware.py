@@ -1,12 +1,12 @@
-"""The radix middleware of slime's router: what was generated, kept by text and by token ids, and gone on from.
+"""The radix middleware of slime's router: keeps generated tokens by text and by token ids, and reuses them.
 
-A prompt of POST /generate, to the gateway or to the router in front of it, that begins as something that was generated
-gets those very tokens, and what follows them is tokenised by itself; the reply is kept in its turn. POST
-/retrieve_from_text gives the tokens, log probabilities and loss mask of a text. A request that a pause or an abort cuts
-goes on from its tokens (:mod:`rlctl.rollout.continuation`), so and so often. Streams, batches and several samples of a
-prompt pass by.
+The middleware handles POST /generate, at the gateway and at the router in front of it. A prompt that begins with a kept
+trajectory gets the kept tokens. Only the rest of the prompt is tokenised, and the reply is kept in turn. POST
+/retrieve_from_text returns tokens, log probabilities and loss mask of a text. A request cut by a pause or an abort
+continues from its tokens (:mod:`rlctl.rollout.continuation`), at most ``CUTS`` times. Streams, batches and several
+samples of a prompt are not kept.
 
-It belongs to one gateway process: several that share a port would each know a part.
+The kept trajectories belong to one gateway process: processes that share a port would each know a part.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from rlctl.gateway.radix.trajectories import MAX_AGE, MAX_TOKENS, Piece, Traject
 from rlctl.v1.rollout_pb2 import TokenIds
 
 CUTS = 5
-"""Cuts that a request goes on from; the next one is the caller's."""
+"""Cuts after which a request continues. The next cut is returned to the caller."""
 
 _PROMPTS = ("text", "input_ids", "input_tokens")
 
 
 class RadixMiddleware:
-    """Keeps ``max_tokens`` tokens of each model and each of its adapters that there are, of ``max_age`` versions; a
-    subclass may say otherwise.
+    """Keeps up to ``max_tokens`` tokens of at most ``max_age`` versions, for each model and each loaded adapter.
+
+    A subclass may set different limits.
     """
 
     max_tokens = MAX_TOKENS
@@ -45,7 +46,6 @@ class RadixMiddleware:
         self._kept: dict[tuple[str, str], Trajectories] = {}
 
     async def __call__(self, call: Call, handler: Handler) -> Answer:
-        """Around every request."""
         call.generation = self._generation
         path = call.url.partition("?")[0]
         if path == "/retrieve_from_text":
@@ -66,7 +66,7 @@ class RadixMiddleware:
         call.replace_json({**rest, "input_ids": ids, "return_logprob": True})
         answer = await handler(call)
         if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
-            # The answer does not wait for it, and whatever is asked next finds it.
+            # The response does not wait for the insertion, and later requests find the tokens.
             told = answer.body
             asyncio.get_running_loop().call_soon(lambda: kept.put([*pieces, *_response(told, tokenizer)]))
         return answer
@@ -93,7 +93,9 @@ class RadixMiddleware:
         )
 
     async def _of(self, named: str, adapter: str) -> tuple[Trajectories, Tokenizer]:
-        """What is kept of a model with an adapter ("": none), as old as the model is now."""
+        """Return the trajectories of a model with an adapter ("" for no adapter), advanced to the model's present
+        version.
+        """
         model = await self._generation.model(named)
         tokenizer = await self._generation.tokenizers.of(model)
         kept = self._kept.get((model, adapter))
@@ -103,9 +105,7 @@ class RadixMiddleware:
         return kept, tokenizer
 
     async def _begun(self, model: str, adapter: str) -> Trajectories:
-        """Place for one that nothing is kept of, instead of those that the model has no longer; for this call only if
-        it has none of this name.
-        """
+        """Make an adapter's trajectories, kept only if the adapter is loaded. Drop unloaded adapters' trajectories."""
         made = Trajectories(self.max_tokens, self.max_age)
         models = await self._generation.fleet.models()
         there = {"", *(each.name for found in models if found.name == model for each in found.adapters)}
@@ -117,7 +117,7 @@ class RadixMiddleware:
 
 
 def _prompt(body: Any) -> str | list[int] | None:
-    """The only prompt of a body for one whole sample; None: it is something else, or wrong."""
+    """Return the only prompt of a body for one complete sample; None for other or invalid bodies."""
     if not isinstance(body, Mapping) or body.get("stream"):
         return None
     sampling = body.get("sampling_params")
@@ -135,7 +135,7 @@ def _prompt(body: Any) -> str | list[int] | None:
 
 
 async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[Piece]:
-    """The prompt in pieces: what is kept of it, and the rest."""
+    """Return the prompt in pieces: the kept pieces, and the rest."""
     if not isinstance(prompt, str):
         found = kept.by_ids(prompt)
         pieces = list(found.pieces) if found else []
@@ -151,7 +151,7 @@ async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequenc
 
 
 def _response(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Piece]:
-    """What a reply says of its tokens: those of its text, and those of a stop that was left out of it."""
+    """Return the pieces of a reply: the tokens of its text, and of a stop that was removed from the text."""
     ids, meta = body["output_ids"], body["meta_info"]
     versions: list[Version | None] = [meta.get("weight_version")] * len(ids)
     for span in meta.get("weight_versions") or ():
@@ -167,9 +167,9 @@ def _response(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Piece]:
 def _parts(
     text: str, ids: Sequence[int], finish: Mapping[str, Any], tokenizer: Tokenizer
 ) -> list[tuple[str | None, int, int]]:
-    """The text and what was left out of it at its end, each with its stretch of the tokens."""
+    """Return the text and the removed stop, each with its range of tokens."""
     whole = tokenizer.join(ids) if finish["type"] == "stop" else text
-    # A tokenizer that is given a text's beginning may leave out the space before it, which an engine tells.
+    # A tokenizer may drop the leading space of a text, but an engine returns the space.
     whole, stripped = whole.lstrip(" "), text.lstrip(" ")
     if whole == stripped:
         return [(text, 0, len(ids))]
@@ -181,5 +181,5 @@ def _parts(
         if begun == stripped:
             return [(text, 0, end), (left_out, end, len(ids))]
         if len(begun) < len(stripped):
-            break  # a token has something of both
+            break  # a token has parts of both
     return [(text + left_out, 0, len(ids))]

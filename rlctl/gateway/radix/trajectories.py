@@ -1,15 +1,16 @@
-"""What was generated, found again by its beginning: tokens, log probabilities, loss mask and versions, by text or ids.
+"""Generated tokens, log probabilities, loss mask and versions, found by the beginning of a text or of token ids.
 
-A trainer of several turns sends text and trains on tokens. Tokenising the text again need not give the tokens that were
-generated, and says nothing of their log probabilities; so they are kept by the text that they made.
+A trainer of several turns sends text and trains on tokens. Tokenising the text again may give different tokens, and
+gives no log probabilities. So the generated tokens are kept by their text.
 
-- What is found is the beginning of one trajectory, never put together of several, so that it was generated as it is.
-- A text is cut where a piece that was given ends (prompt, response), and nowhere else: a tokeniser joins what it likes.
-  A key of token ids is cut anywhere.
-- Of several that begin alike the newest is found. One whose ends a newer one has, too, is dropped: generating the same
-  text again, or going on from it, replaces it.
-- Versions are numbers, decimal strings, or names. Numbers count by their distance; names by how many newer ones came.
-  A trajectory is as old as the version that was current when it was put; prompts age as well.
+- A lookup finds the beginning of a single trajectory, never a combination of several, so the result was generated as it
+  is.
+- A text is cut only at the end of a given piece (prompt, response), because a tokenizer may join any characters. A key
+  of token ids is cut anywhere.
+- Of several trajectories with the same beginning the newest is found. A trajectory is dropped when a newer trajectory
+  has all of its ends: a repetition or continuation of a text replaces the text.
+- Versions are numbers, decimal strings, or names. The age of a number is its distance; the age of a name is the number
+  of newer names. A trajectory has the version that was current at its insertion; prompts age as well.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Group = TypeVar("Group")
 Member = TypeVar("Member")
 
 MAX_TOKENS = 4_000_000
-"""Tokens that are kept, about 30 bytes each, by default."""
+"""Default limit of kept tokens, at about 30 bytes each."""
 
 MAX_AGE = 5
-"""A trajectory that is so many versions old is dropped, by default: what slime's router does."""
+"""Default age in versions at which a trajectory is dropped, as in slime's router."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Piece:
     """A part of a trajectory: a prompt, or a response.
 
     Attributes:
-        text: None: not known; then neither this piece nor what follows is found by text.
+        text: None if unknown; then neither this piece nor later pieces are found by text.
         tokens: token ids.
-        logprobs: of each token, natural logarithm; empty: a prompt's, 0.0 each.
-        versions: that each token was generated at; empty: a prompt's, none. One that is None is not known.
+        logprobs: natural log probability of each token; empty for a prompt: 0.0 each.
+        versions: version of each token, None if unknown; empty for a prompt.
     """
 
     text: str | None
@@ -51,7 +52,7 @@ class Piece:
     logprobs: Sequence[float] = ()
     versions: Sequence[Version | None] = ()
     loss_mask: Sequence[int] | None = None
-    """Of each token, 1: trained on. None: 1 if there are log probabilities, else 0."""
+    """1 for each token to train on. The default is 1 with log probabilities, else 0."""
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "versions", "loss_mask"):
@@ -65,14 +66,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Record:
-    """The beginning of a trajectory, in whole pieces when it was found by text.
+    """The beginning of a trajectory, in whole pieces if found by text.
 
     Attributes:
-        text: of the tokens, as far as it is known.
+        text: text of the tokens, as far as known.
         loss_mask: 0 for each token of a prompt.
         logprobs: 0.0 for each token of a prompt.
         versions: None for each token of a prompt.
-        pieces: the same in pieces, to go on from.
+        pieces: the same content in pieces, for a continuation.
     """
 
     pieces: tuple[Piece, ...]
@@ -90,12 +91,12 @@ class _Trajectory:
     logprobs: array[float]
     loss_mask: bytes
     versions: list[Version | None]
-    ends: list[tuple[int, int]]  # of each piece, in tokens and in text (-1: not known)
+    ends: list[tuple[int, int]]  # of each piece, in tokens and in text (-1: unknown)
     newest: Version
     nodes: list[tuple[RadixTree[_Trajectory], Node[_Trajectory]]] = field(default_factory=list)
 
     def replaces(self, old: _Trajectory) -> bool:
-        """Whether whoever finds ``old``, whose tokens this one begins with, finds this one as well."""
+        """Return whether every lookup of ``old`` also finds this trajectory, given that its tokens begin so."""
         ends = dict(self.ends)
         return self.text.startswith(old.text) and all(
             count in ends and text_end in (-1, ends[count]) for count, text_end in old.ends
@@ -131,7 +132,7 @@ class _Trajectory:
 
 
 class Trajectories:
-    """Trajectories up to a size and an age. Not for several threads."""
+    """Trajectories up to a size and an age. Not thread-safe."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS, max_age: int = MAX_AGE) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_age", max_age)):
@@ -141,20 +142,20 @@ class Trajectories:
         self._max_age = max_age
         self._texts: RadixTree[_Trajectory] = RadixTree()
         self._ids: RadixTree[_Trajectory] = RadixTree()
-        self._used: dict[_Trajectory, None] = {}  # the one that was used last comes last
-        self._whole: dict[Node[_Trajectory], set[_Trajectory]] = {}  # by the node at which they end
+        self._used: dict[_Trajectory, None] = {}  # least recently used first
+        self._whole: dict[Node[_Trajectory], set[_Trajectory]] = {}  # by the node of their end
         self._by_version: dict[Version, set[_Trajectory]] = {}
         self._current: Version = 0
-        self._order: dict[Version, int] = {0: 0}  # when a version came
+        self._order: dict[Version, int] = {0: 0}  # order of arrival
         self._came = itertools.count(1)
         self.tokens = 0
-        """Tokens kept."""
+        """Number of kept tokens."""
 
     def __len__(self) -> int:
         return len(self._used)
 
     def by_text(self, text: str) -> Record | None:
-        """The longest whole pieces that begin ``text``. Takes time by the length of ``text`` only."""
+        """Return the longest whole pieces that begin ``text``. The time depends on the length of ``text`` only."""
         node = self._texts.longest(text)
         if node is None:
             return None
@@ -162,14 +163,13 @@ class Trajectories:
         return self._use(found, next(count for count, end in found.ends if end == node.depth))
 
     def by_ids(self, ids: Sequence[int]) -> Record | None:
-        """The longest beginning of ``ids``."""
         common = self._ids.common(_key(ids))
         return self._use(common[0].below(), common[1]) if common else None
 
     def put(self, pieces: Sequence[Piece]) -> None:
-        """Keep a trajectory from its beginning: ``found.pieces`` and what came after them, say.
+        """Keep a trajectory from its beginning, such as ``found.pieces`` with later pieces.
 
-        One that is longer than all that may be kept is not kept. Raises FIELD_INVALID for a token id out of range.
+        A trajectory above the limit of tokens is not kept. Raises FIELD_INVALID for a token id out of range.
         """
         new = self._trajectory([piece for piece in pieces if piece.tokens])
         key = _key(new.tokens)
@@ -191,7 +191,7 @@ class Trajectories:
             self._drop(next(iter(self._used)))
 
     def advance(self, version: Version) -> int:
-        """``version`` is current now, unless a newer one already is; returns how many trajectories were too old."""
+        """Make ``version`` current, unless a newer version is current. Return the number of dropped trajectories."""
         version = _number(version)
         if version not in self._order:
             self._order[version] = next(self._came)
@@ -206,7 +206,7 @@ class Trajectories:
         return len(gone)
 
     def _behind(self, version: Version) -> int:
-        """By how many versions it is older than the current one; below 0: it is newer."""
+        """Return how many versions the version is behind the current version; below 0 if newer."""
         current = self._current
         if isinstance(version, int) and isinstance(current, int):
             return current - version
@@ -252,12 +252,12 @@ def _discard(groups: dict[Group, set[Member]], group: Group, member: Member) -> 
 
 
 def _number(version: Version) -> Version:
-    """ "12" is 12."""
+    """Return a decimal string as a number."""
     return int(version) if isinstance(version, str) and version.isdecimal() else version
 
 
 def _key(ids: Sequence[int]) -> str:
-    """Token ids as a string of as many characters. Raises FIELD_INVALID for what is no token id."""
+    """Return token ids as a string of equal length. Raises FIELD_INVALID for an invalid token id."""
     try:
         return "".join(map(chr, ids))
     except (ValueError, OverflowError, TypeError):

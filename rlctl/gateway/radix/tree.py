@@ -1,7 +1,7 @@
-"""A radix tree over strings: values at the ends of pieces of a key, and the longest of them that begins another key.
+"""A radix tree over strings, with values at the ends of pieces of a key. Finds the longest piece that begins a key.
 
-A lookup reads the key once, whatever else the tree holds. Nodes are split where keys part, and joined again when what
-parted them has gone: apart from the root, a node holds a value or has two children at least.
+A lookup reads the key once, for any size of the tree. Nodes are split where keys differ, and joined when the difference
+is gone: every node except the root has a value or at least two children.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ Value = TypeVar("Value")
 
 
 class Node(Generic[Value]):
-    """A place in the tree.
+    """A node of the tree.
 
     Attributes:
-        edge: the part of the key between the parent and here.
-        depth: length of the key up to here.
-        values: held here, the one that came last at the end.
-        children: by the first character of their edges.
+        edge: the part of the key between the parent and the node.
+        depth: length of the key up to the node.
+        values: values of the node, the newest last.
+        children: child nodes by the first character of their edges.
     """
 
     __slots__ = ("children", "depth", "edge", "parent", "values")
@@ -33,11 +33,11 @@ class Node(Generic[Value]):
 
     @property
     def newest(self) -> Value:
-        """The value that came last. Raises StopIteration without one."""
+        """The newest value. Raises StopIteration without a value."""
         return next(reversed(self.values))
 
     def below(self) -> Value:
-        """A value here or further down; of what parts, the branch that was opened last. There always is one."""
+        """Return a value at or below the node, from the newest branch at each fork. There always is a value."""
         node = self
         while not node.values:
             node = node.children[next(reversed(node.children))]
@@ -45,20 +45,19 @@ class Node(Generic[Value]):
 
 
 class RadixTree(Generic[Value]):
-    """Values (hashable, each at a place at most once) by key."""
+    """Values by key. Values are hashable, and occur at most once at a node."""
 
     def __init__(self) -> None:
         self._root: Node[Value] = Node(None, "")
 
     def put(self, key: str, end: int, value: Value) -> Node[Value]:
-        """Hold ``value`` where the first ``end`` characters of ``key`` end, as the newest there."""
+        """Add ``value`` at the end of the first ``end`` characters of ``key``, as the newest value."""
         node = self._make(key[:end])
         node.values.pop(value, None)
         node.values[value] = None
         return node
 
     def remove(self, node: Node[Value], value: Value) -> None:
-        """Hold ``value`` at ``node`` no more."""
         del node.values[value]
         while node.parent is not None and not node.values:
             parent = node.parent
@@ -74,7 +73,7 @@ class RadixTree(Generic[Value]):
                 return
 
     def longest(self, key: str) -> Node[Value] | None:
-        """The deepest node with a value whose key begins ``key``."""
+        """Return the deepest node with a value and a key that begins ``key``."""
         best = None
         for node, matched in self._walk(key):
             if matched == node.depth and node.values:
@@ -82,14 +81,13 @@ class RadixTree(Generic[Value]):
         return best
 
     def common(self, key: str) -> tuple[Node[Value], int] | None:
-        """The longest beginning of ``key`` that any key here shares: a node that it leads to, and its length."""
+        """Return a node for the longest beginning that ``key`` shares with any key, and the length of the beginning."""
         found = None
         for node, matched in self._walk(key):
             found = node, matched
         return found
 
     def __iter__(self) -> Iterator[Node[Value]]:
-        """All nodes but the root."""
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()
@@ -97,7 +95,7 @@ class RadixTree(Generic[Value]):
             waiting += node.children.values()
 
     def _walk(self, key: str) -> Iterator[tuple[Node[Value], int]]:
-        """The nodes that ``key`` leads to, and how much of it they share; of the last one's edge it may be a part."""
+        """Yield the nodes on the way of ``key``, with the shared length. The last edge may be shared in part."""
         node = self._root
         while node.depth < len(key):
             child = node.children.get(key[node.depth])
@@ -123,7 +121,7 @@ class RadixTree(Generic[Value]):
 
 
 def _split(lower: Node[Value], depth: int) -> Node[Value]:
-    """A new node at ``depth`` on the edge to ``lower``, which stays the node that it is."""
+    """Insert a node at ``depth`` on the edge to ``lower``. The object ``lower`` stays the same node."""
     upper_parent = lower.parent
     assert upper_parent is not None
     cut = depth - upper_parent.depth
@@ -135,7 +133,7 @@ def _split(lower: Node[Value], depth: int) -> Node[Value]:
 
 
 def _shared(key: str, at: int, edge: str) -> int:
-    """How many characters of ``edge`` follow in ``key`` from ``at`` on: by halves, as comparing slices is cheap."""
+    """Return how many characters of ``edge`` follow in ``key`` from ``at``. Bisects: comparing slices is cheap."""
     if key.startswith(edge, at):
         return len(edge)
     least, most = 0, min(len(edge), len(key) - at)

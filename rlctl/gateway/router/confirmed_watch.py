@@ -1,7 +1,7 @@
-"""A list of stages that is kept outside of the fleet, a router's say, and that a stage leaves before it changes.
+"""A routing follower: watches a list of stages kept outside of the fleet, such as a router's.
 
-The coordinator tells which stages may be routed to, and waits a moment for the confirmation that the list is as it was
-told (``ConfirmFleet``) before it pauses those that are to leave it, or lets them be written to.
+The coordinator reports the routable stages. Before the coordinator pauses a stage or allows writes, the coordinator
+waits briefly for the confirmation that the list follows the report (``ConfirmFleet``).
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from rlctl.v1.coordinator_pb2 import ConfirmFleetRequest, WatchFleetRequest
 from rlctl.v1.fleet_pb2 import Stage
 
 CONFIRM_S = 2.0
-"""For telling. A coordinator that could not be told is told with the next news, and does not wait that long."""
+"""Time limit of a confirmation, in seconds. After a failure the next news brings a new confirmation. The coordinator
+waits less than this.
+"""
 
 
 class ConfirmedView:
-    """A watch of a model's stages that is confirmed. On one event loop."""
+    """A confirmed watch of a model's stages. On one event loop."""
 
     def __init__(self, connection: Connection, model: str, name: str) -> None:
-        """``model``: whose stages, "": all; ``name``: what keeps the list, for the coordinator's log."""
+        """``model`` selects the stages, "" all; ``name`` is the list's owner in the coordinator's log."""
         self._watch_id = f"{name}-{uuid.uuid4().hex}"
         self._connection = connection
         self._model = model
-        # Of all models: a watch of one that no stage serves yet is refused.
+        # A watch of all models, because a watch of a model without stages is refused.
         self._view = FleetView(connection, WatchFleetRequest(watch_id=self._watch_id))
         self._seen = 0
         self._confirmed: tuple[int, int] | None = None
 
     @property
     def routable(self) -> list[Stage]:
-        """The stages that may be routed to, in slot order, as the coordinator last told."""
+        """The routable stages in slot order, as last reported by the coordinator."""
         stages = self._view.stages
         return [stage for stage in stages if stage.routable and self._model in ("", stage.registration.model)]
 
     @property
     def told(self) -> tuple[int, int]:
-        """What is to be confirmed once the list is as :attr:`routable` is now: which news, and their revision."""
+        """The news and revision to confirm once the list equals the present :attr:`routable`."""
         return self._view.news, self._view.revision
 
     async def news(self, timeout_s: float | None = None) -> None:
-        """Wait for news that nobody has waited for yet, no longer than ``timeout_s``."""
+        """Wait for unseen news, at most ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._view.news == self._seen:
@@ -53,7 +55,7 @@ class ConfirmedView:
         self._seen = self._view.news
 
     async def confirm(self, told: tuple[int, int]) -> None:
-        """Say, once, that the list is as it was told. A coordinator that is away is told with the news that follow."""
+        """Confirm, once, that the list follows the news. A failure is ignored; later news are confirmed in turn."""
         if told == self._confirmed:
             return
         self._confirmed = told
@@ -62,5 +64,4 @@ class ConfirmedView:
             await self._connection.call("ConfirmFleet", request, CONFIRM_S)
 
     async def close(self) -> None:
-        """Stop watching."""
         await self._view.close()

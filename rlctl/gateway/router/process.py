@@ -1,4 +1,4 @@
-"""The Rust gateway ``sglang-router`` (PyPI) as a child process, and its list of workers."""
+"""The Rust gateway ``sglang-router`` (PyPI) as a child process, and its worker list."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rlctl.runtime.server_process import dying_with_parent
 from rlctl.transport.channel import bearer
 
 STDERR = 2
-"""Of this process: its log, where it is a server."""
+"""Of this process: the log, if this process is a server."""
 START_S = 30.0
 CALL_S = 10.0
 LOOK_S = 0.02
 ADD_S = 10.0
-"""For a worker to be added. It is asked for again after that."""
+"""Seconds until an addition of a worker is requested again."""
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
-"""Variables that it is started without: the web proxy that they name does not lead to its workers, which are here."""
+"""Variables removed from the router's environment: a web proxy does not reach the workers, which are local."""
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 _KEY = "RLCTL_ROUTER_KEY"
 _GUARDED = f"""
@@ -38,17 +38,17 @@ import os, runpy, sys
 sys.argv = [*sys.argv[1:], "--control-plane-api-keys", "rlctl:rlctl:admin:" + os.environ.pop("{_KEY}")]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Starts it with a key, which it takes as an argument only, out of sight of whoever lists processes."""
+"""Starts the router with a key. The router takes the key only as an argument; this keeps it out of process lists."""
 REGULAR, PREFILL, DECODE = "regular", "prefill", "decode"
-"""Its types of workers."""
+"""Types of router workers."""
 
 
 class SglangRouter:
-    """``with SglangRouter(policy="cache_aware") as router``: it runs inside the block. Calls block.
+    """``with SglangRouter(policy="cache_aware") as router``: the router runs inside the block. Calls block.
 
     Attributes:
-        url: where it listens.
-        pairs: whether its workers are prefill and decode ones.
+        url: listening URL.
+        pairs: the workers are prefill and decode workers.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class SglangRouter:
         pairs: bool = False,
         token: str | None = None,
     ) -> None:
-        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output; None: stderr.
-        ``pairs``: its workers are prefill and decode ones; it sends both halves of a request at one time. ``token``:
-        whoever reads or changes its list must bring it.
+        """``arguments``: further arguments of ``sglang-router launch``. ``log``: file of the output; None for stderr.
+        ``pairs``: use prefill and decode workers; the router sends both halves of a request at the same time.
+        ``token``: required of callers that read or change the list.
 
-        It ends with this process, and with the thread that has started it.
+        The router ends with this process, and with the thread that started the router.
         """
         self._policy = policy
         self._host = host
@@ -80,33 +80,30 @@ class SglangRouter:
         self.url = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     def __enter__(self) -> Self:
-        """Start it."""
         self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it."""
         self.stop()
 
     @property
     def pid(self) -> int:
-        """Its process."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, and not by :meth:`stop`."""
+        """True if the router has ended, and not by :meth:`stop`."""
         return self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises UNSUPPORTED where it is not installed, ENGINE_FAILED."""
+        """Start the router and wait until it answers. Raises UNSUPPORTED if it is not installed, ENGINE_FAILED."""
         launch = [
             *(*self._program(), "launch", "--host", self._host, "--port", str(self._port), "--policy", self._policy),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1"))),
-            # They count refusals of wrong requests as failures; which workers serve is said by the list.
+            # Circuit breakers count refused requests as failures. The list alone decides the serving workers.
             *("--log-level", "warn", "--disable-circuit-breaker", *self._arguments),
         ]
         with contextlib.ExitStack() as stack:
@@ -116,7 +113,7 @@ class SglangRouter:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # Ctrl-C is for the gateway, which lets requests end before it ends the router
+                process_group=0,  # Ctrl-C goes to the gateway, which drains before it ends the router
                 env={
                     **{name: value for name, value in os.environ.items() if name.lower() not in _PROXIES},
                     **({_KEY: self._token} if self._token else {}),
@@ -145,11 +142,10 @@ class SglangRouter:
         found = program()
         if not self._token:
             return [found]
-        beside = Path(found).resolve().parent / "python"  # it may be installed elsewhere than rlctl
+        beside = Path(found).resolve().parent / "python"  # perhaps a different environment than rlctl's
         return [str(beside if beside.exists() else sys.executable), "-c", _GUARDED, found]
 
     def stop(self) -> None:
-        """End it."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
@@ -161,13 +157,11 @@ class SglangRouter:
             process.wait()
 
     def workers(self) -> dict[str, str]:
-        """Its workers: their ids by URL. Raises OSError."""
+        """Return the ids of the workers by URL. Raises OSError."""
         return {worker["url"]: worker["id"] for worker in self._listed()}
 
     def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
-        """Make these, and no others, its regular workers. Returns when it has them so. Raises OSError,
-        DEADLINE_EXCEEDED.
-        """
+        """Set the regular workers, and wait until the router has them. Raises OSError, DEADLINE_EXCEEDED."""
         wanted = dict.fromkeys(urls, REGULAR)
         until = time.monotonic() + timeout_s
         while (found := self.towards(wanted)) != (frozenset(wanted), frozenset()):
@@ -178,12 +172,11 @@ class SglangRouter:
             time.sleep(LOOK_S)
 
     def towards(self, wanted: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
-        """One step towards these workers, types by URL, and no others: (those that it had, those that it is about to
-        add).
+        """Take one step towards the wanted workers, types by URL. Return (present workers, workers being added).
 
-        It adds a worker some time after it was told, when that one has answered /health, and removes one at once. It is
-        not left without any of a type, as it would refuse everything: the last one goes when another one is in. Raises
-        OSError.
+        The router adds a worker only after the worker has answered /health, and removes a worker at once. A router
+        without workers of a type refuses all requests, so the last worker of a type is removed only after a wanted
+        worker is present. Raises OSError.
         """
         known = {worker["url"]: worker for worker in self._listed()}
         now = time.monotonic()
@@ -217,13 +210,13 @@ class SglangRouter:
 
 
 def installed() -> str:
-    """The program, beside this interpreter or on the path; "" where it is not installed."""
+    """Return the program, beside this interpreter or on the path; "" if not installed."""
     beside = Path(sys.executable).parent / "sglang-router"
     return str(beside) if beside.exists() else shutil.which("sglang-router") or ""
 
 
 def program() -> str:
-    """The same. Raises UNSUPPORTED where it is not installed."""
+    """Return the program. Raises UNSUPPORTED if it is not installed."""
     found = installed()
     if not found:
         raise Reason.UNSUPPORTED.error(
@@ -233,7 +226,7 @@ def program() -> str:
 
 
 def _free_port(host: str) -> int:
-    """A port that is free now: the router takes no socket, and no port 0."""
+    """Return a TCP port that is free now: the router accepts neither a socket nor port 0."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Requests to pairs, of which sglang-router sends both halves: one to a prefill worker and one to a decode worker.
+"""Joins the two halves of requests to pairs. sglang-router sends a half to a prefill and a half to a decode worker.
 
-To rlctl a request to a pair is one: the SDK asks both stages, and again others when one of them dies. So the decode
-half is carried out, with the stage that the router has picked for the prompt, and the prefill half waits for its end.
-The router draws a number for each request (``bootstrap_room``), by which the two are found.
+In rlctl a request to a pair is a single request: the SDK calls both stages, and a further pair when a stage dies. So
+the decode half is carried out, with the router's prefill stage for the prompt, and the prefill half waits for the end.
+The router draws a number for each request (``bootstrap_room``) that identifies both halves.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rlctl.gateway.http.dialect import Reply
 from rlctl.gateway.http.placeholders import ANY, PREFILL
 
 MEET_S = 1.0
-"""For the prefill half to come, which says where the prompt is to be computed; after that any stage may do it."""
+"""Seconds to wait for the prefill half, which names the prefill stage. After that any prefill stage may be used."""
 KEPT_S = 60.0
-"""A half whose other one has not come is remembered for so long, and waits no longer."""
+"""Seconds until a single half is forgotten, and its wait ends."""
 _FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 class _Request:
-    """One request: which stage is to compute its prompt, once that is known, and whether it has been answered.
+    """A request: its prefill stage, once known, and whether the request has been answered.
 
     Attributes:
-        begun: its decode half has come.
-        forgetting: will forget it, if it is to be forgotten before both halves have come.
+        begun: the decode half has arrived.
+        forgetting: timer that forgets the request if a half is missing.
     """
 
     def __init__(self, forgetting: asyncio.TimerHandle) -> None:
@@ -39,13 +39,13 @@ class _Request:
 
 
 class Halves:
-    """Of the requests of one router."""
+    """Halves of the requests of a router."""
 
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
 
     async def prompt(self, call: Call) -> Reply:
-        """The prefill half: nothing is in its answer, as the decode half has everything."""
+        """Answer the prefill half with an empty reply after the decode half, which has all output."""
         room, _ = await _taken(call)
         call.forget()
         if room is not None:
@@ -59,7 +59,7 @@ class Halves:
         return Reply({})
 
     def whole(self, handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
-        """The handler of decode halves, made of one that generates."""
+        """Return the handler of decode halves, from a generating handler."""
 
         async def generate(call: Call) -> Any:
             room, body = await _taken(call)
@@ -86,7 +86,7 @@ class Halves:
         return self._requests[room]
 
     def _forget(self, room: int) -> None:
-        """Both halves have it, or the other one does not come."""
+        """Forget a request that has both halves, or only one half after ``KEPT_S``."""
         request = self._requests.pop(room, None)
         if request is None:
             return
@@ -96,12 +96,12 @@ class Halves:
 
 
 async def _taken(call: Call) -> tuple[int | None, dict[str, Any]]:
-    """The number of a half, None for what is none, and its body without what the router has added."""
+    """Return the room of a half, or None, and the body without the router's fields."""
     body = await call.json()
     if not isinstance(body, dict):
         return None, {}
     room = body.get(_FIELDS[-1])
-    if isinstance(room, list):  # of a batch, one for each prompt
+    if isinstance(room, list):  # a batch has a room for each prompt
         room = room[0] if room else None
     if not isinstance(room, int):
         return None, {}

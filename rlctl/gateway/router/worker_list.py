@@ -1,10 +1,10 @@
-"""sglang-router in front of this gateway: its workers are the stages that serve, each under a URL of the gateway's.
+"""sglang-router in front of this gateway: its workers are the serving stages, each under a URL of the gateway.
 
-The router knows nothing of versions, so it is not let at engines: what it sends to ``/routed/{slot}`` goes through the
-SDK and the stage's own gate like every other request. The slot is what the router has picked, by its prefix trees say;
-it is kept to as long as that stage serves, and another one is taken where it does not. While nobody serves, the list
-has one worker that names no stage: requests then wait here, where an empty list would have the router refuse them.
-Of prefill and decode stages it picks both, each from a list of its own.
+The router knows no versions, so the router never reaches engines directly. Requests to ``/routed/{slot}`` go through
+the SDK and the stage's own gate. The router picks the slot, for example by its prefix trees. The slot is preferred
+while its stage serves; otherwise a different stage is picked. While no stage serves, the list has one worker without a
+stage. Requests then wait here; with an empty list the router would refuse them. For prefill and decode stages the
+router picks both halves, each from its own list.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rlctl.v1.fleet_pb2 import Stage
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.005
-"""While the list is not as it is to be: the router removes a worker within a millisecond or so."""
+"""Seconds between looks while the list differs. The router removes a worker within about a millisecond."""
 CHECK_S = 5.0
-"""While it is: the router may have ended, or taken a worker out by itself."""
+"""Seconds between looks otherwise. The router may have ended, or have removed a worker by itself."""
 AGAIN_S = 1.0
 PREFIX, PREFILL_PREFIX = "/routed", "/prefill"
 _AT = f"{PREFIX}/{{{PREFERRED}}}"
@@ -44,14 +44,15 @@ _PREFILL_ENGINE = f"{PREFILL_PREFIX}/{{{SLOT}}}"
 
 
 async def _health(call: Call) -> Reply:
-    """The gateway runs."""
+    """Answer that the gateway runs."""
     del call
     return Reply()
 
 
 async def _info(call: Call) -> Reply:
-    """What the router asks of a worker when it is added. Of a path that is no directory it looks for the tokenizer on
-    the network.
+    """Return the data that the router reads from a new worker.
+
+    If the path is no directory, the router searches for the tokenizer on the network.
     """
     models = await call.generation.fleet.models()
     name = models[0].name if len(models) == 1 else call.generation.settings.model
@@ -63,7 +64,7 @@ _GENERATING = routes(_AT)
 
 
 def _asked(at: str) -> list[Route]:
-    """What the router asks every worker."""
+    """Return the routes that the router calls at every worker."""
     return [
         Route("GET", f"{at}/health", _health, Scope.OPEN),
         Route("GET", f"{at}/model_info", _info, Scope.OPEN),
@@ -72,9 +73,9 @@ def _asked(at: str) -> list[Route]:
 
 
 def routed(dialect: Iterable[Route], *, pairs: bool) -> list[Route]:
-    """What the router's workers answer; after it, for clients that read its list, what the dialect has for engines.
+    """Return the routes of the router's workers, then the dialect's engine routes for clients that read the list.
 
-    ``pairs``: they are prefill and decode workers.
+    ``pairs``: the workers are prefill and decode workers.
     """
     engines = [route for route in dialect if route.path.startswith(ENGINE)]
     also = [*_asked(_AT), *_moved(engines, ENGINE, _ENGINE)]
@@ -93,8 +94,9 @@ def _moved(routes: Iterable[Route], start: str, to: str) -> list[Route]:
 
 
 class Keeper:
-    """Keeps the router's workers equal to the stages that serve a model ("": any), and tells the coordinator that it
-    has: a stage leaves the list before it is paused or written to (:mod:`rlctl.coordinator.fleet.routing_followers`).
+    """Keeps the router's workers equal to the serving stages of a model ("" for any), and confirms this.
+
+    A stage leaves the list before it is paused or written to (:mod:`rlctl.coordinator.fleet.routing_followers`).
     """
 
     def __init__(self, router: SglangRouter, fleet: AsyncFleet, gateway_url: str, model: str) -> None:
@@ -105,7 +107,7 @@ class Keeper:
         self._settled = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the router, and return when it has its workers. Raises as :meth:`SglangRouter.start`."""
+        """Start the router, and wait for its workers. Raises DEADLINE_EXCEEDED, and as :meth:`SglangRouter.start`."""
         await asyncio.to_thread(self._router.start)
         self._task = asyncio.create_task(self._keep())
         try:
@@ -115,7 +117,6 @@ class Keeper:
             raise Reason.DEADLINE_EXCEEDED.error(f"sglang-router has not its workers after {START_S:g} s") from None
 
     async def stop(self) -> None:
-        """End it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -123,7 +124,7 @@ class Keeper:
         await asyncio.to_thread(self._router.stop)
 
     def _wanted(self) -> Mapping[str, str]:
-        """The workers, types by URL."""
+        """Return the types of the wanted workers by URL."""
         stages = self._view.routable
         if not self._router.pairs:
             return self._workers(stages, PREFIX, REGULAR)

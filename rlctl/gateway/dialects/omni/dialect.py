@@ -1,7 +1,7 @@
-"""SGLang-Omni's RL admin interface: the router's for the fleet, a worker's below each engine's address.
+"""SGLang-Omni's RL admin interface: the router's for the fleet, a worker's below each engine URL.
 
-Written from SGLang-Omni's page "RL Admin Control". A worker is an engine; its stages are the engine's, its ranks answer
-one by one. :mod:`.requests` reads request bodies, :mod:`.replies` forms the answers.
+Written from SGLang-Omni's page "RL Admin Control". A worker is an engine, with the stages of the engine. Each rank
+answers for itself. :mod:`.requests` reads request bodies, :mod:`.replies` forms the responses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from rlctl.v1.fleet_pb2 import Fleet
 KEY = "SGLANG_OMNI_ADMIN_KEY"
 
 LOCK_S = 300.0
-"""How long a broadcast that changes something waits for another one."""
+"""Longest wait of a changing broadcast for an earlier broadcast, in seconds."""
 
 
 def dialect(generation: Generation) -> Dialect:
-    """SGLang-Omni's table."""
     router = _Router(generation.settings.admin_api_key or os.environ.get(KEY, ""))
     rows = [
         Route(
@@ -75,7 +74,7 @@ def dialect(generation: Generation) -> Dialect:
 
 
 def fail(error: RlctlError) -> Reply:
-    """A wrong field, or another body under a key, is 422; who holds what is needed, 503; a wrong admin key, 403."""
+    """Form an error: 422 for a wrong field or a reused key, 503 for a conflict, 403 for a wrong admin key."""
     status = error.http_status
     if error.reason is Reason.TOKEN_INVALID:
         status = 403
@@ -90,15 +89,13 @@ def fail(error: RlctlError) -> Reply:
 
 
 class _Router:
-    """What all requests to one gateway share: the key, and the lock."""
+    """The admin key and the lock of a gateway, shared by all requests."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._lock = asyncio.Lock()
 
     def guarded(self, handler: Handler) -> Handler:
-        """The handler, for those who have the key."""
-
         async def answer(call: Call) -> Any:
             if self._key:
                 if call.token is None:
@@ -110,7 +107,7 @@ class _Router:
         return answer
 
     async def broadcast(self, path: str, verb: Verb, call: Call) -> Reply:
-        """One operation over all workers, told as the router tells its broadcasts."""
+        """Run one operation over all workers, and answer in the form of the router's broadcasts."""
         asked = requests.read(verb, await call.fields())
         async with self._turn() if verb.locked else contextlib.nullcontext():
             operation = await requests.carry_out(call, asked)
@@ -130,13 +127,13 @@ class _Router:
 
 
 async def _ask(verb: Verb, call: Call) -> Reply:
-    """One engine's part, told as a worker tells it."""
+    """Run the operation for one engine, and answer in a worker's form."""
     operation = await requests.carry_out(call, requests.read(verb, await call.fields()))
     return replies.of_worker(operation, call.path[SLOT])
 
 
 async def list_workers(call: Call) -> Reply:
-    """The workers."""
+    """List the workers."""
     return Reply({"status": "ok", **await _pool(call, await call.fleet.status(call.generation.settings.model))})
 
 
@@ -152,13 +149,13 @@ async def _pool(call: Call, fleet: Fleet) -> dict[str, Any]:
 
 
 async def live(call: Call) -> Reply:
-    """The gateway runs."""
+    """Answer that the gateway runs."""
     del call
     return Reply({"status": "alive"})
 
 
 async def ready(call: Call) -> Reply:
-    """Whether an engine is routable, with the counts of the engines."""
+    """Return whether an engine is routable, with the counts of the engines."""
     pool = await _pool(call, await call.generation.fleet.status(call.generation.settings.model))
     del pool["workers"]  # callers need no token
     some = pool["routable_workers"] > 0
@@ -166,8 +163,9 @@ async def ready(call: Call) -> Reply:
 
 
 async def resolve_journal(call: Call) -> Reply:
-    """Confirm that no journal blocks updates: the coordinator quarantines an engine with uncertain weights until a heal
-    or an update.
+    """Confirm that no journal blocks updates.
+
+    The coordinator quarantines an engine with uncertain weights until a heal or an update.
     """
     if (await call.fields()).values.get("acknowledge") is not True:
         raise Reason.FIELD_INVALID.error(
@@ -179,9 +177,9 @@ async def resolve_journal(call: Call) -> Reply:
 
 
 async def post_worker(call: Call) -> Reply:
-    """Enable an engine of the fleet, by its address here. A repeat is harmless."""
+    """Enable an engine of the fleet by its engine URL. A repeat is harmless."""
     fields = await call.fields()
-    fields.accept("capabilities", "model")  # the stage server reports them when it joins
+    fields.accept("capabilities", "model")  # reported by the stage server
     given = fields.take("url", str, None) or fields.take("worker_url", str, None)
     url = call.query.get("url") or call.query.get("worker_url") or given
     if not url:
@@ -193,7 +191,7 @@ async def post_worker(call: Call) -> Reply:
 
 
 async def delete_worker(call: Call) -> Reply:
-    """Disable an engine: nothing more is sent there. A repeat is harmless."""
+    """Disable an engine: the engine gets no further requests. A repeat is harmless."""
     slot = engine_urls.slot_in(call.path["id"]) or call.path["id"]
     await _enable(call, slot, False)
     return Reply({"status": "ok", "worker_id": slot})
@@ -206,7 +204,7 @@ async def _enable(call: Call, slot: str, enabled: bool) -> dict[str, Any]:
 
 
 async def get_worker(call: Call) -> Reply:
-    """One worker."""
+    """Return a worker."""
     slot = engine_urls.slot_in(call.path["id"]) or call.path["id"]
     return Reply(replies.worker(await engine_urls.find(call, slot, "id"), engine_urls.url_of(call, slot)))
 

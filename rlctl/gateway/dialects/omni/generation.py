@@ -1,6 +1,6 @@
-"""SGLang-Omni's /generate, whose fields differ from SGLang's: token ids, a prompt or messages, answered by text.
+"""SGLang-Omni's /generate: the prompt is token ids, a text or messages, and the reply is text.
 
-Written from sglang-omni 0.1.9's ``RolloutGenerateRequest``; a body with SGLang's own fields is taken too.
+Written from sglang-omni 0.1.9's ``RolloutGenerateRequest``. A body with SGLang's fields is accepted, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
 
 
 async def generate(call: Call) -> Answer:
-    """Generate text; Omni's fields, or SGLang's, and the reply that both read."""
+    """Generate text; fields of Omni or SGLang, and a reply that clients of both read."""
     fields = await call.fields()
     openai.refuse(fields, _WITHOUT)
     given = dict(fields.values)
@@ -55,7 +55,7 @@ async def generate(call: Call) -> Answer:
 
 
 def _sampling(params: Fields) -> dict[str, Any]:
-    """The request under SGLang's names. The default length is SGLang's."""
+    """Return the parameters under SGLang's names. The default length is SGLang's."""
     given = dict(params.values)
     most, seed = given.pop("max_tokens", None), given.pop("seed", None)
     if most is not None and given.get("max_new_tokens") not in (None, most):

@@ -1,4 +1,4 @@
-"""Operations as SGLang-Omni's worker and its router tell them. Pure."""
+"""Operations in the form of SGLang-Omni's worker and router. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GOOD = (OPERATION_STATE_OK, OPERATION_STATE_RUNNING)
 
 
 def of_router(operation: Operation, path: str, url_of: UrlOf) -> Reply:
-    """A broadcast: 502 if a worker failed, 409 if the workers' versions are mixed."""
+    """Form the response to a broadcast: 502 if a worker failed, 409 if the workers' versions are mixed."""
     results: list[dict[str, Any]] = [
         {
             "worker": url_of(result.slot),
@@ -72,7 +72,7 @@ def of_router(operation: Operation, path: str, url_of: UrlOf) -> Reply:
 
 
 def of_worker(operation: Operation, slot: str) -> Reply:
-    """One engine's part of an operation, which others may be targets of, too."""
+    """Form one engine's response to an operation with possibly several targets."""
     own = [result for result in operation.stage_results if result.slot == slot]
     body = _body(operation, own)
     if own:
@@ -82,7 +82,7 @@ def of_worker(operation: Operation, slot: str) -> Reply:
 
 
 def worker(stage: Stage, url: str) -> dict[str, Any]:
-    """A worker as the router lists it."""
+    """Return a worker in the form of the router's list."""
     dead = stage.state in (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_FAILED)
     return {
         "worker_id": stage.registration.slot,
@@ -114,7 +114,7 @@ def _body(operation: Operation, results: Sequence[StageResult]) -> dict[str, Any
 
 
 def _stage(operation: Operation, result: StageResult) -> dict[str, Any]:
-    """Success is that of all ranks; the data is rank 0's, and every rank's is in rank_results."""
+    """Return a stage's result. Success needs all ranks; ``data`` is rank 0's, and rank_results has every rank's."""
     ranks = [_rank(rank) for rank in result.rank_results]
     success = _succeeded(operation, result)
     data: dict[str, Any] = {
@@ -141,7 +141,7 @@ def _stage(operation: Operation, result: StageResult) -> dict[str, Any]:
 
 
 def _action(operation: Operation) -> str:
-    """The verb under Omni's name, which is its path."""
+    """Return Omni's name of the verb, equal to its path."""
     verb = VERBS.get(operation.verb)
     return _ACTIONS.get(operation.verb) or (verb.method if verb is not None else operation.verb)
 
@@ -165,7 +165,7 @@ def _rank(result: RankResult) -> dict[str, Any]:
 
 
 def _check(report: CheckReport) -> dict[str, Any]:
-    """What the checker found, under its names; with the model's digest, which does not depend on the layout."""
+    """Return the checker's result under Omni's names, with the model digest, equal for all layouts."""
     told: dict[str, Any] = {
         "action": short_name(CheckAction.DESCRIPTOR, report.action),
         "tensor_count": report.tensor_count,

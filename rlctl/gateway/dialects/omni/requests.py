@@ -21,12 +21,12 @@ GROUP = "weight_update_group"
 
 @dataclass(frozen=True)
 class Verb:
-    """One admin path.
+    """An admin path.
 
     Attributes:
-        build: its request, from the fields of the body.
-        timeout_s: for the whole operation, unless the body has another one.
-        locked: the router carries it out one at a time.
+        build: makes the request from the fields of the body.
+        timeout_s: default time limit of the whole operation.
+        locked: the router runs one such operation at a time.
     """
 
     build: Callable[[Fields], Message]
@@ -38,7 +38,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was read."""
+    """A parsed request."""
 
     request: Message
     stages: Sequence[str]
@@ -46,7 +46,7 @@ class Asked:
 
 
 def read(verb: Verb, fields: Fields) -> Asked:
-    """A body. Raises FIELD_REQUIRED, FIELD_INVALID, LENGTH_MISMATCH, UNSUPPORTED."""
+    """Read a body. Raises FIELD_REQUIRED, FIELD_INVALID, LENGTH_MISMATCH, UNSUPPORTED."""
     stages = fields.take_list("stages", str, None)
     timeout_s = fields.take("timeout_s", float, None)
     if timeout_s is not None and timeout_s < 0:
@@ -57,7 +57,7 @@ def read(verb: Verb, fields: Fields) -> Asked:
 
 
 async def carry_out(call: Call, asked: Asked) -> Operation:
-    """The operation, however it ended. Raises what it is refused for."""
+    """Return the ended operation, also after a failure. Raises a refusal."""
     return await call.operate(
         await engine_urls.aimed(call, asked.request),
         stages=asked.stages,

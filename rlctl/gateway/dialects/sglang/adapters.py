@@ -1,4 +1,4 @@
-"""SGLang's routes for adapters: one belongs to the model, so every engine has it, or none."""
+"""SGLang's routes for adapters. An adapter belongs to the model, so all engines have it, or no engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlctl.v1.results_pb2 import Operation
 
 @saying_success(error_message=None, loaded_adapters={})
 async def load_lora(asked: Asked) -> Reply:
-    """Every engine of the model reads an adapter."""
+    """Load an adapter at every engine of the model."""
     request = verbs_pb2.LoadAdapterRequest(
         header=await asked.header(model=asked.model()),
         name=asked["lora_name"],
@@ -26,7 +26,7 @@ async def load_lora(asked: Asked) -> Reply:
 
 @saying_success(error_message=None, loaded_adapters={})
 async def unload_lora(asked: Asked) -> Reply:
-    """Every engine of the model unloads an adapter."""
+    """Unload an adapter at every engine of the model."""
     request = verbs_pb2.UnloadAdapterRequest(header=await asked.header(model=asked.model()), name=asked["lora_name"])
     return _adapters(await asked.call.operate(request))
 

@@ -1,4 +1,4 @@
-"""SGLang's routes that pause, abort, flush, give memory back, and check weights."""
+"""SGLang's routes that pause, abort, flush, release memory, and check weights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
 )
-"""SGLang's own words: clients look for their beginning."""
+"""SGLang's text: clients compare its beginning."""
 
 
 async def pause_generation(asked: Asked) -> Reply:
-    """Stop generating."""
+    """Pause generation."""
     mode = common_pb2.PauseMode.Value(f"PAUSE_MODE_{asked['mode'].upper()}")
     await asked.tell(verbs_pb2.PauseGenerationRequest(mode=mode))
     return Reply({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def continue_generation(asked: Asked) -> Reply:
-    """Go on; an update that writes opened is committed first."""
+    """Continue generation; an update opened by writes is committed first."""
     await asked.tell(
         verbs_pb2.ContinueGenerationRequest(torch_empty_cache=asked["torch_empty_cache"], when_resident=True)
     )
@@ -42,7 +42,7 @@ async def continue_generation(asked: Asked) -> Reply:
 
 
 async def abort_request(asked: Asked) -> Reply:
-    """End one request, or all."""
+    """Abort one request, or all requests."""
     rid = asked["rid"]
     if asked["abort_all"]:
         await asked.tell(verbs_pb2.AbortRequestsRequest(abort_all=True))
@@ -66,12 +66,12 @@ async def flush_cache(asked: Asked) -> Reply:
 
 
 async def release_memory(asked: Asked) -> Reply:
-    """Give memory regions back; refused while requests run."""
+    """Release memory regions; refused while requests run."""
     return await _memory(asked, verbs_pb2.ReleaseMemoryRequest())
 
 
 async def resume_memory(asked: Asked) -> Reply:
-    """Allocate them again; one that is not released is confirmed."""
+    """Resume memory regions; a region that is not released is confirmed."""
     return await _memory(asked, verbs_pb2.ResumeMemoryRequest())
 
 
@@ -88,7 +88,7 @@ async def _memory(asked: Asked, request: verbs_pb2.ReleaseMemoryRequest | verbs_
 
 
 async def _captures(asked: Asked) -> bool:
-    """Whether an engine has captured graphs: trainers name that region whether or not, and SGLang lets them."""
+    """Return whether an engine has captured graphs. Trainers always name this region, and SGLang accepts that."""
     fleet = await fleet_of(asked)
     stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
     return any(
@@ -100,7 +100,7 @@ async def _captures(asked: Asked) -> bool:
 
 @saying_success()
 async def weights_checker(asked: Asked) -> Reply:
-    """Digest the weights, keep a snapshot, scramble them, or compare them with the snapshot."""
+    """Digest the weights, keep a snapshot, scramble the weights, or compare them with the snapshot."""
     action = asked["action"]
     request = verbs_pb2.CheckWeightsRequest(
         action=verbs_pb2.CheckAction.Value(f"CHECK_ACTION_{action.upper()}"),
@@ -141,7 +141,7 @@ def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> d
     [places] = [[each.coordinates for each in result.rank_results] for result in results if result.slot == slot]
     place = rank.coordinates
     return {
-        # Of the rank's own tensors or, where the engine gives none, of its share of the full ones.
+        # The rank's own tensors, or its share of the full tensors if the engine reports only that.
         "checksums": {tensor.name: tensor.sha256 for tensor in rank.check.tensors or rank.check.model_tensors},
         "per_gpu_checksum": rank.check.rank_digest,
         "parallelism_info": [

@@ -1,7 +1,7 @@
-"""The conversation of an engine's ranks with checkpoint-engine's parameter servers, which the gateway has for them.
+"""Answers checkpoint-engine's parameter servers on behalf of an engine's ranks.
 
-Each parameter server binds a ZeroMQ socket of its own, named after its GPU. It sends a handle of its buffer, then one
-message for each filling of the buffer, and waits for a reply to each. The tensors reach the ranks as segments.
+Each parameter server binds its own ZeroMQ socket, named after its GPU. The server sends a handle of its buffer, then
+one message for each filling of the buffer, and waits for a reply to each. The tensors reach the ranks as segments.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 FIELD = "zmq_handles"
 
 CONNECT_S = 30.0
-"""How long a parameter server may take to bind its socket: the others call the engines first."""
+"""Seconds for a parameter server to bind its socket. Other parameter servers may call the engines earlier."""
 
 MESSAGE_S = 300.0
-"""How long a parameter server may take to fill its buffer."""
+"""Seconds for a parameter server to fill its buffer."""
 
 LAST_S = 30.0
-"""How long a parameter server that was told of an error may take to end the update."""
+"""Seconds for a parameter server to end the update after an error."""
 
 MOST_BYTES = 16 << 20
-"""Size of a message: names, dtypes and shapes of one bucket."""
+"""Limit of a message: names, dtypes and shapes of one bucket."""
 
 _ADDRESS = re.compile(r"ipc://@(checkpoint-engine-[A-Za-z0-9._-]{1,80}\.sock)")
 
@@ -46,9 +46,9 @@ class Peer:
     """A parameter server, and the rank that it feeds.
 
     Attributes:
-        where: the field with its address.
-        name: of its abstract socket.
-        device: of the rank.
+        where: field with the server's address.
+        name: name of the server's abstract socket.
+        device: device of the rank.
     """
 
     where: str
@@ -57,7 +57,7 @@ class Peer:
 
 
 def peers_of(handles: Mapping[str, Any], stages: Sequence[Stage]) -> tuple[list[Peer], list[Reader]]:
-    """The parameter servers and their ranks. Handles are by GPU; of ranks without one, in the order of these ranks.
+    """Return the parameter servers and their ranks. Handles are keyed by GPU; ranks without GPU are matched in order.
 
     Raises FIELD_INVALID, LENGTH_MISMATCH and NOT_COLOCATED.
     """
@@ -93,7 +93,7 @@ class Conversation:
         self._sockets: list[ReplySocket] = []
         self._buffers: list[Tensor] = []
         self._owed = False
-        """Whether the parameter servers wait for a reply."""
+        """The parameter servers wait for a reply."""
 
     async def __aenter__(self) -> Self:
         """Connect, and receive the handles of the buffers. Raises UNREACHABLE, FIELD_INVALID."""
@@ -121,14 +121,14 @@ class Conversation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Send an error to the parameter servers; without one they have their last reply."""
+        """Send an error to the parameter servers. Without an error they already have their last reply."""
         await self._end(error)
 
     async def buckets(self) -> AsyncIterator[list[Placed]]:
-        """What lies in the buffer of each rank, filling by filling. Resumed, it replies that the tensors were read.
+        """Yield the content of each rank's buffer, filling by filling. On resumption, confirm the tensors as read.
 
-        After the last one the parameter servers free their buffers, and wait for :meth:`confirm`. Raises CANCELLED for
-        an update that they end, FIELD_INVALID, UNREACHABLE, DEADLINE_EXCEEDED.
+        After the last filling the parameter servers free their buffers, and wait for :meth:`confirm`. Raises CANCELLED
+        if a parameter server ends the update, FIELD_INVALID, UNREACHABLE, DEADLINE_EXCEEDED.
         """
         while True:
             await self._reply(b"")
@@ -161,7 +161,6 @@ class Conversation:
             raise Reason.CANCELLED.error(f"checkpoint-engine ends the update: {error}", field=where) from None
 
     async def _receive(self, timeout_s: float) -> list[bytes]:
-        """The next message of every parameter server."""
         messages = await asyncio.gather(*(socket.receive(timeout_s) for socket in self._sockets))
         self._owed = True
         return messages
@@ -171,8 +170,10 @@ class Conversation:
         self._owed = False
 
     async def _end(self, error: BaseException | None) -> None:
-        """Reply an error where a reply is due. A parameter server then ends the update by one more message, without
-        which it would wait for a rank to take it.
+        """Reply an error if a reply is due.
+
+        A parameter server then sends a last message to end the update. The message must be received, or the server
+        waits.
         """
         try:
             if error is not None and self._owed:

@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface, with slime's and Miles's calls: at every engine's address, and for the fleet at the root."""
+"""SGLang's HTTP interface, with calls of slime and Miles: at every engine URL, and for the fleet at the root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ GENERATING = (*routes(), *routes(ENGINE))
 
 
 def dialect(generation: Generation) -> Dialect:
-    """SGLang's table."""
     del generation
     table = tuple(route for row in ROWS for route in row.routes(refused))
     return Dialect("sglang", (served(ROWS, GENERATING), *GENERATING, *table), any_model=True)

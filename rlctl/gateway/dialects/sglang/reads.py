@@ -1,4 +1,4 @@
-"""What SGLang's routes tell: the model, versions, loads, health."""
+"""Information of SGLang's routes: the model, versions, loads, health."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ARGUMENTS: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
 }
-"""Arguments of SGLang that trainers compare, for engines without an argument of this name."""
+"""SGLang's arguments that trainers compare, for engines without an argument of this name."""
 
 _MODES = {common_pb2.WORKER_TYPE_PREFILL: "prefill", common_pb2.WORKER_TYPE_DECODE: "decode"}
 
 
 async def model_info(asked: Asked) -> Reply:
-    """What is loaded, and its version."""
+    """Return the loaded model and its version."""
     operation = await asked.tell(verbs_pb2.GetModelInfoRequest(), partly=True)
     result = telling(operation)[0]
     info = result.rank_results[0].model_info
@@ -66,7 +66,7 @@ async def model_info(asked: Asked) -> Reply:
 
 
 async def get_weight_version(asked: Asked) -> Reply:
-    """The version that is served."""
+    """Return the served version."""
     fleet = await fleet_of(asked)
     if asked.slot:
         stage = stage_of(fleet, asked.slot)
@@ -77,7 +77,7 @@ async def get_weight_version(asked: Asked) -> Reply:
 
 
 async def server_info(asked: Asked) -> Reply:
-    """How the engines were started, and what they do now."""
+    """Return the engines' start arguments and present state."""
     started = await asked.tell(verbs_pb2.GetServerInfoRequest(), partly=True)
     loads = await asked.tell(verbs_pb2.GetLoadsRequest(), "loads", partly=True)
     results = telling(started)
@@ -109,7 +109,9 @@ async def server_info(asked: Asked) -> Reply:
 
 
 def _sizes(layouts: Sequence[Sequence[WorkerCoordinates]]) -> dict[str, int]:
-    """Of the only engine, or of several as one server: trainers count its ranks as tp_size times pp_size."""
+    """Return the sizes of the only engine, or of several engines as one server. Trainers count tp_size times pp_size
+    ranks.
+    """
     ranks = sum(map(len, layouts))
     pp_size = 1 + max(worker.pp for worker in layouts[0])
     if len(layouts) > 1:
@@ -123,7 +125,7 @@ def _sizes(layouts: Sequence[Sequence[WorkerCoordinates]]) -> dict[str, int]:
 
 
 def _place(call: Call) -> dict[str, Any]:
-    """Host and port of the request: callers must not bypass the gateway by an engine's own address."""
+    """Return host and port of the request, because callers must not bypass the gateway by an engine's own address."""
     try:
         host, port = split(call.headers.get("Host", ""), "Host")
     except RlctlError:
@@ -132,7 +134,7 @@ def _place(call: Call) -> dict[str, Any]:
 
 
 def _data(arguments: Struct) -> dict[str, Any]:
-    """Their values as an engine's own JSON has them: of a Struct's numbers the whole ones are ints."""
+    """Return the values with the engine's types. A Struct has only floats, so whole numbers become ints."""
     return {name: _whole(value) for name, value in json_format.MessageToDict(arguments).items()}
 
 
@@ -143,7 +145,7 @@ def _whole(value: Any) -> Any:
 
 
 async def loads(asked: Asked) -> Reply:
-    """What runs and waits, at every engine."""
+    """Return the running and waiting requests of every engine."""
     states = _loads(await asked.tell(verbs_pb2.GetLoadsRequest(), partly=True))
     wanted = asked["dp_rank"]
     if wanted is not None and wanted >= len(states):
@@ -163,12 +165,12 @@ async def loads(asked: Asked) -> Reply:
 
 
 def telling(operation: Operation) -> list[StageResult]:
-    """The results of the engines that can tell what was asked; those of others hold nothing."""
+    """Return the results of engines that support the verb. Other results are empty."""
     return [result for result in operation.stage_results if result.outcome == common_pb2.OUTCOME_APPLIED]
 
 
 def _loads(operation: Operation) -> list[dict[str, Any]]:
-    """One entry for each engine that has loads; of its ranks the one that schedules counts."""
+    """Return one entry for each engine with loads: the scheduling rank's values, as the maximum over the ranks."""
     states = []
     for index, result in enumerate(telling(operation)):
         of = [rank.loads for rank in result.rank_results]
@@ -201,14 +203,14 @@ def _prometheus(states: Sequence[dict[str, Any]]) -> str:
 
 
 async def health(asked: Asked) -> Reply:
-    """Whether the engine is there with all of its ranks, at the root whether one is; nothing is generated for it."""
+    """Return whether the engine is present with all ranks, at the root whether any is; generates nothing."""
     fleet = await fleet_of(asked)
     stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
     return Reply(status=200 if any(map(_alive, stages)) else 503)
 
 
 async def ready(asked: Asked) -> Reply:
-    """Whether it may be generated with: at the admitted version, not paused; at the root whether one may."""
+    """Return whether the engine may generate: at the admitted version, not paused; at the root whether any may."""
     fleet = await fleet_of(asked)
     stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
     return Reply(status=200 if any(stage.routable for stage in stages) else 503)
@@ -220,12 +222,12 @@ def _alive(stage: Stage) -> bool:
 
 
 async def fleet_of(asked: Asked) -> Fleet:
-    """The fleet, as the gateway itself may see it: health asks for no token."""
+    """Return the fleet with the gateway's own token, because health needs no token of the caller."""
     return await asked.call.generation.fleet.status()
 
 
 def stage_of(fleet: Fleet, slot: str) -> Stage:
-    """What fills a slot. Raises STAGE_NOT_FOUND."""
+    """Return the stage in a slot. Raises STAGE_NOT_FOUND."""
     for stage in fleet.stages:
         if stage.registration.slot == slot:
             return stage
@@ -233,7 +235,7 @@ def stage_of(fleet: Fleet, slot: str) -> Stage:
 
 
 async def _latest(asked: Asked, fleet: Fleet, slot: str = "") -> common_pb2.WeightVersion:
-    """The published version of the model that a stage serves, or of the gateway's."""
+    """Return the published version of a stage's model, or of the gateway's model."""
     model = stage_of(fleet, slot).registration.model if slot else await asked.call.generation.model()
     return next(each.latest for each in fleet.models if each.name == model)
 

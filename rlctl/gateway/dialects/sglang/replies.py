@@ -1,4 +1,4 @@
-"""How SGLang says that something is done, or is not."""
+"""SGLang's replies for success and failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.runtime.http_errors import headers_of
 from rlctl.v1.common_pb2 import Outcome
 
 _NAMES = {Reason.STAGE_NOT_FOUND, Reason.VERB_UNKNOWN}
-"""What is not found in an address; a name inside of a body that is not known is a bad body."""
+"""Reasons for an unknown name in a URL. An unknown name in a body is an invalid body."""
 
 _KEPT = {401, 403, 405, 408, 413, 429, 503, 504}
 
@@ -21,7 +21,7 @@ MESSAGES = {400: "what was asked for is wrong, or cannot be done now: `message` 
 
 
 def status_of(error: RlctlError) -> int:
-    """SGLang's status for an error: 400 for whatever it would find out by itself."""
+    """Return SGLang's status for an error: 400 for every error that SGLang would detect itself."""
     if error.http_status in _KEPT or error.reason in (Reason.INTERNAL, Reason.JOURNAL_FAILED):
         return error.http_status
     if error.reason in _NAMES and error.field in ("", "header.for_slot", "header.target.slots[0]"):
@@ -30,7 +30,7 @@ def status_of(error: RlctlError) -> int:
 
 
 def facts(error: RlctlError) -> dict[str, Any]:
-    """What SGLang has no words for: the typed reason, and what became of every engine."""
+    """Return facts without a field in SGLang: the typed reason, and the outcome of every engine."""
     said: dict[str, Any] = error.described()
     said["code"] = status_of(error)
     if isinstance(error, OperationFailed):
@@ -47,7 +47,6 @@ def facts(error: RlctlError) -> dict[str, Any]:
 
 
 def refused(error: RlctlError) -> Reply:
-    """A request that is wrong in itself, as SGLang refuses it."""
     status = status_of(error)
     body = {
         "object": "error",
@@ -61,12 +60,12 @@ def refused(error: RlctlError) -> Reply:
 
 
 def done(message: str, **more: Any) -> Reply:
-    """``{"success": true, "message": ...}``."""
+    """Form ``{"success": true, "message": ...}``."""
     return Reply({"success": True, "message": message, **more})
 
 
 def not_done(error: RlctlError, **more: Any) -> Reply:
-    """``{"success": false, "message": ...}``, as SGLang's verbs of weights fail."""
+    """Form ``{"success": false, "message": ...}``, as SGLang's weight verbs on failure."""
     status = status_of(error)
     return Reply({"success": False, "message": str(error), **more, "error": facts(error)}, status, headers_of(error))
 
@@ -74,7 +73,7 @@ def not_done(error: RlctlError, **more: Any) -> Reply:
 def saying_success(
     **more: Any,
 ) -> Callable[[Callable[[Asked], Awaitable[Reply]]], Callable[[Asked], Awaitable[Reply]]]:
-    """For handlers whose failures have a ``success``, and ``more`` fields."""
+    """Decorate a handler so that its failures have ``success`` and the fields ``more``."""
 
     def wrap(handler: Callable[[Asked], Awaitable[Reply]]) -> Callable[[Asked], Awaitable[Reply]]:
         async def answer(asked: Asked) -> Reply:

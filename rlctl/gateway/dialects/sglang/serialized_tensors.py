@@ -1,4 +1,4 @@
-"""Serialised tensors of co-located trainers, as segments for the ranks of the engines that they were sent to."""
+"""Serialised tensors of co-located trainers, as segments for the ranks of the addressed engines."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rlctl.v1.verbs_pb2 import SegmentReader, Shape, TensorHandle, TensorSegment
 FIELD = "serialized_named_tensors"
 
 LEASE_S = 300.0
-"""How long ranks may read. The sender has its tensors until the request is answered."""
+"""Seconds that ranks may read. The sender keeps its tensors until the response."""
 
 Reader = tuple[str, WorkerCoordinates]
-"""A slot and one of its ranks."""
+"""A slot and a rank in it."""
 
 
 def segments_by_stage(payloads: Sequence[list[Placed]], stages: Sequence[Stage]) -> dict[str, list[TensorSegment]]:
-    """The segments of every stage, by slot. Payloads are one for each rank, in the order of the stages and their ranks.
+    """Return the segments of every stage, by slot. There is one payload for each rank, in the order of stages and
+    ranks.
 
-    On a GPU, a payload is for the rank on its GPU, whatever the order. Raises LENGTH_MISMATCH, NOT_COLOCATED and
+    A payload on a GPU belongs to the rank on that GPU, in any order. Raises LENGTH_MISMATCH, NOT_COLOCATED and
     FIELD_INVALID.
     """
     readers = readers_of(stages)
@@ -43,7 +44,7 @@ def segments_by_stage(payloads: Sequence[list[Placed]], stages: Sequence[Stage])
 
 
 def readers_of(stages: Sequence[Stage]) -> list[Reader]:
-    """The ranks of stages, in their order."""
+    """Return the ranks of stages, in order."""
     return [(stage.registration.slot, worker) for stage in stages for worker in _workers(stage)]
 
 
@@ -52,7 +53,6 @@ def _workers(stage: Stage) -> list[WorkerCoordinates]:
 
 
 def _matched(payloads: Sequence[list[Placed]], readers: Sequence[Reader]) -> Iterator[tuple[list[Placed], Reader]]:
-    """Every payload with its reader."""
     by_device = {reader[1].device: reader for reader in readers}
     taken: set[str] = set()
     for number, placed in enumerate(payloads):
@@ -72,7 +72,7 @@ def _matched(payloads: Sequence[list[Placed]], readers: Sequence[Reader]) -> Ite
 
 
 def _gpu(placed: Sequence[Placed], number: int) -> str:
-    """The GPU of a payload; "": it is in the memory of a CPU, or empty."""
+    """Return the GPU of a payload; "" for CPU memory or an empty payload."""
     devices = sorted({each.storage.device if isinstance(each.storage, CudaStorage) else "" for each in placed})
     if len(devices) > 1:
         raise Reason.FIELD_INVALID.error("the payload has tensors on several devices", field=f"{FIELD}[{number}]")
@@ -80,7 +80,7 @@ def _gpu(placed: Sequence[Placed], number: int) -> str:
 
 
 def segment(placed: Placed, reader: Reader, where: str) -> TensorSegment:
-    """The segment in which a rank reads a storage; ``where``: the field with it. Raises NOT_COLOCATED."""
+    """Return the segment for a rank to read a storage; ``where`` is the field. Raises NOT_COLOCATED."""
     slot, worker = reader
     if not worker.host_id:
         raise Reason.NOT_COLOCATED.error(
@@ -98,7 +98,7 @@ def segment(placed: Placed, reader: Reader, where: str) -> TensorSegment:
         ],
     )
     storage = placed.storage
-    assert not isinstance(storage, EmptyStorage)  # a tensor without elements is refused
+    assert not isinstance(storage, EmptyStorage)  # tensors without elements are refused
     if isinstance(storage, CudaStorage):
         memory = TorchCudaMemory(
             handle=storage.handle,

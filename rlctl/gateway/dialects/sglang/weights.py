@@ -1,4 +1,4 @@
-"""SGLang's routes that change weights, groups and versions; and slime's and Miles's beside them."""
+"""SGLang's routes that change weights, groups and versions, with routes of slime and Miles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Op
 log = logging.getLogger(__name__)
 
 UPDATE_S = 600.0
-"""Longest time that ending an update may take."""
+"""Time limit for the end of an update, in seconds."""
 
 FORMATS = (FLATTENED,)
 KINDS = ("full", "partial")
@@ -35,7 +35,7 @@ DEFAULT_GROUP = "weight_update_group"
 
 @saying_success(num_paused_requests=0)
 async def from_disk(asked: Asked) -> Reply:
-    """Every engine of the model reads a checkpoint: a whole update."""
+    """Update the model from a checkpoint that every engine reads."""
     if asked["manifest"] is not None:
         raise Reason.UNSUPPORTED.error("checkpoints are checked by rlctl's own manifests", field="manifest")
     options = _options(asked)
@@ -59,14 +59,14 @@ async def from_disk(asked: Asked) -> Reply:
 
 @saying_success()
 async def begin_weight_update(asked: Asked) -> Reply:
-    """Open an update that later writes join, without pausing anything yet."""
+    """Open an update for later writes, without a pause yet."""
     return done("Begin weight update succeeded.", update_id=await _begin(asked, _kind(asked), _selector(asked)))
 
 
 async def _begin(
     asked: Asked, kind: verbs_pb2.UpdateKind.ValueType, selector: common_pb2.WeightSelector.ValueType
 ) -> str:
-    """Open an update; returns its id."""
+    """Open an update. Return its id."""
     request = update_pb2.BeginWeightUpdateRequest(
         header=await asked.header(),
         implicit=True,
@@ -82,14 +82,14 @@ async def _begin(
 
 @saying_success()
 async def end_weight_update(asked: Asked) -> Reply:
-    """Commit it: verified, published, served. Tensors that were not written stay as they were."""
+    """Commit the open update: verify, publish and serve. Unwritten tensors keep their values."""
     operation = await _commit(asked, "", partial=True)
     return done(f"End weight update succeeded.{_versioned(operation)}")
 
 
 @saying_success()
 async def update_weight_version(asked: Asked) -> Reply:
-    """Commit an open update under this version, or call the published one by it from now on."""
+    """Commit an open update under this version, or relabel the published version."""
     label = _label(asked["new_version"])
     if not label:
         raise Reason.FIELD_REQUIRED.error("a version has a name", field="new_version")
@@ -113,7 +113,7 @@ async def _commit(asked: Asked, version: str, *, partial: bool = False) -> Opera
 
 @saying_success()
 async def init_group(asked: Asked) -> Reply:
-    """Join the engine's ranks into a group of the client's; waits until every engine was called and has joined."""
+    """Join the engine's ranks into a group of the client; waits until every engine was called and has joined."""
     offset, world_size, port = asked["rank_offset"], asked["world_size"], asked["master_port"]
     for name, value in (("rank_offset", offset), ("world_size", world_size), ("master_port", port)):
         if not 0 <= value < 1 << 31:
@@ -146,7 +146,7 @@ async def destroy_group(asked: Asked) -> Reply:
 
 @saying_success()
 async def from_distributed(asked: Asked) -> Reply:
-    """Take tensors in that the client broadcasts: into the open update, or as a whole update outside of a pause."""
+    """Receive tensors that the client broadcasts: into the open update, or as a whole update outside of a pause."""
     bucket = weight_fields.bucket(Fields(dict(asked.values)), format=weight_fields.FORMATS[asked["load_format"]])
     request = verbs_pb2.UpdateWeightsFromDistributedRequest(
         header=await asked.header(model=asked.model()),
@@ -162,7 +162,7 @@ async def from_distributed(asked: Asked) -> Reply:
 
 @saying_success()
 async def from_tensor(asked: Asked) -> Reply:
-    """Take tensors in out of memory that the engines share with the client."""
+    """Receive tensors from memory that the engines share with the client."""
     if asked["serialized_named_tensors"] is not None:
         return await _serialized(asked)
     if not asked["segments"]:
@@ -172,7 +172,6 @@ async def from_tensor(asked: Asked) -> Reply:
 
 
 async def _serialized(asked: Asked) -> Reply:
-    """Every engine takes in the payloads of its ranks."""
     if asked["segments"]:
         raise Reason.FIELD_CONFLICT.error("segments and serialized_named_tensors exclude each other", field="segments")
     payloads = await asked.call.beside(
@@ -185,7 +184,7 @@ async def _serialized(asked: Asked) -> Reply:
 
 
 async def _stages(asked: Asked) -> list[Stage]:
-    """The engine at this address, or every engine of the model at the root."""
+    """Return the engine of this URL, or every engine of the model at the root."""
     stages = await engine_urls.asked(asked.call)
     if not asked.slot:
         model = await engine_urls.updatable(asked.call)
@@ -206,7 +205,7 @@ async def _from_segments(asked: Asked, segments: Sequence[verbs_pb2.TensorSegmen
 
 @saying_success()
 async def from_ipc(asked: Asked) -> Reply:
-    """Take tensors in from checkpoint-engine's parameter servers: a whole update, buffer by buffer."""
+    """Receive tensors from checkpoint-engine's parameter servers: a whole update, buffer by buffer."""
     peers, readers = checkpoint_engine.peers_of(asked["zmq_handles"], await _stages(asked))
     async with checkpoint_engine.Conversation(peers) as conversation:
         begun = await _begin(asked, verbs_pb2.UPDATE_KIND_UNSPECIFIED, common_pb2.WEIGHT_SELECTOR_ALL)
@@ -226,7 +225,6 @@ async def from_ipc(asked: Asked) -> Reply:
 async def _from_buffers(
     asked: Asked, readers: Sequence[serialized_tensors.Reader], placed: Sequence[Placed], number: int
 ) -> None:
-    """Let every rank read what lies in its buffer."""
     by_slot: dict[str, list[verbs_pb2.TensorSegment]] = {}
     for each, reader in zip(placed, readers, strict=True):
         if each.tensors:
@@ -236,7 +234,7 @@ async def _from_buffers(
 
 
 async def _give_up(asked: Asked, update_id: str, cause: RlctlError) -> None:
-    """Abort the update; where every engine has an address of its own, another call may have done it."""
+    """Abort the update. With one call for each engine URL, a different call may already have aborted the update."""
     try:
         await asked.call.fleet.abort_update(update_id, reason=str(cause)[:200])
     except RlctlError as error:
@@ -244,7 +242,7 @@ async def _give_up(asked: Asked, update_id: str, cause: RlctlError) -> None:
 
 
 async def get_weights_by_name(asked: Asked) -> Reply:
-    """Values of a tensor's first rows, as nested lists; at the root of the first engine whose ranks can be read."""
+    """Return the first rows of a tensor as nested lists; at the root of the first engine with readable ranks."""
     rows = asked["truncate_size"]
     if not 0 < rows < 1 << 32:
         raise Reason.FIELD_INVALID.error(f"{rows} is no number of rows above 0", field="truncate_size")
@@ -259,7 +257,7 @@ async def get_weights_by_name(asked: Asked) -> Reply:
 
 
 async def _readable(asked: Asked) -> str:
-    """A slot of the model whose ranks can be read, a routable one if there is one; else any, which says why not."""
+    """Return a slot of the model with readable ranks, routable if possible; else any slot, whose stage refuses."""
     model = await asked.call.generation.model()
     stages = [stage for stage in (await fleet_of(asked)).stages if stage.registration.model == model]
     if not stages:
@@ -286,7 +284,7 @@ async def pull_weights(asked: Asked) -> Reply:
 
 @saying_success()
 async def post_process_weights(_: Asked) -> Reply:
-    """Nothing is left to do: loaded weights are processed by the update's own end; slime's."""
+    """Do nothing: loaded weights are processed at the end of their update; slime's."""
     return done("Weights are processed when their update ends.")
 
 
@@ -310,7 +308,7 @@ def _kind(asked: Asked) -> verbs_pb2.UpdateKind.ValueType:
 
 
 def _label(version: str | int | None) -> str:
-    """Trainers give numbers, too."""
+    """Return the label as a text; trainers also send numbers."""
     return "" if version is None else str(version)
 
 

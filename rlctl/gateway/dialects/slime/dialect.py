@@ -1,9 +1,8 @@
-"""The interface of slime's router (and of SGLang's, whose worker list has the same paths): its list of workers in front
-of what SGLang's dialect has.
+"""The interface of slime's router: a list of workers in front of SGLang's dialect.
 
-The workers are the fleet's enabled engines, under their addresses at this gateway, so that a trainer which asks each of
-them to abort goes through the stage. An engine comes into a fleet by its stage server and never by its address alone;
-docs/decisions has the reason (dialects of routers).
+SGLang's own router has a worker list at the same paths. The workers are the fleet's enabled engines, listed by engine
+URL. A trainer that aborts at each worker therefore goes through the stages. An engine joins a fleet by its stage
+server, never by its address alone; docs/decisions has the reason (dialects of routers).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from rlctl.v1.fleet_pb2 import Stage
 
 
 def dialect(generation: Generation) -> Dialect:
-    """slime's table."""
     rest = sglang.dialect(generation)
     rows = [
         Route("POST", "/add_worker", add_worker, doc="Enable an engine of the fleet; others are refused."),
@@ -49,7 +47,7 @@ def dialect(generation: Generation) -> Dialect:
 
 
 async def add_worker(call: Call) -> Reply:
-    """Enable an engine of the fleet; by the gateway's own address, all of them. A repeat is harmless."""
+    """Enable an engine of the fleet; by the gateway's own address, all engines. A repeat is harmless."""
     url = await _url(call)
     slots = await _slots(call, url)
     if not slots:
@@ -61,7 +59,7 @@ async def add_worker(call: Call) -> Reply:
 
 
 async def remove_worker(call: Call) -> Reply:
-    """Disable an engine of the fleet; by the gateway's own address, all of them. A repeat is harmless."""
+    """Disable an engine of the fleet; by the gateway's own address, all engines. A repeat is harmless."""
     named = call.path["id"] if "id" in call.path else await _url(call)
     slots = await _slots(call, named) or [_slot(named)]
     await _enable(call, slots, False)
@@ -70,22 +68,22 @@ async def remove_worker(call: Call) -> Reply:
 
 
 async def list_workers(call: Call) -> Reply:
-    """The enabled engines' addresses."""
+    """List the URLs of the enabled engines."""
     return Reply({"urls": [engine_urls.url_of(call, stage.registration.slot) for stage in await _enabled(call)]})
 
 
 async def workers(call: Call) -> Reply:
-    """The enabled engines."""
+    """List the enabled engines."""
     return Reply({"workers": [_described(call, stage) for stage in await _enabled(call)]})
 
 
 async def worker(call: Call) -> Reply:
-    """One engine."""
+    """Return an engine."""
     return Reply(_described(call, await engine_urls.find(call, _slot(call.path["id"]), "id")))
 
 
 async def retrieve_from_text(call: Call) -> Reply:
-    """What was generated for a text. Answered by the radix middleware, before it comes here."""
+    """Return the generated output for a text. The radix middleware answers before this handler."""
     del call
     raise Reason.UNSUPPORTED.error(
         "nothing here remembers what was generated",
@@ -98,7 +96,7 @@ async def _url(call: Call) -> str:
         if call.query.get(name):
             return call.query[name]
     fields = await call.fields()
-    fields.accept("worker_type", "bootstrap_port")  # of what the stage server says when it joins
+    fields.accept("worker_type", "bootstrap_port")  # reported by the stage server
     url = fields.take("url", str, "") or fields.take("worker_url", str, "")
     if not url:
         raise Reason.FIELD_REQUIRED.error("worker_url is required (?url=... or a JSON body)", field="url")
@@ -106,7 +104,7 @@ async def _url(call: Call) -> str:
 
 
 def _slot(named: str) -> str:
-    """An engine is named by its slot, which is its id here, or by its address."""
+    """Return the slot of an engine, from its id (the slot) or its engine URL."""
     return engine_urls.slot_in(named) or named
 
 
@@ -115,7 +113,7 @@ async def _enabled(call: Call) -> list[Stage]:
 
 
 async def _slots(call: Call, url: str) -> list[str]:
-    """The slots that an address of the gateway's means; none: it is another server's."""
+    """Return the slots of a URL of this gateway; empty for a URL of a different server."""
     if slot := engine_urls.slot_in(url):
         return [slot]
     if not await engine_urls.is_own(call, url):

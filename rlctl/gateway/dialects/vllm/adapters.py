@@ -1,7 +1,6 @@
-"""vLLM's routes for adapters, and SkyRL's, which replaces one of the same name: an adapter belongs to a model, so it is
-the same at whichever engine's address it is asked for.
+"""vLLM's routes for adapters, and SkyRL's route that replaces an adapter of the same name.
 
-Generation names an adapter as its ``model``.
+An adapter belongs to a model, so every engine URL has the same effect. Generation names an adapter as its ``model``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rlctl.v1.verbs_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 
 
 async def load(call: Call, *, replaces: bool = False) -> Reply:
-    """LoadAdapter: every engine of the model reads it."""
+    """LoadAdapter at every engine of the model."""
     fields = await call.fields()
     name = fields.take("lora_name", str)
     if fields.take("is_3d_lora_weight", bool, False):

@@ -1,4 +1,4 @@
-"""vLLM's control paths, each as the verbs that it takes, and what became of them as servers and as a map of those."""
+"""vLLM's control paths as verbs, with the response of each engine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Control:
     """A control path.
 
     Attributes:
-        steps: the operations that it takes, one after the other, unless one fails.
-        told: the body of a server's answer that is well.
-        several: it takes more than one operation: they go on when the caller leaves.
-        goes_on: generation continues once all memory is there again.
+        steps: the requests of the path, run in order until one fails.
+        told: the body of an engine's successful response.
+        several: the path has several operations, so they continue when the caller disconnects.
+        goes_on: generation continues once all memory is back.
     """
 
     path: str
@@ -116,9 +116,10 @@ CONTROLS = (
 
 
 async def control(row: Control, call: Call) -> Reply:
-    """Carry out the steps; the first that fails is told. What was paused for the others goes on all the same.
+    """Carry out the steps, and answer with the first failure.
 
-    What nobody can do is refused before anything is paused for it.
+    A continue step runs also after a failure, to end the pause for the other steps. A later step that no engine
+    supports is refused before the first step.
     """
     steps = await row.steps(call)
     for step in steps[1:]:
@@ -146,7 +147,7 @@ async def control(row: Control, call: Call) -> Reply:
 
 
 async def _refuse(call: Call, step: Message) -> None:
-    """Raise UNSUPPORTED_BY_ALL where nobody can do it."""
+    """Raise UNSUPPORTED_BY_ALL if no engine supports the step."""
     asked = type(step)()
     asked.CopyFrom(step)
     try:
@@ -157,7 +158,7 @@ async def _refuse(call: Call, step: Message) -> None:
 
 
 async def _go_on(call: Call, woken: Operation) -> Operation:
-    """vLLM generates once it is awake: so do engines whose memory is all there again and whose weights are good."""
+    """Continue engines with all memory back and good weights: a vLLM server generates once it is awake."""
     if any(result.state != STAGE_STATE_PAUSED for result in woken.stage_results):
         return woken
     return await _carry_out(call, ContinueGenerationRequest(), "continue")
@@ -192,7 +193,7 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
         return Reply(_body(row, result))
     missing = {each.slot: left_out(each.slot, each.state, each.reason) for each in operation.excluded}
     named = list(operation.targets)
-    if not named:  # an update that was opened, of which the coordinator tells no targets
+    if not named:  # an opened update: the coordinator reports no targets
         stages = await engine_urls.listed(call)
         named = [stage.registration.slot for stage in stages if stage.state not in engine_urls.GONE]
         missing = {
@@ -216,14 +217,13 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
 
 
 def _error(operation: Operation, result: StageResult | None) -> RlctlError | None:
-    """What kept a server from it; None: nothing."""
     if result is not None:
         return None if confirmed(result) else from_detail(result.error)
     return None if operation.state == OPERATION_STATE_OK else from_detail(operation.error)
 
 
 def _is_no(row: Control, error: RlctlError) -> bool:
-    """vLLM answers 200 and success false where the cache cannot be reset."""
+    """vLLM answers 200 with success false if the cache cannot be reset."""
     return row.path == "/reset_prefix_cache" and isinstance(error, PreconditionFailed)
 
 
@@ -237,18 +237,17 @@ def _body(row: Control, result: StageResult | None) -> dict[str, Any]:
 
 
 def told_by_each(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
-    """Servers' statuses and bodies by their addresses; 207 unless all are well."""
+    """Form a map of statuses and bodies by engine URL: 207 unless all succeeded."""
     return Reply(answers, 200 if all(answer.get("status", 200) == 200 for answer in answers.values()) else 207)
 
 
 def left_out(slot: str, state: StageState.ValueType, reason: str = "") -> dict[str, Any]:
-    """The entry of an engine that an operation left out, or that is unreachable."""
     error = engine_urls.unreachable(slot, state, reason)
     return {"status": error.http_status, "error": str(error)}
 
 
 async def abort(call: Call) -> Reply:
-    """End requests by their ids, or all."""
+    """Abort requests by their ids, or all requests."""
     fields = await call.fields()
     rids = fields.take_list("request_ids", str, None)
     request = AbortRequestsRequest(rids=rids or (), abort_all=not rids)

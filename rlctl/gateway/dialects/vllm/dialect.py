@@ -1,12 +1,11 @@
-"""vLLM's control interface, as SkyRL's router has it: each control path for the fleet, and below an engine's address.
+"""vLLM's control interface in the form of SkyRL's router: each path for the fleet, and below each engine URL.
 
 This module only joins the tables of routes. :mod:`.control` has the control paths (``CONTROLS``) and runs them;
-:mod:`.requests` turns their bodies into verbs. The other tables are the ``ROUTES`` of :mod:`.reads`,
-:mod:`.adapters` and :mod:`.generation`.
+:mod:`.requests` turns their bodies into verbs. The other tables are the ``ROUTES`` of :mod:`.reads`, :mod:`.adapters`
+and :mod:`.generation`.
 
-At an engine's address the answer is that of one server. At the root it is a map of the answers by address, with
-status 200 if all servers confirmed and 207 otherwise. A request that is refused before any engine was addressed is
-answered with an error.
+At an engine URL the response is one server's. At the root the response is a map by engine URL, with status 200 if all
+engines confirmed and 207 otherwise. A request that is refused before any engine was addressed gets an error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from rlctl.gateway.http.table import ENGINE
 
 
 def dialect(generation: Generation) -> Dialect:
-    """vLLM's table."""
     del generation
     rows = [*control.ROUTES, *adapters.ROUTES, *reads.ROUTES, *vllm_generation.ROUTES]
     own = [Route("GET", "/servers", reads.servers, Scope.VIEWER)]

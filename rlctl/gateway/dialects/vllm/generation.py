@@ -16,7 +16,7 @@ from rlctl.v1.rollout_pb2 import TokenIds
 
 
 async def tokenize(call: Call) -> Reply:
-    """Token ids of a text, by the model's tokenizer."""
+    """Return the token ids of a text, by the model's tokenizer."""
     fields = await call.fields()
     tokenizer = await _tokenizer(call, fields)
     special = fields.take("add_special_tokens", bool, True)
@@ -25,7 +25,7 @@ async def tokenize(call: Call) -> Reply:
 
 
 async def detokenize(call: Call) -> Reply:
-    """The text of token ids, by the model's tokenizer."""
+    """Return the text of token ids, by the model's tokenizer."""
     fields = await call.fields()
     tokenizer = await _tokenizer(call, fields)
     given = fields.take("tokens", object)
@@ -39,7 +39,7 @@ async def _tokenizer(call: Call, fields: Fields) -> Tokenizer:
 
 
 async def render(call: Call) -> Reply:
-    """Token ids of a chat, by the model's template, and its sampling parameters, for /inference/v1/generate."""
+    """Return a chat's token ids, by the model's template, and sampling parameters, for /inference/v1/generate."""
     fields = await call.fields()
     name = fields.take("model", str, "")
     model, _ = await call.generation.named(name)
@@ -61,7 +61,7 @@ async def render(call: Call) -> Reply:
 
 
 async def generate_routed(call: Call) -> Reply:
-    """SkyRL's generation with routed experts: not supported."""
+    """Refuse SkyRL's generation with routed experts: not supported."""
     await call.fields()
     raise Reason.UNSUPPORTED.error(
         "no engine here returns routed experts",
@@ -71,7 +71,7 @@ async def generate_routed(call: Call) -> Reply:
 
 
 async def finish_session(call: Call) -> Reply:
-    """The session sends nothing more."""
+    """End a session."""
     session = call.query.get("session_id") or sessions.named(call, (await call.fields()).values)
     if not session:
         raise Reason.FIELD_REQUIRED.error("it is missing", field="session_id")

@@ -1,4 +1,4 @@
-"""What vLLM and SkyRL's router tell of servers: below an engine's address its own, at the root by address."""
+"""Information about servers for vLLM and SkyRL's router: of one engine at its URL, at the root by engine URL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlctl.version import __version__
 
 
 async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
-    """What is known of the engine, or of each."""
+    """Return the information of the engine, or of each engine."""
     if engine_urls.slots_of(call):
         return Reply(tell(call, (await engine_urls.asked(call))[0]))
     answers = {}
@@ -60,28 +60,28 @@ READS: Sequence[tuple[str, Callable[[Call, Stage], dict[str, Any]], str]] = (
 
 
 async def servers(call: Call) -> Reply:
-    """The engines' addresses, also of those that cannot be reached."""
+    """List the URLs of the engines, including unreachable engines."""
     return Reply(
         {"servers": [engine_urls.url_of(call, stage.registration.slot) for stage in await engine_urls.listed(call)]}
     )
 
 
 async def world_size(call: Call) -> Reply:
-    """The engine's ranks; at the root those of all engines."""
+    """Return the number of ranks of the engine; at the root, of all engines."""
     stages = await engine_urls.asked(call)
     sizes = [len(stage.registration.layout.workers) for stage in stages]
     return Reply({"world_size": sum(sizes)})
 
 
 async def load(call: Call) -> Reply:
-    """Requests that wait or run."""
+    """Return the number of waiting and running requests."""
     operation = await call.operate(await engine_urls.aimed(call, GetLoadsRequest()), partly=True)
     loads = [rank.loads for result in operation.stage_results for rank in result.rank_results]
     return Reply({"server_load": sum(each.running + each.waiting for each in loads)})
 
 
 async def server_info(call: Call) -> Reply:
-    """How the engine was started; at the root every one by its address. ``vllm_config`` has what trainers look for."""
+    """Return the engine's start arguments; at the root, all engines' by URL. ``vllm_config`` has trainers' fields."""
     operation = await call.operate(await engine_urls.aimed(call, GetServerInfoRequest()), partly=True)
     told: dict[str, Any] = {}
     for result in operation.stage_results:
@@ -103,7 +103,7 @@ async def server_info(call: Call) -> Reply:
 
 
 async def version(call: Call) -> Reply:
-    """rlctl's version."""
+    """Return rlctl's version."""
     del call
     return Reply({"version": __version__})
 

@@ -1,7 +1,7 @@
-"""vLLM's and SkyRL's control requests, as the verbs that each takes. Pure, but for the body's reading.
+"""Control requests of vLLM and SkyRL as verbs. Pure, except for the reading of the body.
 
-Both vLLM's own names and those of SkyRL's first router are read (``master_addr``, ``dtypes``, bodies without
-``init_info`` and ``update_info``).
+The names of vLLM and of SkyRL's first router are read (``master_addr``, ``dtypes``, bodies without ``init_info`` and
+``update_info``).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _MODES = {
     "wait": (PAUSE_MODE_DRAIN, PAUSE_MODE_DRAIN),
     "keep": (PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT),
 }
-"""Pause modes, without and with the caches cleared: what is frozen keeps its KV entries, so it is retracted then."""
+"""Pause modes without and with cleared caches. Frozen requests keep KV entries, so a clear needs a retraction."""
 
 
 async def pause(call: Call) -> list[Message]:
-    """Pause; what was clear_cache of vLLM is a flush."""
+    """Pause; vLLM's clear_cache is a flush."""
     waits = (await call.fields()).take("wait_for_inflight_request", bool, False)
     mode = _mode(call, "wait" if waits else "abort")
     clear = _flag(call, "clear_cache", True)
@@ -62,13 +62,13 @@ async def pause(call: Call) -> list[Message]:
 
 
 async def resume(call: Call) -> list[Message]:
-    """Go on; an open update is committed first."""
+    """Continue; an open update is committed first."""
     del call
     return [ContinueGenerationRequest(when_resident=True)]
 
 
 async def sleep(call: Call) -> list[Message]:
-    """Give memory back, under a pause, which vLLM makes too. Level 0 is the pause alone; level 1 keeps the weights."""
+    """Release memory under a pause, as vLLM. Level 0 is the pause alone; level 1 keeps the weights."""
     fields = await call.fields()
     given = call.query.get("level", fields.take("level", int, 1))
     if str(given) not in ("0", "1", "2"):
@@ -80,7 +80,7 @@ async def sleep(call: Call) -> list[Message]:
 
 
 async def wake_up(call: Call) -> list[Message]:
-    """Take memory again; where only the scheduler slept, go on."""
+    """Resume memory. If only scheduling was released, continue."""
     fields = await call.fields()
     tags = _tags(call, fields)
     if not tags and (call.query_all("tags") or fields.values.get("tags")):
@@ -89,7 +89,7 @@ async def wake_up(call: Call) -> list[Message]:
 
 
 async def reset_prefix_cache(call: Call) -> list[Message]:
-    """Drop KV entries: of no running request, or of those too, which are computed anew."""
+    """Drop KV entries. With ``reset_running_requests``, retract running requests, to recompute their entries."""
     fields = await call.fields()
     fields.accept("reset_external")  # every tier is emptied
     steps: list[Message] = [FlushCacheRequest()]
@@ -97,7 +97,7 @@ async def reset_prefix_cache(call: Call) -> list[Message]:
         return steps
     reports = [stage.report for stage in await engine_urls.asked(call)]
     if any(report.released for report in reports):
-        return steps  # there are none
+        return steps  # no running requests
     steps.insert(0, PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
     if not any(report.paused for report in reports):
         steps.append(ContinueGenerationRequest())
@@ -105,7 +105,7 @@ async def reset_prefix_cache(call: Call) -> list[Message]:
 
 
 async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
-    """Join a group of the trainer's. ``follow``: the offset is the first engine's, and an engine finds out its own."""
+    """Join a group of the trainer. ``follow``: the offset is the first engine's, and each engine's is computed."""
     fields = await call.fields()
     info = call.watch(fields.take_fields("init_info")) if "init_info" in fields.values else fields
     info.rename("master_addr", "master_address")
@@ -124,7 +124,7 @@ async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
 
 
 def _packed(info: Fields) -> int:
-    """How far the group's source packs tensors; 0: updates say it. Raises FIELD_INVALID, FIELD_CONFLICT."""
+    """Return the packed bucket size of the source; 0 if updates set it. Raises FIELD_INVALID, FIELD_CONFLICT."""
     most = info.take("packed_buffer_size_bytes", int, vllm_groups.PACKED_BYTES)
     if not info.take("packed", bool, False):
         return 0
@@ -140,7 +140,7 @@ def _packed(info: Fields) -> int:
 
 
 async def backend(call: Call) -> str:
-    """What a group is formed with whose trainer does not say: NCCL if the engines have it."""
+    """Return the default backend of a group: NCCL if the engines support NCCL."""
     transports = {
         each for stage in await engine_urls.living(call) for each in stage.registration.capabilities.transports
     }
@@ -148,7 +148,7 @@ async def backend(call: Call) -> str:
 
 
 async def _standing(call: Call) -> str:
-    """The group that was formed last: vLLM has but one, so trainers name it once at most."""
+    """Return the latest group: vLLM has a single group, so trainers name the group once at most."""
     for operation in await call.fleet.operations(verb="InitWeightsUpdateGroup", state="ok", page_size=1):
         for rank in (rank for result in operation.stage_results for rank in result.rank_results):
             if rank.group.group_name:
@@ -157,7 +157,6 @@ async def _standing(call: Call) -> str:
 
 
 async def start_update(call: Call) -> list[Message]:
-    """Open an update."""
     return _started(await call.fields())
 
 
@@ -170,12 +169,11 @@ def _started(fields: Fields) -> list[Message]:
 
 
 async def update_weights(call: Call) -> list[Message]:
-    """Take tensors in."""
     return await _taken_in(call, await call.fields())
 
 
 async def _taken_in(call: Call, fields: Fields) -> list[Message]:
-    """What ``update_info`` announces."""
+    """Return the request for the tensors in ``update_info``."""
     given = fields.take("update_info", dict | list, None)
     infos: list[Any] = given if isinstance(given, list) else [given]
     if not infos:
@@ -206,14 +204,13 @@ async def _taken_in(call: Call, fields: Fields) -> list[Message]:
 
 
 async def finish_update(call: Call) -> list[Message]:
-    """Commit what is open."""
     fields = await call.fields()
     fields.accept("target")
     return [CommitWeightUpdateRequest(version=fields.take("weight_version", str, ""))]
 
 
 async def set_version(call: Call) -> list[Message]:
-    """Commit under a label, or give the published version another."""
+    """Commit under a label, or relabel the published version."""
     return [CommitWeightUpdateRequest(version=(await call.fields()).take("new_version", str))]
 
 
@@ -253,14 +250,14 @@ async def _skyrl_finish(call: Call, kwargs: Fields, args: Sequence[Any]) -> list
 
 
 async def _skyrl_sleep(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
-    """SkyRL's sleep under a pause: what the pause froze is retracted, as its KV entries go, and computed anew later."""
+    """SkyRL's sleep under a pause: the frozen requests are retracted, because their KV entries are lost."""
     del call, args
     kwargs.accept("offload_kv")
     return [PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), ReleaseMemoryRequest()]
 
 
 async def _skyrl_wake(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
-    """SkyRL's wake-up, which leaves generation paused."""
+    """SkyRL's wake-up: generation stays paused."""
     del args
     return [ResumeMemoryRequest(tags=_tags(call, kwargs))]
 
@@ -276,12 +273,10 @@ METHODS: Mapping[str, Callable[[Call, Fields, Sequence[Any]], Awaitable[list[Mes
     "skyrl_sleep_for_weight_sync": _skyrl_sleep,
     "skyrl_wake_for_weight_sync": _skyrl_wake,
 }
-"""What /collective_rpc may call, SkyRL's worker extension's methods among it. Anything else would run by name inside of
-the engines."""
+"""Methods for /collective_rpc, including SkyRL's worker extension. Other methods would run by name in the engines."""
 
 
 async def collective_rpc(call: Call) -> list[Message]:
-    """One of the methods that trainers call."""
     fields = await call.fields()
     method = fields.take("method", str)
     fields.accept("timeout")
@@ -310,6 +305,6 @@ def _flag(call: Call, name: str, default: bool) -> bool:
 
 
 def _tags(call: Call, fields: Fields) -> list[Any]:
-    """The regions that are named in the query or the body; none: all."""
+    """Return the memory regions in the query or the body; empty for all regions."""
     named = call.query_all("tags") or fields.take_list("tags", str, ())
     return [number(MemoryTag.DESCRIPTOR, tag, "tags") for tag in named if tag != SCHEDULING]

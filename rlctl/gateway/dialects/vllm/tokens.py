@@ -1,7 +1,7 @@
-"""vLLM's /inference/v1/generate: token ids in and out, as a whole or as they come.
+"""vLLM's /inference/v1/generate: token ids in and out, complete or streamed.
 
-Fields and replies as vLLM 0.32.0 has them (``vllm/entrypoints/scale_out/token_in_token_out``), in both of its output
-modes. Log probabilities are the fleet's: after temperature.
+Fields and replies of vLLM 0.32.0 (``vllm/entrypoints/scale_out/token_in_token_out``), in both output modes. Log
+probabilities are the fleet's: after temperature.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "prompt_logprob_token_ids": (),
 }
-"""Sampling parameters that are refused rather than ignored, and the values that ask for nothing."""
+"""Sampling parameters that are refused instead of ignored, and their values without effect."""
 
 _BESIDE = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
-"""Fields likewise."""
+"""Fields that are refused, too."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One call.
+    """A call.
 
     Attributes:
-        model: as the caller named it.
-        n: samples.
-        text: of what is generated, and of single tokens, is told too.
-        tokenizer: of single tokens.
-        tops: most likely tokens at each position of what is generated; None: no log probabilities.
-        prompt_tops: of the prompt.
-        ids: the prompt's tokens are told.
-        usage: numbers of tokens end a stream.
-        running_usage: and stand in each of its events.
+        model: the caller's name of the model.
+        n: number of samples.
+        text: return text, of the output and of single tokens.
+        tokenizer: tokenizer for the text of single tokens.
+        tops: most likely tokens at each output position; None for no log probabilities.
+        prompt_tops: the same for the prompt.
+        ids: return the prompt's token ids.
+        usage: end a stream with token counts.
+        running_usage: also add token counts to each event.
         stops: token ids that end a sample.
     """
 
@@ -90,7 +90,6 @@ class _Asked:
 
     @property
     def mode(self) -> str:
-        """As it is told."""
         return MODES[self.text]
 
 
@@ -113,7 +112,7 @@ async def generate(call: Call) -> Answer:
             sample = continuation.begin(request, index=index, session_id=session)
             sample.request.rid = asked.rid if asked.n == 1 else f"{asked.rid}-{index}"
             if index:
-                sample.request.ClearField("logprob_start_len")  # one of them tells of the prompt
+                sample.request.ClearField("logprob_start_len")  # only sample 0 returns prompt log probabilities
             samples.append(sample)
         return samples
 
@@ -149,7 +148,6 @@ def _token_ids(fields: Fields) -> TokenIds:
 
 
 async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str, *, stream: bool) -> _Asked:
-    """Fill in what is asked for beside the prompt."""
     for each in _BESIDE:
         _nothing(fields, each, ())
     fields.accept("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "priority")
@@ -160,7 +158,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
     usage = options.take("include_usage", bool, False)
     given = call.watch(fields.take_fields("sampling_params", {}))
     tops, prompt_tops = given.take("logprobs", int, None), None
-    if not stream:  # a stream has no place for it
+    if not stream:  # not supported by streams
         prompt_tops = given.take("prompt_logprobs", int, None)
     for field, value in (("logprobs", tops), ("prompt_logprobs", prompt_tops)):
         if value is not None:
@@ -187,7 +185,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
 
 
 def _sampling(request: GenerateRequest, given: Fields) -> int:
-    """Fill in the sampling parameters; returns how many samples are wanted."""
+    """Set the sampling parameters. Return the number of samples."""
     for name, nothing in _WITHOUT.items():
         _nothing(given, name, nothing)
     params = request.sampling_params
@@ -208,7 +206,7 @@ def _sampling(request: GenerateRequest, given: Fields) -> int:
 
 
 def sampling_of_chat(fields: Fields) -> dict[str, Any]:
-    """The sampling parameters of a chat, under the names that they have here."""
+    """Return a chat's sampling parameters under the names of this route."""
     given = {name: fields.take(name, object, None) for name in (*_SAMPLING, "top_k", "stop", "n")}
     given["max_tokens"] = fields.take("max_completion_tokens", object, fields.take("max_tokens", object, None))
     if fields.take("logprobs", bool, False):
@@ -223,7 +221,7 @@ def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
 
 
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
-    """What is new of a sample in each event."""
+    """Yield an event with the new output of a sample."""
     head: dict[str, Any] = {"request_id": asked.rid, "output_mode": asked.mode, "usage": None}
     prompt, made = list(samples[0].request.input_ids.ids), [0] * len(samples)
     first = {"prompt_token_ids": prompt} if asked.ids else {}
@@ -261,7 +259,7 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
         choice["finish_reason"] = short_name(FinishType.DESCRIPTOR, reason.type or FINISH_TYPE_ABORT)
         matched = reason.WhichOneof("matched")
         found = getattr(reason, matched) if matched else None
-        # The end of a text is no stop that anybody asked for.
+        # The end-of-text token is no stop that the caller requested.
         choice["stop_reason"] = found if isinstance(found, str) or found in asked.stops else None
         choice["weight_versions"] = [
             {"version": span.version.label, "start": span.start, "end": span.end} for span in ended.whole.versions
@@ -270,7 +268,7 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
 
 
 def _position(asked: _Asked, entry: TokenLogprob) -> dict[str, Any]:
-    """What was generated at one position: the token itself stands first among the most likely ones, too."""
+    """Return an output position. The token itself is also first among the most likely tokens."""
     tops = asked.tops or 0
     told = [_token(asked, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
     return {**told[0], "top_logprobs": told}
