@@ -1,7 +1,8 @@
 """The trainer: a supervised warm-up, then GRPO (group relative policy optimisation).
 
-Advantages are rewards less their group's mean, over its standard deviation; the loss is PPO's clipped one per token,
-with the engine's log probabilities as those of the old policy, and no KL term.
+Advantages are rewards less their group's mean, over the group's standard deviation. The loss is PPO's clipped loss per
+token, with the engine's log probabilities as the old policy's, and without a KL term.
+
 Source of the method: Shao et al., "DeepSeekMath", 2024, section 4.1.
 """
 
@@ -24,15 +25,15 @@ CLIP = 0.2
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample as the engine returned it.
+    """One sample from the engine.
 
     Attributes:
         prompt: token ids.
-        output: token ids that were generated.
+        output: generated token ids.
         logprobs: the engine's log probability of each output token, natural logarithm.
         versions: sequence number of the version of each output token.
         reward: 0.0 or 1.0.
-        group: samples of the same prompt share it.
+        group: number of the prompt, equal for all samples of the prompt.
     """
 
     prompt: list[int]
@@ -44,7 +45,7 @@ class Rollout:
 
 
 def rollouts(groups: Iterable[tuple[Problem, Iterable[RolloutSample]]]) -> list[Rollout]:
-    """The samples of each problem, with the reward for the text that was generated."""
+    """Return the samples of each problem, with the reward for the generated text."""
     return [
         Rollout(
             prompt=list(sample.prompt_ids),
@@ -69,7 +70,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
 
     def supervise(self, steps: int, batch: int) -> float:
-        """Warm up on worked sums; returns the last loss."""
+        """Warm up on worked sums; return the last loss."""
         loss = torch.tensor(0.0)
         for _ in range(steps):
             problems = draw(self._random, min(batch, len(EVERY)))
@@ -85,13 +86,15 @@ class Trainer:
         return float(loss.detach())
 
     def remember(self, version: int, keep: int = 1) -> None:
-        """The present weights are this version's; those of the ``keep`` newest versions are kept."""
+        """Record the present weights as this version's; keep the weights of the ``keep`` newest versions."""
         self._past[version] = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         for old in sorted(self._past)[:-keep]:
             del self._past[old]
 
     def mismatch(self, rollouts: Sequence[Rollout]) -> float:
-        """Largest |log probability of the engine − of the trainer| of a token under the weights of its version."""
+        """Return the largest |log probability of the engine − of the trainer| of a token under its version's
+        weights.
+        """
         versions, told, mask = (
             _rows([getattr(r, name) if name else [1.0] * len(r.output) for r in rollouts])
             for name in ("versions", "logprobs", "")
@@ -99,16 +102,16 @@ class Trainer:
         worst = 0.0
         for version in sorted(set(versions[mask > 0].tolist())):
             if version not in self._past:
-                return float("inf")  # a version that was never trained, or is not known
+                return float("inf")  # a version that was never trained, or is unknown
             with torch.no_grad():
                 difference = (self.logprobs(rollouts, self._past[version]) - told).abs()
             worst = max(worst, float(difference[(versions == version) & (mask > 0)].max()))
         return worst
 
     def logprobs(self, rollouts: Sequence[Rollout], weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Log probabilities of the output tokens, (rollouts, longest output), 0 beyond.
+        """Return log probabilities of the output tokens, (rollouts, longest output), 0 beyond.
 
-        ``weights``: tensors by name, instead of the present ones.
+        ``weights``: tensors by name, in place of the present weights.
         """
         tokens, mask = _padded([r.prompt + r.output for r in rollouts])
         inputs = {"input_ids": tokens, "attention_mask": mask}
@@ -123,7 +126,7 @@ class Trainer:
         return torch.stack(rows)
 
     def step(self, rollouts: Sequence[Rollout]) -> float:
-        """One GRPO step; returns the :meth:`mismatch` before it."""
+        """Take one GRPO step; return the :meth:`mismatch` before the step."""
         difference = self.mismatch(rollouts)
         new = self.logprobs(rollouts)
         old, mask = _rows([r.logprobs for r in rollouts]), _rows([[1.0] * len(r.output) for r in rollouts])
@@ -153,13 +156,13 @@ def _advantages(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 
 def _rows(values: Sequence[Sequence[float]]) -> torch.Tensor:
-    """(rollouts, longest output), 0 beyond."""
+    """Return (rollouts, longest output), 0 beyond."""
     longest = max(map(len, values))
     return torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in values])
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and attention mask, (sequences, longest). A sampled pad token is a token like any other."""
+    """Return tokens and attention mask, (sequences, longest). A sampled pad token is attended to like any token."""
     longest = max(len(sequence) for sequence in sequences)
     tokens = torch.tensor([[*sequence, *[PAD] * (longest - len(sequence))] for sequence in sequences])
     mask = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in sequences])

@@ -1,4 +1,4 @@
-"""What the demo must show, step by step and at its end. A broken promise ends it at the first step that breaks it."""
+"""The promises of the demo, checked at each step and at the end. The demo ends at the first broken promise."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ RISE = 0.1
 """Least rise of the mean reward on the evaluation set, in the GRPO part alone."""
 
 MISMATCH = 1e-4
-"""Largest |log probability of the engine − of the trainer| that float32 may show."""
+"""Largest |log probability of the engine − of the trainer| to expect in float32."""
 
 LEVEL = "expected"
-"""Level at which every update must be verified at every engine."""
+"""Level of verification required of every update at every engine."""
 
 EVIDENCE = "rank"
-"""Evidence that every digest must have."""
+"""Evidence required of every digest."""
 
 
 @dataclass
 class Step:
-    """What was seen in one step.
+    """Observations of one step.
 
     Attributes:
-        version: label that the fleet serves after it.
+        version: label of the fleet's version after the step.
         reward: mean over the step's rollouts, sampled at temperature 1.
-        tokens_per_s: generated tokens over the time of the rollout; of the whole step where both go on together.
-        pause_ms: from the first engine's pause to the last one's resume; whole, as the coordinator's clock counts them.
+        tokens_per_s: generated tokens over the time of the rollout; over the whole step if both run together.
+        pause_ms: from the first engine's pause to the last engine's resume; whole, on the coordinator's clock.
         transfer_ms: from the first tensor to the last byte sent.
         max_logprob_diff: largest |log probability of the engine − of the trainer| over the rollouts, each token under
-            the weights of the version that the engine says it is of.
-        digests: model digest that each engine reports afterwards, by slot.
+            the weights of the version that the engine reports for the token.
+        digests: model digest reported by each engine after the step, by slot.
         expected: model digest of the trainer's weights.
-        verified: level at which the update was verified, by slot.
+        verified: level of the update's verification, by slot.
         evidence: weakest evidence of the ranks for the digests, by slot: ``rank`` if every rank answered for itself.
-        staleness: versions that the oldest token trained on was behind.
-        dropped: prompts whose samples had become too old to be trained on, so far.
-        problem: why the step failed, or "".
+        staleness: versions between the oldest trained token and the trained weights.
+        dropped: number of prompts so far with samples too old for training.
+        problem: cause of the step's failure, or "".
     """
 
     step: int
@@ -55,25 +55,25 @@ class Step:
     problem: str = ""
 
     def json(self) -> dict[str, Any]:
-        """As one object of the demo's --json output."""
+        """Return the step as an object of the demo's --json output."""
         return {"kind": "step"} | asdict(self) | {"checksums_equal": self.checksums_equal}
 
     @property
     def checksums_equal(self) -> bool:
-        """Whether every engine holds exactly the trainer's weights."""
+        """Return True if every engine holds exactly the trainer's weights."""
         return bool(self.digests) and set(self.digests.values()) == {self.expected}
 
 
 class Judge:
-    """Looks at each step as it ends."""
+    """Checks each step at its end."""
 
     def __init__(self, max_staleness: int = 0) -> None:
-        """``max_staleness``: versions that the samples may be behind."""
+        """``max_staleness``: most versions between samples and trained weights."""
         self._max_staleness = max_staleness
         self.steps: list[Step] = []
 
     def look(self, step: Step) -> str:
-        """Why the step fails, or ""."""
+        """Return the cause of the step's failure, or ""."""
         before = self.steps[-1].expected if self.steps else ""
         self.steps.append(step)
         if not step.problem:
@@ -98,7 +98,7 @@ class Judge:
         return ""
 
     def verdict(self, first: float, last: float) -> Verdict:
-        """What it all comes to. ``first``, ``last``: mean reward on the evaluation set before and after GRPO."""
+        """Return the verdict. ``first``, ``last``: mean reward on the evaluation set before and after GRPO."""
         problems = [step.problem for step in self.steps if step.problem]
         if not problems and round(last - first, 9) < RISE:
             problems = [f"the greedy reward rose by {last - first:.2f}, less than {RISE:g}"]
@@ -115,7 +115,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the demo ended."""
+    """The result of the demo."""
 
     reward_first: float
     reward_last: float
@@ -127,9 +127,9 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every promise held."""
+        """Return True if no promise was broken."""
         return not self.problem
 
     def json(self) -> dict[str, Any]:
-        """The last object of the demo's --json output."""
+        """Return the last object of the demo's --json output."""
         return {"kind": "verdict"} | asdict(self) | {"passed": self.passed}

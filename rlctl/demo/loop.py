@@ -1,4 +1,4 @@
-"""Trainer and fleet together: rollouts through the fleet, a gradient step here, weights to every engine, checked."""
+"""Trainer and fleet together: rollouts through the fleet, a gradient step, weights to every engine, checks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlctl.trainer.publisher import Publisher, model_digest
 from rlctl.v1.common_pb2 import Evidence, VerificationLevel
 
 SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank", "stale-decode")
-"""Negative controls: each breaks one thing on purpose, and the demo must notice. All but
-skip-sync and stale-decode are torch's own.
+"""Negative controls: each sabotage causes one defect that the demo must find. All but skip-sync and stale-decode are
+for the torch engine only.
 """
 
 _ENGINE_SABOTAGE = {
@@ -36,19 +36,19 @@ _ENGINE_SABOTAGE = {
 SKIPPED_STEP = 2
 
 _LAYOUTS = {"torch": (2, 1), "sglang": (1, 1), "vllm": (1, 1)}
-"""Tensor-parallel sizes of the two engines, where nothing else is asked for."""
+"""Tensor-parallel sizes of the two engines, by default."""
 
 _OPTIONS = {
     "torch": {"max_running": "256", "max_total_tokens": "8192"},
     "sglang": {},
     "vllm": {"max_num_seqs": "256"},
 }
-"""Their settings."""
+"""Options of the engines, by plug-in."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much of what; ``tp_size``: tensor-parallel size of both engines, 0 for what is usual."""
+    """Settings of a demo run; ``tp_size``: tensor-parallel size of both engines, 0 for the default."""
 
     seed: int = 0
     warmup_steps: int = 40
@@ -65,14 +65,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told what happens, as it happens."""
+    """Callbacks for the progress of a run."""
 
     note: Callable[[str], None]
     step: Callable[[Step], None]
 
 
 def run(settings: Settings, listener: Listener, directory: Path) -> Verdict:
-    """The whole demo, in a directory of its own. Raises RlctlError when the fleet does not come up."""
+    """Run the whole demo in ``directory``. Raises RlctlError if the fleet does not start."""
     torch.set_num_threads(1)
     model = tiny.make(settings.seed)
     trainer = Trainer(model, learning_rate=settings.warmup_learning_rate, seed=settings.seed)
@@ -172,7 +172,7 @@ class _Loop:
     def _asking(self) -> Asking:
         asking: Asking = {"n": self._settings.samples, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
         if self._settings.engine == "torch":
-            # SGLang draws by seeds only where it can make inference deterministic, which is not on a CPU.
+            # SGLang honours seeds only with deterministic inference, which is not available on a CPU.
             asking["seed"] = self._settings.seed * 1_000_003
         return asking
 

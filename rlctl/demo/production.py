@@ -1,4 +1,4 @@
-"""Groups of samples for the trainer, made ahead of it as far as the mode says."""
+"""Groups of samples for the trainer, generated as far ahead as the mode allows."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.blocking import Rollout
 
 MODES = ("sync", "one-step-off", "async")
-"""Generate, then train · train on what was generated during the step before · take what has finished, whenever."""
+"""Generate, then train · train on samples from the previous step · train on finished samples in any order."""
 
 MAX_STALENESS = {"sync": 0, "one-step-off": 1, "async": 4}
-"""Versions that the oldest token of a sample may be behind the weights that are trained."""
+"""Most versions between a sample's oldest token and the trained weights."""
 
 Group = tuple[Problem, list[RolloutSample]]
 
 
 class Production:
-    """Keeps groups in generation and hands them out."""
+    """Keeps groups in generation and returns finished groups."""
 
     def __init__(
         self, rollout: Rollout, mode: str, prompts: int, draw: Callable[[int], list[Problem]], asking: Asking
     ) -> None:
-        """``prompts``: groups of a batch. ``draw`` gives so many problems. ``asking``: how each is sampled; a seed in
-        it is the first group's, and the next one's is larger by one.
+        """``prompts``: groups of a batch. ``draw`` returns this many problems. ``asking``: sampling of each group. A
+        seed in ``asking`` is the first group's; each further group's seed is larger by one.
         """
         self.dropped = 0
-        """Groups that had become too old, so far."""
+        """Groups so far that had become too old."""
         self._rollout = rollout
         self._mode = mode
         self._prompts = prompts
@@ -41,7 +41,7 @@ class Production:
         self._under_way: dict[Future[list[RolloutSample]], Problem] = {}
 
     def batch(self, latest: int) -> list[Group]:
-        """The next groups, none too old beside version number ``latest``; those of later batches go on meanwhile."""
+        """Return the next groups that are fresh enough for version ``latest``; groups of later batches go on."""
         ready: list[Group] = []
         while len(ready) < self._prompts:
             missing = self._prompts - len(ready)
@@ -53,7 +53,7 @@ class Production:
         return ready
 
     def close(self) -> None:
-        """Stop what is under way."""
+        """Cancel all generation."""
         for future in self._under_way:
             future.cancel()
         self._under_way.clear()
@@ -69,7 +69,7 @@ class Production:
             self._under_way[self._rollout.loop.submit(work)] = problem
 
     def _take(self, most: int, latest: int) -> list[Group]:
-        """What has finished, the oldest first; all of it unless any will do."""
+        """Return the oldest finished groups; outside mode async wait for all groups."""
         when = concurrent.futures.FIRST_COMPLETED if self._mode == "async" else concurrent.futures.ALL_COMPLETED
         concurrent.futures.wait(self._under_way, return_when=when)
         done = [future for future in self._under_way if future.done()][:most]
@@ -80,6 +80,6 @@ class Production:
 
 
 def staleness(samples: list[RolloutSample], latest: int) -> int:
-    """By how many versions the oldest token is behind; one whose version is not known counts as older than any."""
+    """Return the staleness of the oldest token in versions; a token of unknown version counts as older than any."""
     behind = [sample.staleness_at(latest) for sample in samples]
     return max(latest if each is None else each for each in behind)

@@ -19,11 +19,11 @@ COLUMNS = (
     *("weights equal", "verified", "evidence"),
 )
 HEAD_LINES = 6
-"""Lines of a terminal that a live table leaves to its frame and to what stands above it."""
+"""Lines of a terminal outside a live table: its frame and the text above."""
 
 
 class Display:
-    """A table that grows step by step: live on a terminal, line by line elsewhere; or one JSON object a line."""
+    """A table that grows step by step: live on a terminal, else line by line; or one JSON object a line."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json
@@ -32,11 +32,11 @@ class Display:
         self.steps: list[Step] = []
 
     def note(self, text: str) -> None:
-        """What happens beside the steps."""
+        """Print a remark beside the steps."""
         self._console.print(text, style="dim", markup=False, highlight=False)
 
     def step(self, step: Step) -> None:
-        """One more step."""
+        """Show a step."""
         self.steps.append(step)
         if self._json:
             print(json.dumps(step.json()), flush=True)  # noqa: T201 - the data, on stdout
@@ -48,14 +48,14 @@ class Display:
             self._line(cells)
             return
         if self._live is None:
-            # Erased at the end and printed once more, whole: a live table cannot be taller than the terminal.
+            # Erased at the end and printed once more in full: a live table cannot be taller than the terminal.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         newest = self.steps[-max(1, self._console.height - HEAD_LINES) :]
         self._live.update(_table(newest), refresh=True)
 
     def end(self, verdict: Verdict) -> None:
-        """The verdict."""
+        """Show the verdict."""
         self.close()
         if self._json:
             print(json.dumps(verdict.json()), flush=True)  # noqa: T201 - the data, on stdout
@@ -66,14 +66,14 @@ class Display:
             self._say(f"FAILED{where}: {verdict.problem}", "red")
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
             self._console.print(_table(self.steps))
 
     def _say(self, text: str, style: str) -> None:
-        """A sentence: broken between words on a terminal, one line elsewhere."""
+        """Print a sentence: broken between words on a terminal, else in one line."""
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def _line(self, cells: Sequence[str]) -> None:
@@ -119,12 +119,12 @@ def _cells(step: Step) -> tuple[str, ...]:
 
 
 def _each(values: Mapping[str, str]) -> str:
-    """The value that all slots have, or all values."""
+    """Return the common value of all slots, or all values."""
     return "/".join(sorted(set(values.values()))) or "-"
 
 
 def plot(steps: Sequence[Step], verdict: Verdict, path: Path) -> None:
-    """Reward and pause over the steps, as a PNG."""
+    """Plot reward and pause over the steps, as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""A tiny Llama and a tokenizer of single characters, made on the spot: no download."""
+"""A tiny Llama and a tokenizer of single characters, made locally: no download."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlctl.demo.task import CHARACTERS
 
 PAD, BOS, EOS = 0, 1, 2
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS]
-"""16 tokens: an even number, which two tensor-parallel ranks can share."""
+"""16 tokens: an even number, divisible by two tensor-parallel ranks."""
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text, after the beginning-of-sequence token."""
+    """Return token ids of a text, after the beginning-of-sequence token."""
     return [BOS, *(VOCABULARY.index(character) for character in text)]
 
 
 def make(seed: int) -> Any:
-    """A 2-layer Llama of width 128 (4 heads, 2 KV heads, float32), its weights drawn from the seed."""
+    """Make a 2-layer Llama of width 128 (4 heads, 2 KV heads, float32), with weights drawn from the seed."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
@@ -44,7 +44,7 @@ def make(seed: int) -> Any:
 
 
 def save(model: Any, directory: Path) -> None:
-    """Write the checkpoint that engines start from."""
+    """Write the engines' initial checkpoint."""
     quiet: Any = disable_progress_bar
     quiet()
     model.save_pretrained(directory, safe_serialization=True)
