@@ -1,4 +1,4 @@
-"""A fleet that a trainer's own process keeps: ``rlctl up`` as its child, on the Ray cluster that the trainer is on."""
+"""A fleet of a trainer's own process: ``rlctl up`` as a child process, on the trainer's Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Given:
-    """Bundles of a placement group that the trainer has made.
+    """Bundles of a placement group made by the trainer.
 
     Attributes:
         id: of the group, in hexadecimal.
-        bundles: those that the engines may use, in the order of their ranks.
-        share: how much of its bundle a rank takes.
+        bundles: bundles for the engines, in the order of their ranks.
+        share: a rank's share of its bundle.
     """
 
     id: str
@@ -39,18 +39,18 @@ class Given:
 
     @property
     def flags(self) -> list[str]:
-        """For ``rlctl up``."""
+        """Return the flags for ``rlctl up``."""
         bundles = ",".join(map(str, self.bundles))
         return ["--placement-group", self.id, "--bundles", bundles, "--bundle-share", f"{self.share:g}"]
 
 
 class Up:
-    """The fleet. It ends with :meth:`stop`, with the block, and with this process, however that ends."""
+    """The fleet. The fleet ends with :meth:`stop`, with the block, and with any end of this process."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        """Start it on this process's Ray cluster, and return when every engine serves.
+        """Start the fleet on this process's Ray cluster, and return when every engine serves.
 
-        ``name``: of the fleet on this machine; ``arguments``: of ``rlctl up``. Raises what that fails with.
+        ``name``: of the fleet on this machine; ``arguments``: of ``rlctl up``. Raises the error of ``rlctl up``.
         """
         self._name = name
         command = [sys.executable, "-m", "rlctl", "-o", "json", "up", "--name", name, *arguments, "--end-with-parent"]
@@ -73,18 +73,16 @@ class Up:
             raise
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
         self.stop()
 
     @property
     def state(self) -> state.FleetState:
-        """Where everything is now. Raises UNREACHABLE: it has ended."""
+        """Return the present state of the fleet. Raises UNREACHABLE if the fleet has ended."""
         found = state.read(self._name)
         if found is None or found.pid != self._process.pid or not found.alive:
             raise Reason.UNREACHABLE.error(f"fleet {self._name!r} has ended: {self._last}", field="name")
@@ -92,17 +90,17 @@ class Up:
 
     @property
     def endpoint(self) -> str:
-        """Of the coordinator, for :func:`rlctl.connect`."""
+        """Return the coordinator's address, for :func:`rlctl.connect`."""
         return self.state.endpoint
 
     def stop(self) -> None:
-        """End everything that was started; a placement group that was given stays."""
+        """End all processes of the fleet; a placement group of the trainer stays."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # its processes end with it
+                self._process.kill()  # kills the fleet's processes too
                 self._process.wait()
         self._reader.join()
         assert self._process.stdin is not None
@@ -127,7 +125,9 @@ class Up:
 
 
 def cluster_flags() -> list[str]:
-    """The Ray cluster that this process has joined, and its node. Raises UNREACHABLE where it has joined none."""
+    """Return flags with this process's Ray cluster and node. Raises UNREACHABLE if the process has joined no
+    cluster.
+    """
     import ray
 
     if not ray.is_initialized():
@@ -139,5 +139,5 @@ def cluster_flags() -> list[str]:
 
 
 def given(group: Any, bundles: Sequence[int], share: float) -> Given:
-    """Bundles of one of Ray's placement groups."""
+    """Return bundles of a Ray placement group."""
     return Given(group.id.hex(), tuple(map(int, bundles)), share)

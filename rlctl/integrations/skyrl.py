@@ -1,8 +1,8 @@
-"""SkyRL's server group over an rlctl fleet: start, stop, where each server is.
+"""SkyRL's server group over an rlctl fleet: start, stop and the addresses of the servers.
 
-Names as SkyRL 0.3.0 has them (``inference_servers/server_group.py``, ``common.py``). A server here is an engine of the
-fleet: the group's pool and its actors are rlctl's own, which starts an engine again when it ends, and control calls go
-to the fleet's coordinator, not to each server.
+Names are SkyRL 0.3.0's (``inference_servers/server_group.py``, ``common.py``). A server here is an engine of the fleet.
+rlctl owns the group's pool and actors, and restarts an engine that has ended. Control calls go to the fleet's
+coordinator, not to each server.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rlctl.sdk.blocking import connect
 
 MODEL = "actor"
 SHARE = 0.2
-"""Of its bundle, as SkyRL's own servers are counted beside its trainer."""
+"""A rank's share of its bundle: SkyRL counts its own servers with this share beside its trainer."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Where a server is.
+    """The place of a server.
 
     Attributes:
-        ip: of its node.
-        port: that it has got there, of its RolloutService.
-        slot: its name in the fleet, the same after a restart.
+        ip: of the server's node.
+        port: TCP port of the server's RolloutService on this node.
+        slot: slot in the fleet, the same after a restart.
         bundles: of the placement group, by rank.
     """
 
@@ -40,7 +40,7 @@ class ServerInfo:
 
 
 class ServerGroup:
-    """Servers of one model in a placement group that a trainer has made."""
+    """Servers of one model in a placement group made by a trainer."""
 
     def __init__(
         self,
@@ -58,14 +58,16 @@ class ServerGroup:
         share: float = SHARE,
         flags: Sequence[str] = (),
     ) -> None:
-        """``cli_args``: ``model`` and ``tensor_parallel_size`` are heeded; further arguments of the engine are
-        ``options``. ``start_port`` is not: a server binds a port that is free on its node, and tells which.
+        """Check the arguments; :meth:`start` starts the servers.
 
-        ``placement_group``: Ray's, or SkyRL's ``ResolvedPlacementGroup``, whose order then counts; its bundles from
-        ``placement_group_bundle_offset`` on are used. Without one rlctl makes one for each server. ``name``: of the
-        fleet on this machine; ``share``: how much of its bundle a rank takes; ``flags``: further ones of ``rlctl up``.
+        ``cli_args``: only ``model`` and ``tensor_parallel_size`` are used; further arguments of the engine are
+        ``options``. ``start_port`` is ignored: a server binds a free TCP port of its node, and reports it.
+        ``placement_group``: Ray's, or SkyRL's ``ResolvedPlacementGroup`` with its order; bundles from
+        ``placement_group_bundle_offset`` on are used. Without a placement group rlctl makes a group for each server.
+        ``name``: of the fleet on this machine; ``share``: a rank's share of its bundle; ``flags``: further flags of
+        ``rlctl up``.
 
-        Raises UNSUPPORTED for ``enable_dp`` and ``enable_pd``, FIELD_INVALID where the group has too few bundles.
+        Raises UNSUPPORTED for ``enable_dp`` and ``enable_pd``, FIELD_INVALID if the group has too few bundles.
         """
         del start_port
         for wanted, flag in ((enable_dp, "enable_dp"), (enable_pd, "enable_pd")):
@@ -96,21 +98,23 @@ class ServerGroup:
         self._fleet: Up | None = None
 
     def start(self) -> list[ServerInfo]:
-        """Start all and wait until they serve. Raises what ``rlctl up`` fails with."""
+        """Start all servers and wait until all serve. Raises the error of ``rlctl up``."""
         if self._fleet is None:
             self._fleet = Up(self._name, [*cluster_flags(), *self._arguments])
         return self.server_infos
 
     @property
     def fleet(self) -> Up:
-        """The fleet: its coordinator's address, say. Raises UNREACHABLE: it is not up."""
+        """Return the fleet, for example for its coordinator's address. Raises UNREACHABLE before the start."""
         if self._fleet is None:
             raise Reason.UNREACHABLE.error("the servers have not been started", next_step="start() does.")
         return self._fleet
 
     @property
     def server_infos(self) -> list[ServerInfo]:
-        """Where each server is now; [] before the start and after the end. A server that is away is left out."""
+        """Return the present places of all servers; [] before the start and after the end. Unroutable servers are
+        omitted.
+        """
         if self._fleet is None:
             return []
         known = self._fleet.state
@@ -127,11 +131,11 @@ class ServerGroup:
 
     @property
     def proxy_url(self) -> str:
-        """Where the servers answer HTTP: the model's gateway, which picks one for each request."""
+        """Return the URL of the model's gateway; the gateway picks a server for each request."""
         return self.fleet.state.gateways[MODEL]
 
     def shutdown(self) -> None:
-        """End all servers; a placement group that was given stays."""
+        """End all servers; a placement group of the trainer stays."""
         if self._fleet is not None:
             self._fleet.stop()
             self._fleet = None

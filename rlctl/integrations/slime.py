@@ -1,8 +1,8 @@
-"""What slime's rollout functions ask for: where each model answers. And its engines, where its trainer has put them.
+"""slime's functions for rollouts: the URL of each model, and engines in the bundles of slime's trainer.
 
 Source of the names: slime's documentation of ``--sglang-config`` (``get_model_url``, ``args.sglang_model_routers``),
-and ``slime/ray/placement_group.py``, ``slime/ray/rollout.py`` (``start_rollout_servers``, what it is given).
-There a name that is not known becomes the default model; here it is an error.
+and ``slime/ray/placement_group.py``, ``slime/ray/rollout.py`` (arguments of ``start_rollout_servers``). In slime an
+unknown name becomes the default model; here an unknown name is an error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlctl.integrations.child_fleet import Up, cluster_flags, given
 from rlctl.launch.supervisor import fleet_state
 
 SHARE = 0.2
-"""Of its bundle: what slime's own engines take, beside the 0.4 of its trainer."""
+"""A rank's share of its bundle: the share of slime's own engines, beside the 0.4 of slime's trainer."""
 
 _FLAGS = ("hf_checkpoint", "rollout_num_gpus", "rollout_num_gpus_per_engine", "num_gpus_per_node",
           "prefill_num_servers", "router_policy", "sglang_config")  # fmt: skip
 _NOT_SGLANG = ("config", "model_routers", "router_", "server_concurrency")
-"""What slime calls ``sglang_...`` and is none of SGLang's arguments."""
+"""Settings named ``sglang_...`` in slime that are not arguments of SGLang."""
 
 
 def start_rollout_servers(
@@ -34,14 +34,14 @@ def start_rollout_servers(
     share: float = SHARE,
     flags: Sequence[str] = (),
 ) -> Up:
-    """Start the engines that ``args`` describe in the bundles that slime's trainer has left for its rollout.
+    """Start the engines of ``args`` in the bundles that slime's trainer reserves for rollouts.
 
-    ``args``: slime's, of which those that ``rlctl up`` takes too are heeded; ``args.sglang_model_routers`` is filled.
+    ``args``: slime's; only arguments that ``rlctl up`` has too are used. ``args.sglang_model_routers`` is filled.
     ``pg``: ``create_placement_groups(args)["rollout"]``: (placement group, bundle indices, GPU ids); the n-th GPU of
-    the plan is the n-th of these bundles. ``name``: of the fleet on this machine. ``share``: how much of its bundle a
-    rank takes. ``flags``: further ones of ``rlctl up``, ``["--insecure"]`` say.
+    the deployment plan is the n-th of these bundles. ``name``: of the fleet on this machine. ``share``: a rank's share
+    of its bundle. ``flags``: further flags of ``rlctl up``, for example ``["--insecure"]``.
 
-    Returns the fleet, which ends with this process. Raises what ``rlctl up`` fails with.
+    Returns the fleet, which ends with this process. Raises the error of ``rlctl up``.
     """
     group, bundles, _ = pg
     fleet = Up(name, [*cluster_flags(), *given(group, bundles, share).flags, *_flags(args), *flags])
@@ -54,7 +54,7 @@ def start_rollout_servers(
 
 
 def _flags(args: Any) -> Iterator[str]:
-    """slime's arguments as flags of ``rlctl up``."""
+    """Yield slime's arguments as flags of ``rlctl up``."""
     for name in _FLAGS:
         if (value := getattr(args, name, None)) is not None:
             yield from (f"--{name.replace('_', '-')}", str(value))
@@ -63,7 +63,7 @@ def _flags(args: Any) -> Iterator[str]:
         name = attribute.removeprefix("sglang_")
         if name == attribute or name.startswith(_NOT_SGLANG):
             continue
-        if value is None or value is False or value in ("", []):  # a zero is one of its arguments' values
+        if value is None or value is False or value in ("", []):  # zero is a valid value of an argument
             continue
         if known is None or (name in known.names and name not in known.taken):
             text = "true" if value is True else value if isinstance(value, str) else json.dumps(value)
@@ -71,11 +71,11 @@ def _flags(args: Any) -> Iterator[str]:
 
 
 def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str, int]]:
-    """Fill ``args.sglang_model_routers`` with the routers of a fleet that is up on this machine, and return it.
+    """Fill ``args.sglang_model_routers`` with the routers of a running fleet on this machine, and return the routers.
 
-    ``fleet``: its name, as ``rlctl up --name`` or ``fleet.name`` has it. Maps model names to (host, port), as slime
-    does: of a model's router, or of its gateway where it has none. Models without a gateway are left out. Raises
-    UNREACHABLE: no fleet of that name is up.
+    ``fleet``: name in ``rlctl up --name`` or ``fleet.name``. Maps model names to (host, TCP port), as slime does: of a
+    model's router, else of its gateway. Models without a gateway are left out. Raises UNREACHABLE if no fleet of that
+    name runs.
     """
     found = fleet_state.read(fleet)
     if found is None or not found.alive:
@@ -93,9 +93,9 @@ def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str,
 
 
 def get_model_url(args: Any, name: str, path: str = "/generate") -> str:
-    """URL of a path at a model's gateway, out of ``args.sglang_model_routers``.
+    """Return the URL of a path at a model's gateway, from ``args.sglang_model_routers``.
 
-    Raises MODEL_NOT_FOUND, naming the models that there are, and FIELD_REQUIRED where nothing has filled the attribute.
+    Raises MODEL_NOT_FOUND, with the known models, and FIELD_REQUIRED if the attribute is not filled.
     """
     routers: dict[str, tuple[str, int]] | None = getattr(args, "sglang_model_routers", None)
     if routers is None:

@@ -1,7 +1,8 @@
-"""The trainer's half of vLLM's NCCL weight transfer, over a torch process group that an rlctl fleet's ranks can join.
+"""The trainer's half of vLLM's NCCL weight transfer, over a torch process group that the ranks of a fleet can join.
 
-Names and wire as vLLM has them (``vllm/distributed/weight_transfer``): a trainer imports them from here instead. vLLM's
-own communicator is a PyNccl one, which no torch process group can share; the rest of its protocol is the same.
+Names and wire format are vLLM's (``vllm/distributed/weight_transfer``): a trainer imports the names from this module
+instead. vLLM's own communicator is PyNccl's, which no torch process group can share; the rest of the protocol is the
+same.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from rlctl.weights.tensor.tensors import as_bytes
 TIMEOUT_S = 300.0
 
 SAYS_S = 1.0
-"""How soon after a broadcast was cut off the engines say why."""
+"""Wait for the engines' error after an interrupted broadcast, seconds."""
 
 
 class _Store:
-    """Where the engines' ranks meet, for groups of different names: under one that was used they meet what is left of
-    the earlier group.
+    """The store of the engines' ranks, for groups of different names.
+
+    Under a used name the ranks would meet the remains of the earlier group.
     """
 
     def __init__(self, host: str, port: int, world_size: int) -> None:
@@ -37,17 +39,17 @@ class _Store:
         self.listening: TCPStore | None = TCPStore(host, port, world_size, is_master=True, wait_for_workers=False)
 
     def close(self) -> None:
-        """Its port is free."""
+        """Free the TCP port."""
         self.listening = None
 
 
 _stores: weakref.WeakValueDictionary[int, _Store] = weakref.WeakValueDictionary()
-"""By port, each as long as one of its groups."""
+"""By TCP port, each as long as one of its groups."""
 
 
 @dataclass
 class NCCLTrainerSendWeightsArgs:
-    """How tensors are sent; ``src`` is always 0 here."""
+    """Settings for sending tensors; ``src`` is always 0 here."""
 
     group: WeightGroup
     src: int = 0
@@ -59,11 +61,11 @@ class NCCLTrainerSendWeightsArgs:
 
 
 def trainer_init(init_info: Any, rank: int = 0, *, stop: threading.Event | None = None) -> WeightGroup:
-    """The group of rank 0, whose store listens at ``master_address:master_port``; returns when all have come.
+    """Form the group of rank 0, with its store at ``master_address:master_port``; return when all ranks have joined.
 
-    ``init_info``: a mapping or a dataclass with those and ``world_size``, and with ``packed`` and
-    ``packed_buffer_size_bytes`` where the engines are told so. NCCL where torch has it and a GPU is there, else gloo:
-    what the gateway forms with where a request names no backend. ``stop`` ends it early. Raises GROUP_FAILED.
+    ``init_info``: a mapping or a dataclass with these and ``world_size``, and with ``packed`` and
+    ``packed_buffer_size_bytes`` if the engines get these too. The backend is NCCL if torch has NCCL and a GPU, else
+    gloo: the gateway's choice for a request without a backend. ``stop`` ends the rendezvous early. Raises GROUP_FAILED.
     """
     del rank
     info = asdict(init_info) if is_dataclass(init_info) and not isinstance(init_info, type) else dict(init_info)
@@ -83,14 +85,14 @@ def trainer_init(init_info: Any, rank: int = 0, *, stop: threading.Event | None 
             stop=stop,
         )
     except BaseException:
-        del store  # whoever keeps the error would keep the port
+        del store  # a stored error would keep the TCP port
         raise
     group.store = store
     return group
 
 
 def _store(host: str, port: int, world_size: int, name: str) -> _Store:
-    """One at which there was no group of this name. Raises GROUP_FAILED: it cannot listen there."""
+    """Return a store without an earlier group of this name. Raises GROUP_FAILED if the store cannot listen."""
     store = _stores.get(port)
     if store is not None and name in store.names:
         store.close()
@@ -113,7 +115,7 @@ def packed_nccl_broadcast_producer(
     buffer_size_bytes: int = PACKED_BYTES,
     num_buffers: int = 2,
 ) -> None:
-    """Send tensors' bytes together: a broadcast ends with the tensor that takes it above ``buffer_size_bytes``."""
+    """Send tensors' bytes together: a broadcast ends with the tensor that exceeds ``buffer_size_bytes``."""
     del src, num_buffers
     pack: list[torch.Tensor] = []
     for item in iterator:
@@ -127,7 +129,7 @@ def packed_nccl_broadcast_producer(
 
 
 class NCCLWeightTransferEngine:
-    """What trainers call of it."""
+    """vLLM's transfer engine, with the methods for trainers."""
 
     trainer_init = staticmethod(trainer_init)
 
@@ -135,7 +137,7 @@ class NCCLWeightTransferEngine:
     def trainer_send_weights(
         iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: NCCLTrainerSendWeightsArgs | Mapping[str, Any]
     ) -> None:
-        """Send all tensors, packed or one by one; ``update_info`` must say which."""
+        """Send all tensors, packed or one by one; ``update_info`` must state the same."""
         given = trainer_args
         args = given if isinstance(given, NCCLTrainerSendWeightsArgs) else NCCLTrainerSendWeightsArgs(**given)
         if args.packed:
@@ -152,33 +154,33 @@ class NCCLWeightTransferEngine:
 
 
 class SyncClient(Protocol):
-    """What tells the engines: vLLM's ``HTTPVLLMWeightSyncClient``, say."""
+    """The client that commands the engines, for example vLLM's ``HTTPVLLMWeightSyncClient``."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Form the group; returns when it stands."""
+        """Form the group; return when the group is complete."""
 
     def start_weight_update(self) -> None:
         """Open an update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Announce tensors; returns when they are taken in."""
+        """Announce tensors; return when the engines have received the tensors."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Commit it."""
+        """Commit the update."""
 
 
 class Weights(Protocol):
-    """vLLM's ``WeightSource``: the same tensors in each pass, as its ``metadata`` names them."""
+    """vLLM's ``WeightSource``: the same tensors in each pass, as in ``metadata``."""
 
     def metadata(self) -> Sequence[Any]:
-        """``name``, ``dtype`` and ``shape`` of each."""
+        """Return ``name``, ``dtype`` and ``shape`` of each tensor."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass
 class NCCLTrainerInitInfo:
-    """Where the trainer's store is, and how it sends; as vLLM has it from 0.28 on."""
+    """The trainer's store and way of sending; as in vLLM from 0.28 on."""
 
     backend: ClassVar[str] = "rlctl"
 
@@ -192,12 +194,12 @@ class NCCLTrainerInitInfo:
 
 
 class NCCLTrainerWeightTransferEngine:
-    """vLLM's stateful trainer engine; ``WeightTransferTrainerFactory.register_engine("rlctl", ...)`` makes it known."""
+    """vLLM's stateful trainer engine; ``WeightTransferTrainerFactory.register_engine("rlctl", ...)`` registers it."""
 
     init_info_cls = NCCLTrainerInitInfo
 
     def __init__(self, info: NCCLTrainerInitInfo, client: SyncClient, source: Weights) -> None:
-        """Made by :meth:`trainer_init`, at every rank of the trainer; rank 0 sends."""
+        """Construct through :meth:`trainer_init`, at every rank of the trainer; rank 0 sends."""
         self.is_sender = info.rank == 0
         self.model_update_group: WeightGroup | None = None
         self._info = info
@@ -206,7 +208,7 @@ class NCCLTrainerWeightTransferEngine:
 
     @classmethod
     def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: SyncClient, source: Weights) -> Self:
-        """Form the group. Raises GROUP_FAILED, and what the client raises, at once where the engines refuse."""
+        """Form the group. Raises GROUP_FAILED, and the client's error, at once if the engines refuse."""
         engine = cls(init_info, client, source)
         if engine.is_sender:
             told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
@@ -216,7 +218,7 @@ class NCCLTrainerWeightTransferEngine:
                 try:
                     client.init_weight_transfer_engine({**told, "rank_offset": 1})
                 except BaseException:
-                    refused.set()  # nobody comes any more
+                    refused.set()  # no engine will join
                     raise
 
             threads = ThreadPoolExecutor(1)
@@ -232,12 +234,14 @@ class NCCLTrainerWeightTransferEngine:
                 engine.shutdown()
                 raise
             finally:
-                threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
+                threads.shutdown(wait=False)  # engines that wait in vain end by their own timeout
         return engine
 
     def send_weights(self) -> None:
-        """One update: every rank goes through the weights, rank 0 sends them. Raises FIELD_CONFLICT where a pass does
-        not give what was announced, GROUP_FAILED, and what the client raises, at once where the engines refuse.
+        """Send one update: every rank iterates over the weights, rank 0 sends the weights.
+
+        Raises FIELD_CONFLICT if a pass differs from the announcement, GROUP_FAILED, and the client's error, at once if
+        the engines refuse.
         """
         announced = list(self._source.metadata())
         if not self.is_sender:
@@ -258,7 +262,7 @@ class NCCLTrainerWeightTransferEngine:
                 self._client.update_weights(update_info)
             except BaseException:
                 if not sent.is_set():
-                    group.interrupt()  # nobody takes part any more
+                    group.interrupt()  # the engines have left the group
                 raise
 
         self._client.start_weight_update()
@@ -277,7 +281,7 @@ class NCCLTrainerWeightTransferEngine:
             sent.set()
             taken.result()
         finally:
-            threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
+            threads.shutdown(wait=False)  # engines that wait in vain end by their own timeout
         self._client.finish_weight_update()
 
     def shutdown(self) -> None:
@@ -288,7 +292,7 @@ class NCCLTrainerWeightTransferEngine:
 
 
 def _raise_why(error: RlctlError, told: Future[None]) -> None:
-    """Raise why the engines have left a group that has failed, if they say so: it says more than that they did."""
+    """Raise the engines' own error for a failed group, if available: their error has the cause."""
     if error.reason is Reason.GROUP_FAILED:
         done, _ = wait([told], SAYS_S)
         for each in done:

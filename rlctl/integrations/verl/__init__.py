@@ -2,6 +2,5 @@
 
 Imports: trainer, rollout, weights.tensor, contract.
 
-Start with ``checkpoint_engine.py`` (``FleetCheckpointEngine``). ``weights.py`` reads the weights of a training
-engine.
+Start with ``checkpoint_engine.py`` (``FleetCheckpointEngine``). ``weights.py`` reads the weights of a training engine.
 """

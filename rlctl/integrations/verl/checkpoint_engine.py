@@ -1,8 +1,8 @@
 """verl over an rlctl fleet: the engine that sends a trainer's weights, and the replica that generates.
 
-Names as verl 0.9.1 has them (``verl/checkpoint_engine/base.py``, ``verl/workers/rollout/replica.py``); the patch in
-``examples/integrations/verl`` registers both under "rlctl". The engines are the fleet's: verl starts none, and its
-trainer's ranks are the update's, all of which gather while rank 0 sends.
+Names are verl 0.9.1's (``verl/checkpoint_engine/base.py``, ``verl/workers/rollout/replica.py``). The patch in
+``examples/integrations/verl`` registers both under "rlctl". The engines are the fleet's: verl starts no engine. The
+ranks of verl's trainer are the ranks of the update: all ranks gather while rank 0 sends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlctl.trainer.publisher import Publisher
 
 NAME = "rlctl"
-"""Of the checkpoint engine's backend, and of the rollout."""
+"""Name of the checkpoint engine's backend, and of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Settings:
 
     Attributes:
         coordinator: of the fleet, ``host:port``.
-        model: of the fleet, whose weights the trainer's are.
-        publisher: settings of :class:`rlctl.trainer.publisher.AsyncPublisher`, ``backend`` say.
-        update: settings of its ``update``, ``pause`` say.
-        rollout: settings of :meth:`rlctl.sdk.aio.AsyncFleet.rollout`, ``policy`` say.
-        timeout_s: how long a sample may take, updates that it goes on over included.
+        model: the fleet's model that gets the trainer's weights.
+        publisher: settings of :class:`rlctl.trainer.publisher.AsyncPublisher`, for example ``backend``.
+        update: settings of its ``update``, for example ``pause``.
+        rollout: settings of :meth:`rlctl.sdk.aio.AsyncFleet.rollout`, for example ``policy``.
+        timeout_s: longest time of a sample, including updates in between, seconds.
     """
 
     coordinator: str
@@ -55,7 +55,7 @@ class Settings:
 
     @classmethod
     def of(cls, engine_kwargs: Mapping[str, Any]) -> Settings:
-        """Raises FIELD_INVALID for a key that there is not, and without a coordinator."""
+        """Return the settings. Raises FIELD_INVALID for an unknown key, and without a coordinator."""
         try:
             return cls(**engine_kwargs)
         except TypeError as error:
@@ -65,14 +65,14 @@ class Settings:
 
 @CheckpointEngineRegistry.register(NAME)
 class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """At every rank of the trainer: ``send_weights`` is one update of the fleet.
+    """The checkpoint engine at every rank of the trainer: ``send_weights`` is one update of the fleet.
 
-    The group between trainer and engines is the publisher's, which keeps it from one update to the next. The update
-    pauses what is generated and lets it go on, at the new version.
+    The publisher owns the group between trainer and engines, and keeps the group between updates. The update pauses
+    running generation and continues at the new version.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
-        """``bucket_size``: bytes that are sent together. ``is_master``: unused; rank 0 leads. ``settings``: see
+        """``bucket_size``: bytes sent together. ``is_master``: unused; rank 0 leads. ``settings``: see
         :class:`Settings`.
         """
         del is_master
@@ -82,7 +82,7 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._weights: TrainingWeights | None = None
 
     def _of_the_fleet(self, *_: Any, **__: Any) -> Any:
-        """What verl's engines do with its own rollout workers. Raises UNSUPPORTED."""
+        """Raise UNSUPPORTED in place of the calls that verl makes to its own rollout workers."""
         raise Reason.UNSUPPORTED.error(
             "the fleet's engines take weights in, and verl has no rollout workers",
             field="actor_rollout_ref.rollout.checkpoint_engine",
@@ -92,10 +92,10 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     prepare = build_topology = init_process_group = finalize = receive_weights = _of_the_fleet
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Make the weights of a training engine the version ``str(global_steps)`` of the fleet; returns metrics.
+        """Publish the weights of a training engine as the version ``str(global_steps)`` of the fleet; return metrics.
 
-        ``weights``: verl's engine (``BaseEngine``), whose ``get_per_tensor_param`` is gone through once, and twice in
-        the first update. Every rank calls it. Raises FIELD_REQUIRED without a step, and as
+        ``weights``: verl's engine (``BaseEngine``). The engine's ``get_per_tensor_param`` is iterated once, in the
+        first update twice. Every rank calls this method. Raises FIELD_REQUIRED without a step, and as
         :meth:`rlctl.trainer.publisher.AsyncPublisher.update`.
         """
         if global_steps is None:
@@ -114,7 +114,7 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {f"checkpoint_engine/{name}": value for name, value in seconds.items()}
 
     def _join(self) -> Publisher:
-        """A trainer that starts again is a new incarnation: it may be at an earlier step than the one before."""
+        """Make the publisher. A restarted trainer is a new incarnation, because it may resume at an earlier step."""
         leads = dist.get_rank() == 0
         settings = {
             "trainer_group": dist.group.WORLD if dist.get_world_size() > 1 else None,
@@ -128,18 +128,18 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 class FleetReplica(RolloutReplica):  # type: ignore[misc]
-    """All engines of the fleet, as one replica: as many of it as there are to be processes that ask them.
+    """All engines of the fleet as one replica; the number of replicas is the number of processes that send requests.
 
-    It has no workers and no servers that verl would put to sleep, abort or update: the fleet's update does that.
+    A replica has no workers or servers for verl to put to sleep, abort or update: the fleet's update does this.
     """
 
     async def init_standalone(self) -> None:
-        """Start what asks the fleet; it takes no GPU."""
+        """Start the actor that sends requests to the fleet; the actor takes no GPU."""
         self.rollout_mode = RolloutMode.STANDALONE
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """Raises UNSUPPORTED for a replica on the trainer's GPUs, and UNREACHABLE."""
+        """Start the actor. Raises UNSUPPORTED for a replica on the trainer's GPUs, and UNREACHABLE."""
         if self.rollout_mode is not RolloutMode.STANDALONE:
             raise Reason.UNSUPPORTED.error(
                 "a fleet's engines are not on the trainer's ranks",
@@ -154,17 +154,17 @@ class FleetReplica(RolloutReplica):  # type: ignore[misc]
 
 
 class FleetServer:
-    """A Ray actor that generates at the fleet's engines, each of which it asks itself."""
+    """A Ray actor that generates at the fleet's engines, through direct requests to each engine."""
 
     def __init__(self, settings: Settings, prompt_length: int, response_length: int) -> None:
-        """``prompt_length``, ``response_length``: tokens, verl's limits of a request that names none."""
+        """``prompt_length``, ``response_length``: tokens, verl's limits of a request without its own limits."""
         self._settings = settings
         self._prompt_length = prompt_length
         self._response_length = response_length
         self._rollout: AsyncRollout | None = None
 
     async def connect(self) -> None:
-        """Raises UNREACHABLE."""
+        """Connect to the fleet. Raises UNREACHABLE."""
         fleet = await rlctl.aio.connect(self._settings.coordinator)
         self._rollout = fleet.rollout(self._settings.model, **self._settings.rollout)
 
@@ -177,10 +177,10 @@ class FleetServer:
         video_data: Any = None,
         **unknown: Any,
     ) -> TokenOutput:
-        """One sample, over pauses, updates and engines that die. ``extra_fields`` has the steps of its versions.
+        """Generate one sample, across pauses, updates and lost engines. ``extra_fields`` has the steps of its versions.
 
-        Raises UNSUPPORTED for images, video and audio, FIELD_INVALID for a sampling parameter that the fleet does not
-        have, and as :meth:`rlctl.rollout.rollout.AsyncRollout.generate`.
+        Raises UNSUPPORTED for images, video and audio, FIELD_INVALID for a sampling parameter unknown to the fleet, and
+        as :meth:`rlctl.rollout.rollout.AsyncRollout.generate`.
         """
         del request_id
         assert self._rollout is not None

@@ -1,4 +1,4 @@
-"""What a training engine of verl's holds, as weights that a publisher can go through."""
+"""The weights of verl's training engine as a source for a publisher."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlctl.weights.tensor.tied_names import Spare
 class TrainingWeights:
     """A training engine's weights as a :class:`rlctl.weights.tensor.source.WeightSource`, gathered anew in every pass.
 
-    verl gives an engine of transfers a generator, which is gone through once. To collect it would take the memory of
-    the whole model at every rank, so the engine is asked again.
+    verl's transfer engines get a generator, usable once. Collecting the generator would take the memory of the whole
+    model at every rank, so the engine is asked again.
     """
 
     def __init__(self, engine: Any) -> None:
-        """``engine``: verl's ``BaseEngine``. Goes through its weights, which takes every rank, and keeps none.
+        """``engine``: verl's ``BaseEngine``. Iterates over the weights on every rank, and keeps no weights.
 
         Raises as :meth:`tensors`.
         """
@@ -28,11 +28,13 @@ class TrainingWeights:
         self._metas = [TensorMeta.of(name, tensor) for name, tensor in self.tensors()]
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor's description, as they were when it was made."""
+        """Return every tensor's description, from the time of construction."""
         return self._metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full tensors, under the names of the checkpoint. Raises UNSUPPORTED for adapters that are not merged."""
+        """Yield the full tensors, under the names of the checkpoint. Raises UNSUPPORTED for adapters that are not
+        merged.
+        """
         named, peft_config = self.engine.get_per_tensor_param()
         if peft_config is not None:
             raise Reason.UNSUPPORTED.error(
@@ -43,11 +45,11 @@ class TrainingWeights:
         yield from named
 
     def spares(self) -> dict[str, Spare]:
-        """Names of tied tensors, which checkpoints may leave out, with the names of the tensors that they are."""
+        """Return names of tied tensors, which checkpoints may omit, with the names of the tensors that they share."""
         given, tied = {meta.name for meta in self._metas}, _tied(self.engine.module)
         return {name: Spare((of,)) for name, of in tied.items() if name in given and of in given}
 
 
 def _tied(module: Any) -> Mapping[str, str]:
-    """Names of tensors that are others', with these: as transformers has them, under FSDP or not."""
+    """Return names of tied tensors with the tensors that they share, as in transformers, with or without FSDP."""
     return getattr(getattr(module, "_fsdp_wrapped_module", module), "all_tied_weights_keys", None) or {}
