@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a network slow, silent or broken, as a test wants it."""
+"""A TCP proxy that makes a network slow, silent or broken for a test."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CONNECT_S = 5.0
 
 
 class ChaosProxy:
-    """``async with ChaosProxy("127.0.0.1:5081") as proxy``: what connects to ``proxy.address`` reaches the target.
+    """``async with ChaosProxy("127.0.0.1:5081") as proxy``: connections to ``proxy.address`` reach the target.
 
-    Everything belongs to the event loop that it was started on.
+    The proxy belongs to the event loop of its start.
 
     Attributes:
-        address: ``host:port`` that it listens at.
-        latency_s: how much later than it came every piece goes on, in both directions; order is kept.
-        connections: connections that were accepted.
+        address: ``host:port`` of the listener.
+        latency_s: delay of every piece, in both directions, seconds; order is kept.
+        connections: number of accepted connections.
     """
 
     def __init__(self, target: str, *, listen: str = "127.0.0.1:0") -> None:
-        """``target``: ``host:port``, dialled anew for every connection. ``listen``: port 0 takes any."""
+        """``target``: ``host:port``, dialled anew for every connection. ``listen``: TCP port 0 takes a free port."""
         self.address = ""
         self.latency_s = 0.0
         self.connections = 0
@@ -39,25 +39,23 @@ class ChaosProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Start."""
         await self.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
         await self.stop()
 
     async def start(self) -> str:
-        """Listen; returns the bound address. Raises OSError when it is taken."""
+        """Listen; return the bound address. Raises OSError if the address is in use."""
         host, port = split(self._listen)
         self._server = await asyncio.start_server(self._accept, host, port)
         self.address = join(host, self._server.sockets[0].getsockname()[1])
         return self.address
 
     async def stop(self) -> None:
-        """Listen no more and reset every connection."""
+        """Stop listening and reset every connection."""
         if self._server is not None:
             self._server.close()
         self.reset()
@@ -69,9 +67,9 @@ class ChaosProxy:
 
     @property
     def blackhole(self) -> bool:
-        """Whether nothing goes through: connections stand and new ones are accepted, but nobody hears of it.
+        """Whether no data pass: connections stay open and new connections are accepted, without any sign.
 
-        What was sent meanwhile goes on when it is lifted, as TCP sends again what was not acknowledged.
+        Data sent meanwhile pass when the blackhole ends, as TCP repeats unacknowledged data.
         """
         return not self._passing.is_set()
 
@@ -83,11 +81,11 @@ class ChaosProxy:
             self._passing.set()
 
     def reset(self) -> None:
-        """Break every connection with a TCP reset. New ones are accepted."""
+        """Break every connection with a TCP reset. New connections are accepted."""
         for writer in self._open:
             connection = writer.get_extra_info("socket")
             if connection is not None:
-                # Closing a socket that lingers for no time sends RST in place of FIN.
+                # Closing a socket with a linger time of zero sends RST in place of FIN.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
         self._open.clear()
@@ -114,14 +112,14 @@ class ChaosProxy:
             finally:
                 self._open.discard(far_writer)
                 far_writer.transport.abort()
-        except* OSError:  # TimeoutError too: the target is not there, or a side was reset
+        except* OSError:  # TimeoutError too: the target is missing, or a side was reset
             pass
         finally:
             self._open.discard(writer)
             writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on one direction until it ends; then tell the other side so. Raises OSError when it was reset."""
+        """Forward one direction until its end, then end the other side. Raises OSError after a reset."""
         loop = asyncio.get_running_loop()
         held: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue(64)
 
@@ -145,5 +143,5 @@ class ChaosProxy:
                     break
                 writer.write(data)
                 await writer.drain()
-        if not writer.transport.is_closing():  # it may have been reset meanwhile, which uvloop does not take as OSError
+        if not writer.transport.is_closing():  # it may have been reset meanwhile; uvloop raises no OSError then
             writer.write_eof()

@@ -1,9 +1,9 @@
-"""A fake engine: it has every rule of a real one about order, pause and updates, and no model.
+"""A fake engine with all rules of a real engine about order, pause and updates, and without a model.
 
-Its weights are a text, one tensor of which every rank holds a copy; a checkpoint is a directory with a file
-``weights.txt``, and ``digest.txt`` where it says which digest it has; the digest is the text's SHA-256. It generates
-numbered tokens at a set pace. Ranks of one stage share a step stream inside one process, so that a stage with followers
-can be tested without processes. Faults are injected per slot and rank through :data:`FAULTS`.
+Its weights are a text, as one tensor with a copy at every rank. A checkpoint is a directory with a file
+``weights.txt``, and optionally ``digest.txt`` with its declared digest. The digest is the text's SHA-256. The engine
+generates numbered tokens at a set pace. Ranks of one stage share a step stream inside one process, so a stage with
+followers can be tested without processes. Faults are injected per model path and rank through :data:`FAULTS`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ MODES = [PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_D
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
 Fault = Callable[["FakeEngine", str, Call], Awaitable[None]]
-"""Called before a verb method does its work, with (engine, method name, call); may raise, wait or change the engine."""
+"""Called before a verb method works, with (engine, method name, call); may raise, wait or change the engine."""
 
 FAULTS: dict[tuple[str, int], Fault] = {}
 """Faults by (model path, rank); tests add and remove them."""
 
 TEXT_ID = 1_000_000
-"""Any text is this one token."""
+"""The single token of every text."""
 
 _STEPS: dict[str, Steps] = {}
 _ids = itertools.count(1)
@@ -79,7 +79,7 @@ class Steps:
     waiting: dict[str, list[asyncio.Future[int]]] = field(default_factory=dict)
 
     async def hold(self, command_id: str) -> int:
-        """Wait until the command is ordered; returns its step."""
+        """Wait until the command is ordered; return its step."""
         ordered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.waiting.setdefault(command_id, []).append(ordered)
         return await ordered
@@ -98,7 +98,7 @@ class Steps:
 
 
 def known_options(given: Mapping[str, str]) -> KnownOptions:
-    """The settings by name."""
+    """Return the settings by name."""
     del given
     return KnownOptions(frozenset({"pace", "opaque"}), origin="the fake engine")
 
@@ -106,13 +106,13 @@ def known_options(given: Mapping[str, str]) -> KnownOptions:
 class FakeEngine(Engine):
     """One rank of a fake engine.
 
-    Options: ``pace`` (seconds per token, default 0.001); ``delay`` (seconds that every ordered verb takes, default 0:
-    so that something can happen in the midst of an update); ``opaque`` ("said" or "unsaid": like an engine of others,
-    it cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
+    Options: ``pace`` (seconds per token, default 0.001); ``delay`` (seconds of every ordered verb, default 0: leaves
+    time for events in the midst of an update); ``opaque`` ("said" or "unsaid": like an engine server, the engine cannot
+    digest its weights and answers once for all ranks; "said" if its capabilities state this).
     """
 
     name = "fake"
-    decode_check_s = 3600.0  # no update makes the check unless it asks for it
+    decode_check_s = 3600.0  # only updates that ask for the check make it
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         self.config = config
@@ -150,7 +150,7 @@ class FakeEngine(Engine):
         self.stale_decode: str | None = None
 
     def setup(self) -> dict[str, str]:
-        """Rank 0 makes the step stream."""
+        """Make the step stream, at rank 0."""
         key = str(next(_ids))
         _STEPS[key] = self._steps
         return {"steps": key}
@@ -184,7 +184,7 @@ class FakeEngine(Engine):
         )
 
     async def stop(self) -> None:
-        """End the requests."""
+        """End all requests."""
         self._abort(None)
 
     async def order(self, command_id: str) -> int:
@@ -196,11 +196,11 @@ class FakeEngine(Engine):
         self._steps.settle(command_id, Reason.CANCELLED.error("withdrawn: not every rank accepted it"))
 
     async def interrupt(self, update_id: str) -> None:  # noqa: ARG002
-        """End a receive that waits."""
+        """End a waiting receive."""
         self._interrupted.set()
 
     def set_version(self, version: WeightVersion) -> None:
-        """Stamp responses with it."""
+        """Stamp responses with this version."""
         self._version = version
 
     async def _begin(self, method: str, call: Call) -> None:
@@ -215,7 +215,7 @@ class FakeEngine(Engine):
     # Reads.
 
     async def get_model_info(self, request: verbs.GetModelInfoRequest, call: Call) -> verbs.ModelInfo:
-        """What is loaded."""
+        """Return the loaded model."""
         fault = FAULTS.get((self.config.model_path, self.config.rank))
         if fault is not None:
             await fault(self, "get_model_info", call)
@@ -223,17 +223,17 @@ class FakeEngine(Engine):
         return verbs.ModelInfo(model_path=self.config.model_path, model_type="fake", weight_version=self._version)
 
     async def get_server_info(self, request: verbs.GetServerInfoRequest, call: Call) -> verbs.ServerInfo:
-        """How it was started."""
+        """Return the engine's kind and versions."""
         del request, call
         return verbs.ServerInfo(engine="fake", engine_version=__version__, rlctl_version=__version__)
 
     async def get_loads(self, request: verbs.GetLoadsRequest, call: Call) -> verbs.Loads:
-        """What runs."""
+        """Return the number of running requests, and the step."""
         del request, call
         return verbs.Loads(running=len(self._running), step=self._steps.number)
 
     async def inspect_checkpoint(self, request: verbs.InspectCheckpointRequest, call: Call) -> verbs.CheckpointReport:
-        """Whether there is a text to read."""
+        """Report the text of a checkpoint, or raise CHECKPOINT_NOT_FOUND."""
         fault = FAULTS.get((self.config.model_path, self.config.rank))
         if fault is not None:
             await fault(self, "inspect_checkpoint", call)
@@ -273,7 +273,7 @@ class FakeEngine(Engine):
         self._released_adapter.clear()
 
     async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
-        """Go on generating."""
+        """Continue generation."""
         await self._begin("continue_generation", call)
         if request.adapter:
             self.paused_adapters.discard(request.adapter)
@@ -289,7 +289,7 @@ class FakeEngine(Engine):
         return verbs.AbortReport(aborted=ended, unknown_rids=unknown)
 
     async def flush_cache(self, request: verbs.FlushCacheRequest, call: Call) -> verbs.FlushReport:
-        """There is no cache, but the rules are a real engine's."""
+        """Check the rules of a real engine; there is no cache."""
         del request
         await self._begin("flush_cache", call)
         if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
@@ -297,7 +297,7 @@ class FakeEngine(Engine):
         return verbs.FlushReport(tiers=["kv"])
 
     async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
-        """Give regions back."""
+        """Release regions."""
         await self._begin("release_memory", call)
         tags = frozenset(request.tags) or TAGS
         if MEMORY_TAG_WEIGHTS in tags - self._released:
@@ -306,7 +306,7 @@ class FakeEngine(Engine):
         return self._memory()
 
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
-        """Take regions again."""
+        """Allocate regions again."""
         await self._begin("resume_memory", call)
         self._released -= frozenset(request.tags) or TAGS
         if self._kept is not None and MEMORY_TAG_WEIGHTS not in self._released:
@@ -364,7 +364,7 @@ class FakeEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs.GroupReport:
-        """Remember a group; nothing is connected. Raises GROUP_EXISTS where it stands with another store."""
+        """Record a group without any connection. Raises GROUP_EXISTS for the same name at a different store."""
         del call
         store = request.master_address, request.master_port
         standing = self._groups.get(request.group_name, store)
@@ -378,7 +378,7 @@ class FakeEngine(Engine):
         return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
 
     async def destroy_weights_update_group(self, request: verbs.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
-        """Forget a group."""
+        """Remove a group."""
         del call
         if request.group_name not in self._groups:
             raise Reason.GROUP_NOT_FOUND.error(f"no group {request.group_name!r} stands", field="group_name")
@@ -387,7 +387,7 @@ class FakeEngine(Engine):
     async def update_weights_from_distributed(
         self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call
     ) -> verbs.WeightsReport:
-        """A null collective: the weights become the buckets' names. A name "stuck" waits for an interrupt."""
+        """Receive nothing: the weights become the buckets' names. A name "stuck" waits for an interrupt."""
         for name in {bucket.group_name or request.group_name for bucket in request.buckets} - self._groups.keys():
             raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
         await self._begin("update_weights_from_distributed", call)
@@ -440,7 +440,7 @@ class FakeEngine(Engine):
         return report
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Complete the shadow copy, or an adapter, whose requests are stopped."""
+        """Complete the shadow copy, or an adapter with stopped requests."""
         del request
         await self._begin("seal_update", call)
         if self._staged is not None:
@@ -489,7 +489,7 @@ class FakeEngine(Engine):
         return verbs.AdapterList(adapters=[self._staged[0]])
 
     async def unload_adapter(self, request: verbs.UnloadAdapterRequest, call: Call) -> verbs.AdapterList:
-        """Forget an adapter."""
+        """Remove an adapter."""
         if request.name not in self.adapters:
             raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.name!r} is loaded", field="name")
         self._end_users(request.name, end=request.abort_requests)
@@ -498,7 +498,7 @@ class FakeEngine(Engine):
         return self._listed()
 
     async def list_adapters(self, request: verbs.ListAdaptersRequest, call: Call) -> verbs.AdapterList:
-        """What is loaded."""
+        """List the loaded adapters."""
         del request, call
         return self._listed()
 
@@ -547,7 +547,7 @@ class FakeEngine(Engine):
         return report
 
     def _decode_report(self) -> verbs.CheckReport:
-        """Decode computes with the weights, or with ``stale_decode``."""
+        """Compare decode and prefill; decode computes with ``stale_decode``, if set."""
         tokens = list(range(4))
         decoded = logprobs(self.weights if self.stale_decode is None else self.stale_decode, tokens)
         likely = [[{0: value} for value in each] for each in (decoded, logprobs(self.weights, tokens))]
@@ -558,7 +558,9 @@ class FakeEngine(Engine):
         return verbs.CheckReport(action=verbs.CHECK_ACTION_DECODE, decode=report)
 
     def _rows(self, request: verbs.CheckWeightsRequest) -> verbs.TensorValues | None:
-        """The text's characters as the numbers of a tensor of one dimension, which the ranks share like its rows."""
+        """Return the text's characters as the numbers of a tensor of one dimension, sharded over the ranks like its
+        rows.
+        """
         if request.tensor != "weights":
             raise Reason.FIELD_INVALID.error(f"the model has no tensor {request.tensor!r}", field="tensor")
         numbers = [float(ord(character)) for character in self.weights]
@@ -619,12 +621,12 @@ class FakeEngine(Engine):
                 self._idle.set()
 
     def _waits(self, adapter: str) -> asyncio.Event | None:
-        """What a request waits for, or None."""
+        """Return the event that stops a request, or None."""
         if self._paused is not None:
             return self._going
         if not adapter or adapter not in {self._held, *self.paused_adapters}:
             return None
-        self._released_adapter.clear()  # another adapter may have set it
+        self._released_adapter.clear()  # a different adapter may have set the event
         return self._released_adapter
 
     def _part(
@@ -670,7 +672,7 @@ def _read(path: str, field: str = "model_path") -> str:
 
 
 def logprobs(weights: str, tokens: Sequence[int]) -> list[float]:
-    """What weights give the tokens of a prompt, but the first: log probabilities between -5 and 0."""
+    """Return log probabilities between -5 and 0 of a prompt's tokens but the first, computed from the weights."""
     heads = [f"{weights}/{list(tokens[: end + 1])}" for end in range(1, len(tokens))]
     return [-5 * hashlib.sha256(head.encode()).digest()[0] / 255 for head in heads]
 

@@ -53,9 +53,9 @@ class InProcessFleet:
         authority: Authority | None = None,
         metrics: str = "",
     ) -> None:
-        """``heal``: late joiners and restarted engines of model "actor" are healed without being asked; ``graces``: how
-        long is waited for trainers that may be gone; ``authority``: CA that issues the certificates of every process,
-        None for plain text; ``metrics``: where every server serves metrics.
+        """``heal``: late joiners and restarted engines of model "actor" are healed automatically; ``graces``: waits for
+        silent trainers; ``authority``: CA that issues the certificates of every process, None for plain text;
+        ``metrics``: address of every server's metrics.
         """
         self.authority = authority
         self.journal = journal
@@ -70,7 +70,6 @@ class InProcessFleet:
         self.workers: dict[tuple[str, int], WorkerServer] = {}
 
     async def __aenter__(self) -> Self:
-        """Start everything."""
         await self.start_coordinator()
         await asyncio.gather(*(self.start_stage(spec) for spec in self.specs))
         await self.until(lambda stages: all(stage.routable for stage in stages))
@@ -79,14 +78,13 @@ class InProcessFleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop everything."""
         await self.channel.close()
         await asyncio.gather(*(stage.stop() for stage in self.stages.values()))
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         await self.server.stop()
 
     def tls(self, path: str) -> Tls | None:
-        """Credentials of an identity, "stage/a"; None for plain text."""
+        """Return the credentials of an identity, "stage/a"; None for plain text."""
         return None if self.authority is None else Tls(self.authority.ensured(path))
 
     async def start_coordinator(self, listen: str = "127.0.0.1:0") -> None:
@@ -108,7 +106,7 @@ class InProcessFleet:
         self.stub = CoordinatorServiceStub(self.channel)
 
     async def start_stage(self, spec: StageSpec) -> StageServer:
-        """Start a stage with its followers and let it register."""
+        """Start a stage with its followers and register it."""
         config = EngineConfig(spec.model_path, tp_size=spec.tp_size, options=spec.options)
         followers = []
         for rank in range(1, 1 if brings_ranks(spec.engine) else spec.tp_size):
@@ -151,6 +149,6 @@ class InProcessFleet:
         raise AssertionError("the watch ended")
 
     def stage(self, slot: str) -> Stage:
-        """The coordinator's view of one stage."""
+        """Return the coordinator's view of one stage."""
         stages = self.server.coordinator.roster.fleet().stages
         return next(stage for stage in stages if stage.registration.slot == slot)

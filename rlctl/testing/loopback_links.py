@@ -1,4 +1,4 @@
-"""Links without a network: two ends in one loop, which can be cut, and which count what went through."""
+"""Links without a network: two ends in one loop that can be cut, and record the sent messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemoryLink(Generic[Out, In]):
         self._ended = False
 
     def send(self, message: Out) -> None:
-        """Deliver to the other end; a muted end loses what it sends. Raises LINK_LOST once cut."""
+        """Deliver to the other end; a muted end loses its messages. Raises LINK_LOST once cut."""
         if self._ended or self.peer is None:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
         self.sent.append(message)
@@ -33,7 +33,7 @@ class MemoryLink(Generic[Out, In]):
             self.peer._inbox.put_nowait(message)
 
     async def receive(self) -> AsyncIterator[In]:
-        """Messages until the link is cut."""
+        """Yield messages until the link is cut."""
         while (message := await self._inbox.get()) is not None:
             yield message
 
@@ -50,7 +50,7 @@ class MemoryLink(Generic[Out, In]):
 
 
 def memory_link() -> tuple[MemoryLink[ControlRequest, ControlResponse], MemoryLink[ControlResponse, ControlRequest]]:
-    """Both ends: (the commanding one, the commanded one)."""
+    """Return both ends: (commanding, commanded)."""
     commanding: MemoryLink[ControlRequest, ControlResponse] = MemoryLink()
     commanded: MemoryLink[ControlResponse, ControlRequest] = MemoryLink()
     commanding.peer, commanded.peer = commanded, commanding
