@@ -17,7 +17,7 @@ __all__ = ["TorchEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the engine when it is asked for: its settings can be read without it."""
+    """Load the engine on first use, because settings can be read without the engine."""
     if name != "TorchEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from rlctl_torch.engine import TorchEngine

@@ -1,7 +1,7 @@
-"""The interface that rlctl calls: it turns arguments into results, and keeps the threads apart.
+"""The torch engine behind the interface :class:`~rlctl.engine.Engine`.
 
-Three threads meet here. Admin methods run on the admin event loop, :meth:`TorchEngine.generate` and ``abort`` on
-another one, and all work on the model happens in the engine thread (:mod:`rlctl_torch.step_loop`).
+Three threads meet here. Admin methods run on the admin event loop. :meth:`TorchEngine.generate` and ``abort`` run on a
+second event loop. All work on the model happens in the engine thread (:mod:`rlctl_torch.step_loop`).
 """
 
 # ruff: noqa: ARG002 (the interface says which arguments a method has)
@@ -45,16 +45,16 @@ from rlctl_torch.verbs.send_weights import Send
 from rlctl_torch.verbs.update import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal
 
 INTERRUPT_S = 0.3
-"""Kept back of a call's time, so that an operation that is broken off for lack of it still answers in time."""
+"""Seconds kept back of a call's time, so that an interrupted operation still answers in time."""
 
 
 class TorchEngine(Engine):
-    """Any causal language model of transformers that is made of attention, on CPU or GPU, cut over ranks by tensor."""
+    """Engine for any attention-based causal language model of transformers, on CPU or GPU, tensor parallel."""
 
     name: ClassVar[str] = "torch"
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
-        """Check the settings. Raises FIELD_INVALID naming the one that is wrong."""
+        """Check the settings. Raises FIELD_INVALID with the name of the wrong setting."""
         if not 0 <= config.rank < config.tp_size:
             raise Reason.FIELD_INVALID.error(f"rank {config.rank} of {config.tp_size}", field="rank")
         if config.dtype != "auto":
@@ -83,14 +83,14 @@ class TorchEngine(Engine):
     # The life of the engine.
 
     def setup(self) -> dict[str, str]:
-        """Open the store at which the other ranks meet this one; nothing when there are none."""
+        """Open the store at which the ranks meet. A single rank needs no store."""
         if self._config.tp_size == 1:
             return {}
         self._store, address = make_store(self._config.node)
         return {"rendezvous": address}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Join the other ranks, load, allocate. Raises why that is not possible, the same at every rank."""
+        """Join the other ranks, load and allocate. A failure raises the same error on every rank."""
         loop = asyncio.get_running_loop()
         self._setup = setup
         self._started = loop, loop.create_future()
@@ -100,7 +100,7 @@ class TorchEngine(Engine):
         return await self._started[1]
 
     async def stop(self) -> None:
-        """End the engine thread; what is active ends with STAGE_NOT_SERVING, a start that is under way too."""
+        """End the engine thread. Active requests and an unfinished start end with STAGE_NOT_SERVING."""
         if self._rooms is not None:
             self._rooms.close()
         self._groups.close()
@@ -112,7 +112,7 @@ class TorchEngine(Engine):
         self._tell_starter(lambda future: future.set_exception(stopped))
 
     async def order(self, command_id: str) -> int:
-        """Rank 0: put a registered command into the step stream; returns its step."""
+        """Put a registered command into the step stream and return its step; rank 0 only."""
         return await self._commands.order(command_id)
 
     async def withdraw(self, command_id: str) -> None:
@@ -120,21 +120,21 @@ class TorchEngine(Engine):
         self._commands.withdraw(command_id)
 
     async def interrupt(self, update_id: str) -> None:
-        """Break a receive of this update, and what waits for its groups to come about."""
+        """Interrupt a receive of this update, and the formation of its groups."""
         if self._ready and update_id:
             self._groups.interrupt(update_id)
             self._rank.interrupt(update_id)
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:
-        """What responses are stamped with from the next token on."""
+        """Stamp responses with this version from the next token on."""
         self._version = common_pb2.WeightVersion.FromString(version.SerializeToString())
         if self._rank.scheduler is not None:
             self._rank.scheduler.set_version(self._version)
 
-    # What the engine thread tells (rlctl_torch.step_loop.Listener).
+    # Calls of the engine thread (rlctl_torch.step_loop.Listener).
 
     def started(self, model_digest: str) -> None:
-        """The rank is loaded: answer whoever started it."""
+        """Complete the start, as the rank is loaded."""
         rank = self._rank
         result = EngineInfo(
             layout=info.layout(rank, self._groups.store_address),
@@ -150,7 +150,7 @@ class TorchEngine(Engine):
         self._tell_starter(lambda future: future.set_result(result))
 
     def failed(self, error: RlctlError) -> None:
-        """The rank can no longer work, or could not start."""
+        """Fail the start, or report that a started rank can no longer work."""
         starting = not self._ready
         self._end(error)
         if starting:
@@ -171,7 +171,7 @@ class TorchEngine(Engine):
         if self._started is None:
             return
         loop, future = self._started
-        # A loop that was closed has nobody left who waits.
+        # A closed loop has no waiting caller.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(lambda: None if future.done() else settle(future))
 
@@ -181,77 +181,64 @@ class TorchEngine(Engine):
     # Verbs that the ranks carry out at one step.
 
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.verbs.pause.Pause` and :class:`rlctl_torch.verbs.pause.PauseAdapter`."""
         pause = PauseAdapter(self._rank, request) if request.adapter else Pause(self._rank, request)
         await self._ordered(pause, call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.verbs.pause.Continue` and :class:`rlctl_torch.verbs.pause.ContinueAdapter`."""
         going_on = ContinueAdapter(self._rank, request) if request.adapter else Continue(self._rank, request)
         await self._ordered(going_on, call)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.pause.Flush`."""
         return await self._ordered(Flush(self._rank, request), call)
 
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.memory.Release`."""
         return await self._ordered(Release(self._rank, request), call)
 
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.memory.Resume`."""
         return await self._ordered(Resume(self._rank, request), call)
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.check_weights.Check`."""
         return await self._ordered(Check(self._rank, request, call.update_id, self._ends(call)), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.update.Prepare` and :class:`rlctl_torch.verbs.adapters.PrepareAdapter`."""
         kind = PrepareAdapter if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER else Prepare
         return await self._ordered(kind(self._rank, request, call.update_id), call)
 
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> Message | None:
-        """See :class:`rlctl_torch.verbs.load_from_disk.FromDisk`."""
         return await self._ordered(FromDisk(self._rank, request, call.update_id), call)
 
     async def update_weights_from_distributed(
         self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
     ) -> Message | None:
-        """See :class:`rlctl_torch.verbs.update.FromDistributed`. A receive that outlasts the call is interrupted."""
-        deadline = self._ends(call) + INTERRUPT_S  # it is interrupted before
+        """Receive buckets over groups. A receive that outlasts the call is interrupted."""
+        deadline = self._ends(call) + INTERRUPT_S  # the interrupt comes first
         return await self._bounded(FromDistributed(self._rank, request, call.update_id, deadline), call)
 
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
     ) -> Message | None:
-        """See :class:`rlctl_torch.verbs.update.FromTensor`. Reading that outlasts the call is interrupted."""
+        """Read segments of shared memory. A read that outlasts the call is interrupted."""
         return await self._bounded(FromTensor(self._rank, request, call.update_id), call)
 
     async def seal_update(self, request: verbs_pb2.SealUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.update.Seal`."""
         return await self._ordered(Seal(self._rank, call.update_id), call)
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.update.Commit`."""
         return await self._ordered(Commit(self._rank, request, call.update_id), call)
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
-        """See :class:`rlctl_torch.verbs.update.Abort`."""
         await self._ordered(Abort(self._rank, call.update_id), call)
 
     async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.adapters.LoadAdapter`."""
         return await self._ordered(LoadAdapter(self._rank, request, call.update_id), call)
 
     async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.adapters.Unload`."""
         return await self._ordered(Unload(self._rank, request), call)
 
     async def _bounded(self, action: Action, call: Call) -> Message | None:
-        """Carry out what takes tensors in; it is interrupted when the time is up."""
+        """Carry out an action that receives tensors, with an interrupt when the time is up."""
         self._check_ready()
         loop = asyncio.get_running_loop()
         timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.interrupt, call.update_id, "the time was up")
@@ -261,7 +248,7 @@ class TorchEngine(Engine):
             timer.cancel()
 
     def _ends(self, call: Call) -> float:
-        """When work for a call has to end to be answered in time, on :func:`time.monotonic`'s clock."""
+        """Return the time at which work for a call must end to be answered, on :func:`time.monotonic`'s clock."""
         return time.monotonic() + call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
 
     async def _ordered(self, action: Action, call: Call) -> Message | None:
@@ -271,41 +258,37 @@ class TorchEngine(Engine):
     # Verbs that each rank carries out by itself.
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
-        """What is loaded."""
         self._check_ready()
         return info.model_info(self._rank, self._version, reference=request.reference, adapter=request.adapter)
 
     async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
-        """How the rank was started."""
         self._check_ready()
         return info.server_info(self._rank, self.name, self._since)
 
     async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
-        """What runs and waits at rank 0; elsewhere the step only."""
+        """Return the load of rank 0; a follower reports the step only."""
         self._check_ready()
         if self._rank.scheduler is None:
             return verbs_pb2.Loads(step=self._loop.step)
         return self._rank.scheduler.loads(self._loop.step)
 
     async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
-        """What is loaded."""
         self._check_ready()
         return adapters.listed(self._rank)
 
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call
     ) -> verbs_pb2.CheckpointReport:
-        """What a load from disk would find."""
         self._check_ready()
         return await asyncio.to_thread(self._disk.inspect, request)
 
     async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
-        """Fetch a published version beside generation."""
+        """Fetch a published version while generation continues."""
         self._check_ready()
         return await asyncio.to_thread(self._disk.pull, request, self._ends(call))
 
     async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
-        """End requests early; a follower has none."""
+        """End requests early. A follower has no requests."""
         self._check_ready()
         aborted, unknown = self._abort(list(request.rids), all_of_them=request.abort_all)
         return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
@@ -313,7 +296,7 @@ class TorchEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs_pb2.GroupReport:
-        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank, or as one of a pair."""
+        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank, or as part of a pair."""
         self._check_ready()
         if request.num_ranks and self._config.rank >= request.num_ranks:
             return verbs_pb2.GroupReport(group_name=request.group_name, world_size=request.world_size)
@@ -334,7 +317,7 @@ class TorchEngine(Engine):
         remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
         until = time.monotonic() + min(remaining, limit or remaining)
 
-        def in_time() -> verbs_pb2.GroupReport:  # a thread may have had to be waited for
+        def in_time() -> verbs_pb2.GroupReport:  # measured here, as the wait for a thread takes time
             timeout_s = max(until - time.monotonic(), 0.01)
             return join(request.group_name, place, timeout_s=timeout_s, update_id=call.update_id)
 
@@ -343,12 +326,11 @@ class TorchEngine(Engine):
     async def destroy_weights_update_group(
         self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
     ) -> None:
-        """Leave a weight group; a receive in it ends."""
+        """Leave a weight group and end a receive in the group."""
         self._check_ready()
         self._groups.leave(request.group_name)
 
     async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.verbs.send_weights.Send`."""
         return await self._ordered(Send(self._rank, request), call)
 
     # Generation.
@@ -356,7 +338,6 @@ class TorchEngine(Engine):
     async def generate(  # type: ignore[override]
         self, request: rollout_pb2.GenerateRequest
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
         scheduler = self._leader()
         check_pair(request, self._mode)
         if self._mode != "null":
@@ -378,7 +359,6 @@ class TorchEngine(Engine):
             scheduler.drop(stream)
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
-        """End requests early."""
         self._leader()
         if request.abort_all and request.rids:
             raise Reason.FIELD_CONFLICT.error("rids and abort_all exclude each other", field="rids")

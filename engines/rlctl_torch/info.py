@@ -1,4 +1,4 @@
-"""What the engine says about itself."""
+"""Descriptions of the engine for its callers: capabilities, layout, model and server information."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from rlctl_torch.verbs import check_weights, memory, pause
 
 
 def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
-    """What this engine can do, on its device, with its weights."""
     cuda = rank.device.type == "cuda"
     transports = [common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_DISK]
     verification = [
@@ -45,7 +44,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
     if host_id() and cuda:
         transports.append(common_pb2.TRANSPORT_CUDA_IPC)
     if rank.model.lossless:
-        # Otherwise the digest of what is held cannot equal that of what was sent.
+        # Otherwise the digest of the held weights cannot equal the digest of the sent weights.
         verification.append(common_pb2.VERIFICATION_LEVEL_EXPECTED)
     return fleet_pb2.Capabilities(
         verbs=verbs,
@@ -69,7 +68,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
 
 
 def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
-    """Every rank's coordinates, and where groups of the stage's own meet; all ranks together."""
+    """Return the coordinates of every rank, and the store for groups of the stage's own; all ranks together."""
     place = {"node": rank.config.node, "device": device_id(rank.device), "host_id": host_id()}
     mine = json.dumps([place, rank.model.shards.fingerprint()]).encode()
     with rank.ranks.exchanging() as exchange:
@@ -88,8 +87,10 @@ def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
 
 
 def model_info(rank: Rank, version: common_pb2.WeightVersion, *, reference: bool, adapter: str) -> ModelInfo:
-    """What the rank has loaded; ``reference``: with every tensor of the checkpoint that it was built from, or of an
-    ``adapter``. Raises ADAPTER_NOT_FOUND.
+    """Return the loaded model. ``reference`` adds every tensor of the checkpoint that the model was built from, or of
+    ``adapter``.
+
+    Raises ADAPTER_NOT_FOUND.
     """
     model = rank.model
     shards = rank.adapters.find(adapter, "adapter").shards if adapter else model.shards
@@ -109,7 +110,7 @@ def model_info(rank: Rank, version: common_pb2.WeightVersion, *, reference: bool
 
 
 def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
-    """How the rank was started; ``started`` on :func:`time.monotonic`'s clock."""
+    """Return the rank's settings; ``started`` is on :func:`time.monotonic`'s clock."""
     options = rank.options
     uptime = time.monotonic() - started
     settings = {
@@ -144,7 +145,7 @@ def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
 
 
 def end_tokens(rank: Rank) -> frozenset[int]:
-    """Ids that end the model's outputs: by its config, its generation config and its tokenizer."""
+    """Return the ids that end the model's outputs, from config, generation config and tokenizer."""
     named: list[Any] = [getattr(rank.model.config, "eos_token_id", None)]
     generation = Path(rank.config.model_path) / "generation_config.json"
     if generation.exists():

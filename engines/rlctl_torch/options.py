@@ -1,4 +1,4 @@
-"""The engine's own settings, read from ``EngineConfig.options`` once: a typo is refused before anything loads."""
+"""Settings of the torch engine, from ``EngineConfig.options``. An unknown name is refused before anything loads."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     Value: TypeAlias = int | str | torch.dtype | tuple[str, ...]
 
 MODES = ("null", "prefill", "decode")
-"""SGLang's names for what an engine does of a request."""
+"""Disaggregation modes, with SGLang's names."""
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-"""Names of the dtypes that weights and KV entries may be held in."""
+"""Names of the dtypes of weights and KV entries."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one engine.
+    """Settings of an engine.
 
     Attributes:
         max_running: most sequences (samples) that run at the same time.
-        max_total_tokens: tokens that the KV cache has room for, over all sequences.
-        context_length: longest sequence (prompt and output) in tokens; 0: what the model's config says.
-        kv_dtype: dtype of KV entries; None: the weights'.
-        threads: threads that torch computes with.
-        seed: makes requests that carry no seed of their own repeatable, in order of arrival; None: random.
+        max_total_tokens: capacity of the KV cache in tokens, over all sequences.
+        context_length: longest sequence (prompt and output) in tokens; 0: the limit of the model's config.
+        kv_dtype: dtype of KV entries; None: the dtype of the weights.
+        threads: threads of torch's computation.
+        seed: makes requests without a seed repeatable, in order of arrival; None: random.
         allowed_roots: directories below which checkpoints may be read and pulled, separated as in PATH; empty: the
-            one that the checkpoint lies in which the engine was started with.
-        disaggregation_mode: "prefill" or "decode", of a pair's engines; "null": it does both.
+            directory that contains the checkpoint of the engine's start.
+        disaggregation_mode: "prefill" or "decode": the engine's half of a pair; "null": both halves.
     """
 
     max_running: int = 64
@@ -49,7 +49,7 @@ class Options:
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
-    """The settings; raises FIELD_INVALID, naming ``options.NAME``, for an unknown name or a bad value."""
+    """Return the settings. Raises FIELD_INVALID, naming ``options.NAME``, for an unknown name or a bad value."""
     known = {field.name for field in fields(Options)}
     values: dict[str, Value] = {}
     for name, text in given.items():
@@ -67,18 +67,17 @@ def parse_options(given: Mapping[str, str]) -> Options:
 
 
 def known_options(given: Mapping[str, str]) -> KnownOptions:
-    """The settings by name. torch is not loaded."""
+    """Return the names of the settings, without loading torch."""
     del given
     return KnownOptions(frozenset(field.name for field in fields(Options)), origin="the torch engine")
 
 
 def float_dtypes() -> list[torch.dtype]:
-    """Those dtypes."""
     return [float_dtype(name, "") for name in FLOAT_DTYPES]
 
 
 def float_dtype(text: str, field: str) -> torch.dtype:
-    """The dtype of this name, with or without "torch."; raises FIELD_INVALID."""
+    """Return the dtype of this name, with or without "torch."; raises FIELD_INVALID."""
     import torch
 
     name = text.removeprefix("torch.")
@@ -115,4 +114,4 @@ _PARSERS: dict[str, Callable[[str, str], Value]] = {
     "allowed_roots": _directories,
     "disaggregation_mode": _mode,
 }
-"""How the options that are no whole numbers are read."""
+"""Parsers of the options that are not whole numbers."""

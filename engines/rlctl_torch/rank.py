@@ -1,4 +1,4 @@
-"""Everything that one rank's engine thread works with, and the facts that decide whether requests may run."""
+"""State of a rank's engine thread, and the facts that decide whether requests may run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rlctl_torch.steps.ordered_commands import with_outcome
 
 
 class Weights(enum.Enum):
-    """What the weights are, as far as this rank knows."""
+    """State of the weights, as far as this rank knows."""
 
     WHOLE = "one version"
     MIXED = "a mixture of versions, or scrambled"
@@ -47,14 +47,13 @@ class Weights(enum.Enum):
 
 @dataclass
 class Origin:
-    """What the present weights were read from, all of them: the way back when a later load fails.
+    """Checkpoint from which all present weights were read, for the rollback of a failed load.
 
-    The files stay open. They can be read again when a pull has put others in their place, and need no memory.
+    The files stay open. So the contents are readable after a pull has replaced the files, and need no memory.
 
     Attributes:
-        stored: the opened checkpoint.
-        direct: its tensors are under the engine's own names and in this rank's shapes.
-        digest: model digest of the weights, hex, once somebody has computed it; or "".
+        direct: the tensors have the engine's own names and this rank's shapes.
+        digest: model digest of the weights, hex, once computed; or "".
     """
 
     stored: StoredWeights
@@ -64,22 +63,21 @@ class Origin:
 
 @dataclass
 class OpenUpdate:
-    """The update that is open.
+    """The open update.
 
     Attributes:
-        loading: what the model, or its shadow copy, does around it.
-        receiver: takes its tensors in.
-        shards: the shard map that it writes through.
-        council: the ranks, as the thread that takes tensors in asks them.
-        shadow: the copy that it fills, when it is staged; None: it writes into the weights themselves.
-        touched: it may have written something.
-        checkpoint: directory that it was loaded from, or "".
-        origin: the one read that wrote every tensor, if there was one.
-        report: what was taken in so far.
-        receiver: puts tensors into place.
-        adapter: an adapter update: what it stages, once that is known. Nothing of it is used before the commit.
-        stages_adapter: it is an adapter update, of this name and version.
-        pause: of an adapter update: what the seal does to the requests with the adapter.
+        loading: load hooks of the model or of its shadow copy.
+        receiver: receiver of the update's tensors.
+        shards: shard map of the writes.
+        council: the ranks, for the thread that receives tensors.
+        shadow: shadow copy of a staged update, or None.
+        touched: the update may have written.
+        checkpoint: directory of the loaded checkpoint, or "".
+        origin: checkpoint of the single read that wrote every tensor, or None.
+        report: tensors received so far.
+        stages_adapter: name and version of the adapter of an adapter update, or None.
+        adapter: staged adapter of an adapter update, once known. The adapter is unused before the commit.
+        pause: mode of the seal for the requests with the adapter.
     """
 
     update_id: str
@@ -98,11 +96,11 @@ class OpenUpdate:
 
     @property
     def aside(self) -> bool:
-        """Whether it leaves alone what serves until its commit, so that it is filled beside generation."""
+        """Whether the update leaves the served weights alone until its commit, and is filled during generation."""
         return self.shadow is not None or self.stages_adapter is not None
 
     def check_complete(self) -> None:
-        """Raise WEIGHTS_INCOMPLETE, or GROUP_FAILED, when what came is not all that it must be."""
+        """Raise WEIGHTS_INCOMPLETE or GROUP_FAILED unless all tensors have been written."""
         if self.stages_adapter is not None and self.adapter is None:
             raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was written in this update")
         if self.receiver.at_risk:
@@ -112,7 +110,7 @@ class OpenUpdate:
             raise not_written(missing)
 
     def take_in(self, receive: Callable[[], ReceiveStats]) -> ReceiveStats:
-        """Let tensors come. Of an adapter, which nothing uses yet, either all ranks have taken them in or none has."""
+        """Receive tensors. An adapter's tensors, which are not yet in use, are received by all ranks or by no rank."""
         if self.stages_adapter is None:
             return receive()
         taken: list[ReceiveStats] = []
@@ -124,26 +122,25 @@ class OpenUpdate:
 
 
 class Rank:
-    """One rank: its model, its KV cache, at rank 0 the scheduler, and what has been done to them.
+    """State of a rank: model, KV cache, at rank 0 the scheduler, and the effects of commands.
 
     Attributes:
         checkpoint: directory of the checkpoint that was loaded last.
-        writable: the shard map that updates write through.
-        receiver: takes updates of the weights in.
-        announced: what they announce; for the admin loop.
-        adapters: LoRA adapters that are loaded.
-        segments: reads updates out of memory that is shared with a trainer.
-        handovers: KV entries that go to another engine, or come from one.
-        roots: directories that requests may name paths in.
-        origin: what the weights were read from, or None when they came otherwise.
-        paused: with which mode generation is paused; PAUSE_MODE_UNSPECIFIED: it is not.
-        draining: a drain is waiting for the running samples; nothing new starts.
-        released: memory regions that are released.
-        snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
-        scrambled: how often the checker has scrambled the weights.
-        beside: the thread for what must not hold up the steps: filling a shadow copy, reading the weights that serve.
-        calibration: of the decode check; None: the engine makes none.
-        last_step: when the last generation step ended, on :func:`time.perf_counter`'s clock; 0: none has.
+        writable: shard map of updates.
+        receiver: receiver of in-place updates.
+        announced: parser of announced buckets, for the admin loop.
+        segments: reader of segments of shared memory.
+        handovers: KV entries to and from other engines.
+        roots: directories in which requests may name paths.
+        origin: checkpoint of the weights, or None if the weights came by a different path.
+        paused: mode of the pause; PAUSE_MODE_UNSPECIFIED: not paused.
+        draining: a drain waits for the running samples; no sample starts.
+        snapshot: digests by tensor name for a later compare, or None.
+        scrambled: number of times that the checker has scrambled the weights.
+        beside: background thread, for work that must not delay the steps: filling a shadow copy, reading the served
+            weights.
+        calibration: calibration of the decode check; None: no decode check.
+        last_step: end of the last generation step on :func:`time.perf_counter`'s clock; 0: no step yet.
     """
 
     model: Model
@@ -158,8 +155,8 @@ class Rank:
         self.ranks = ranks
         self.groups = groups
         self.device = torch.device(config.device)
-        # Nothing is generated while weights are copied: the ranks share the cores for it.
         self.announced = Announced()
+        # In-place updates copy weights while nothing is generated: the ranks share the cores for this.
         self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size), rank=ranks.rank)
         self.handovers = Handovers(ranks)
         self.scheduler: Scheduler | None = None
@@ -180,9 +177,9 @@ class Rank:
         self.last_step = 0.0
 
     def load(self) -> str:
-        """Build and load the model and allocate the KV cache, all ranks together; returns the model digest, hex.
+        """Build and load the model and allocate the KV cache, all ranks together. Return the model digest, hex.
 
-        Raises what :func:`rlctl_torch.model.model.build` raises, on every rank when on one.
+        Raises as :func:`rlctl_torch.model.model.build`, on every rank if any rank fails.
         """
         self.ranks.agree(self._build)
         layers = self.model.probe(self.device)
@@ -209,66 +206,64 @@ class Rank:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that can be served."""
+        """Number of tokens of the longest sequence that can be served."""
         return min(self.context_length, self.options.max_total_tokens)
 
     @property
     def may_run(self) -> bool:
-        """Whether requests may run now."""
         return not (self.paused or self.released or self.in_place) and self.weights is Weights.WHOLE
 
     @property
     def in_place(self) -> bool:
-        """Whether an update is open that no request runs beside: one that writes into the weights themselves."""
+        """Whether an update is open that writes into the served weights, so that no request may run."""
         return self.update is not None and not self.update.aside
 
     @property
     def at_rest(self) -> bool:
-        """Whether no step computes anything until a command says otherwise; the same at every rank."""
+        """Whether no step computes until a command changes this; the same on every rank."""
         return bool(self.paused) or self.in_place
 
     def model_digest(self, key: bytes = b"") -> str:
-        """Digest of the full tensors; all ranks together."""
+        """Return the digest of the full tensors; all ranks together."""
         with self.ranks.exchanging() as exchange:
             return model_digest(self.model.shards, exchange, key=key).digest
 
     def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
-        """Break what takes tensors in, of this update only if it is named; from any thread."""
+        """Interrupt receives, only of ``update_id`` if given; from any thread."""
         self.receiver.interrupt(update_id, cause)
         if (update := self.update) is not None:
             update.receiver.interrupt(update_id, cause)
 
     def read_from(self, origin: Origin | None) -> None:
-        """The weights were read from there; what they were read from before is given back."""
+        """Record the checkpoint of the present weights, and close the former checkpoint."""
         if self.origin is not None and self.origin is not origin:
             self.origin.stored.close()
         self.origin = origin
 
     def refuse_during_update(self) -> None:
-        """Raise UPDATE_IN_PROGRESS when an update is open."""
         if self.update is not None:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self.update.update_id} is open")
 
     def refuse_active(self) -> None:
-        """Raise ACTIVE_REQUESTS, with their number and the first ids, when requests wait or run and none is paused."""
+        """Raise ACTIVE_REQUESTS, with number and first ids, if requests wait or run and generation is not paused."""
         refuse([] if self.scheduler is None or self.paused else self.scheduler.active, "are waiting or running")
 
     def put_adapter(self, adapter: LoraAdapter) -> None:
-        """Load or replace an adapter; every rank at the same step."""
+        """Load or replace an adapter, on every rank at the same step."""
         if self.scheduler is None:
             self.adapters.put(adapter)
         else:
             self.scheduler.put_adapter(adapter)
 
     def drop_adapter(self, name: str) -> None:
-        """Unload an adapter; every rank at the same step. What waits or runs with it ends."""
+        """Unload an adapter and end its requests, on every rank at the same step."""
         if self.scheduler is None:
             self.adapters.drop(name)
         else:
             self.scheduler.drop_adapter(name)
 
     def synchronise(self) -> None:
-        """Wait until the device has done what was enqueued."""
+        """Wait until the device has completed all enqueued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -287,7 +282,7 @@ class Rank:
 
 
 def refuse(active: Sequence[str], doing: str) -> None:
-    """Raise ACTIVE_REQUESTS, with their number and the first ids, unless there are none."""
+    """Raise ACTIVE_REQUESTS, with number and first ids, if there are any."""
     if active:
         raise Reason.ACTIVE_REQUESTS.error(
             f"{len(active)} requests {doing}: {', '.join(active[:16])}",

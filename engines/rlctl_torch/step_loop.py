@@ -1,4 +1,4 @@
-"""The engine thread of one rank. Rank 0 decides what the next step is; every rank, rank 0 included, carries it out."""
+"""The engine thread of a rank. Rank 0 plans the next step; every rank, including rank 0, carries out the plan."""
 
 from __future__ import annotations
 
@@ -26,29 +26,28 @@ from rlctl_torch.verbs.decode_check import calibrate
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.005
-"""How often an ordered command that waits for something is asked again while there is nothing else to do."""
+"""Seconds between two checks of a waiting ordered command while there is nothing else to do."""
 
 _STOP_PLAN_S = 1.0
 _STOP_S = 5.0
 
 
 class Listener(Protocol):
-    """Who wants to know what becomes of the engine thread; called on it."""
+    """Listener for the start and the failure of the engine thread, called on that thread."""
 
-    def started(self, model_digest: str) -> None:
-        """The rank is ready."""
+    def started(self, model_digest: str) -> None: ...
 
     def failed(self, error: RlctlError) -> None:
-        """The rank can no longer work, or could not start."""
+        """Report that the rank could not start or can no longer work."""
 
 
 class StepLoop:
-    """Runs a rank until it is stopped or fails."""
+    """Engine thread of a rank, until a stop or a failure."""
 
     def __init__(self, rank: Rank, commands: CommandStream, join: Callable[[], None], listener: Listener) -> None:
         """``join`` forms the process groups of the ranks."""
         self.step = 0
-        """Steps carried out."""
+        """Number of the present or last step."""
         self._rank = rank
         self._commands = commands
         self._join = join
@@ -57,22 +56,21 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=f"rlctl-torch-{rank.ranks.rank}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be something to do; from any thread."""
+        """Wake the engine thread of rank 0; from any thread."""
         if self._rank.scheduler is not None:
             self._rank.scheduler.work.set()
 
     def stop(self) -> None:
-        """End the thread; blocks a few seconds at most. One that is stuck is left behind."""
+        """End the thread; blocks a few seconds at most. A stuck thread is left behind."""
         self._stopping.set()
         self.wake()
         if not self._thread.is_alive():
             return
         if self._rank.ranks.rank != 0:
-            # Rank 0 is likely being stopped too, and says so.
+            # Rank 0 is probably being stopped too, and announces its stop.
             self._thread.join(_STOP_PLAN_S)
         self._rank.ranks.stop()
         self._thread.join(_STOP_S)
@@ -98,7 +96,7 @@ class StepLoop:
         except RlctlError as error:
             self._fail(error)
         except Exception as error:
-            # Whatever it is, this rank is no longer in step with the others.
+            # After any exception this rank is no longer in step with the other ranks.
             log.exception("rank %d failed", ranks.rank)
             self._fail(
                 Reason.ENGINE_FAILED.error(
@@ -134,13 +132,13 @@ class StepLoop:
         while True:
             plan = self._rank.ranks.receive_plan()
             if plan.stop:
-                # The stage's rank 0 has been stopped on purpose; this rank can do nothing without it.
+                # Rank 0 was stopped on purpose. A follower can do nothing without rank 0.
                 self._fail(Reason.RANK_LOST.error("rank 0 was stopped"))
                 return
             self._carry_out(plan)
 
     def _next(self, scheduler: Scheduler) -> Plan | None:
-        """The next step, or None when there is nothing to do."""
+        """Return the plan of the next step, or None if there is nothing to do."""
         order = self._commands.next_order()
         if order is not None:
             return Plan(self.step + 1, orders=(order,))
@@ -169,7 +167,7 @@ class StepLoop:
             self._rank.last_step = time.perf_counter()
 
     def _move(self, move: Move) -> None:
-        """KV entries from or to another engine; rank 0 says what has become of them."""
+        """Move KV entries to or from the other engine of a pair. Rank 0 reports the result to its scheduler."""
         rank = self._rank
         segments: list[TensorSegment] = []
         failure: RlctlError | None = None

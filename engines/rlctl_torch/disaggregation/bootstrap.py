@@ -1,11 +1,12 @@
-"""Where a prefill and a decode engine meet over one request, and what passes between them: messages, never tensors.
+"""Bootstrap of a request between a prefill and a decode engine: messages about KV entries, never tensors.
 
-Both get the same request, with a host, a port and the number of a room. The prefill engine keeps the room; the decode
-engine connects, says the number, and is told where the KV entries lie once they are computed, or why there are none. It
-closes the connection when it has taken them, or needs them no more; so each side notices at once when the other one is
-gone. The names are SGLang's (bootstrap_host, bootstrap_port, bootstrap_room); what goes over the wire is not.
+Both engines get the same request, with host, TCP port and room number. The prefill engine keeps the room. The decode
+engine connects and sends the number. The answer says where the KV entries lie once they are computed, or why there are
+no entries. The decode engine closes the connection when it has taken the entries or no longer needs them. So each side
+notices at once when the other side disconnects. The field names are SGLang's (bootstrap_host, bootstrap_port,
+bootstrap_room); the wire format is not.
 
-The number is 8 bytes; the answer 8 bytes of length and a ``KvHandover``; integers are little-endian.
+The number is 8 bytes. The answer is 8 bytes of length and a ``KvHandover``. Integers are little-endian.
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl_torch.disaggregation.kv_handover import LEASE_S, failed
 
 ARRIVAL_S = 10.0
-"""How long one of both waits for the other's half of the request: they were sent at one time."""
+"""Seconds that an engine waits for the other engine's half of the request. The caller sends both halves at once."""
 
 _LARGEST = 64 << 20
 _WORD = 8
 
 
 class Room:
-    """One request at the prefill engine; on its event loop, except for :meth:`offer`.
+    """One request at the prefill engine. All methods except :meth:`offer` belong to the event loop.
 
     Attributes:
-        number: what the decode engine names.
-        asked: somebody has.
-        left: that one is gone again: it has taken the entries, or does not want them.
+        asked: set once a decode engine has sent the number of the room.
+        left: set once that decode engine has disconnected. The entries are taken or not needed.
     """
 
     def __init__(self, number: int, model: str, adapter: str) -> None:
@@ -53,13 +53,12 @@ class Room:
 
     @property
     def offered(self) -> bool:
-        """Whether the entries are there."""
         return self._answer.done() and not self._answer.result().HasField("error")
 
     def offer(
         self, prompt: Sequence[int], version: WeightVersion, adapter_version: str, segments: Sequence[TensorSegment]
     ) -> None:
-        """The entries of all tokens of the prompt but the last lie there; from any thread."""
+        """Answer that ``segments`` hold the entries of all prompt tokens but the last; from any thread."""
         handover = KvHandover(
             model=self._model,
             version=version,
@@ -69,15 +68,15 @@ class Room:
             prompt_sha256=_fingerprint(prompt[:-1]),
             segments=segments,
         )
-        with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody left who asks
+        with contextlib.suppress(RuntimeError):  # a closed loop has no caller
             self._loop.call_soon_threadsafe(self._settle, handover)
 
     def close(self, why: RlctlError) -> None:
-        """There will be no entries, if there are none yet."""
+        """Answer with an error, unless there is an answer already."""
         self._settle(KvHandover(error=why.detail()))
 
     async def answer(self) -> KvHandover:
-        """What the decode engine is told, once it is known."""
+        """Wait for the answer to the decode engine."""
         return await asyncio.shield(self._answer)
 
     def _settle(self, handover: KvHandover) -> None:
@@ -86,10 +85,10 @@ class Room:
 
 
 class Rooms:
-    """The rooms of a prefill engine, and the server at which they are asked for; it runs from the first one on."""
+    """Rooms of a prefill engine, and the server that answers for the rooms. The server starts with the first room."""
 
     def __init__(self, address: str) -> None:
-        """Take a free port there. Raises ENGINE_FAILED."""
+        """Bind a free TCP port of ``address``. Raises ENGINE_FAILED."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             self._socket.bind((address, 0))
@@ -103,13 +102,12 @@ class Rooms:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         host, port, *_ = self._socket.getsockname()
         return host, port
 
     @contextlib.asynccontextmanager
     async def open(self, number: int, model: str, adapter: str) -> AsyncIterator[Room]:
-        """A room for as long as the block. Raises RID_IN_USE."""
+        """Keep a room open for the duration of the block. Raises RID_IN_USE."""
         if number in self._rooms:
             raise Reason.RID_IN_USE.error(f"room {number} is in use", field="bootstrap_room")
         if self._server is None:
@@ -124,11 +122,11 @@ class Rooms:
             room.close(failed("the prefill engine's request has ended"))
 
     def close(self) -> None:
-        """Nobody is answered any more; from any thread."""
+        """Close the server; from any thread."""
         if self._server is None:
             self._socket.close()
             return
-        with contextlib.suppress(RuntimeError):  # its loop was closed, and with it the server
+        with contextlib.suppress(RuntimeError):  # a closed loop has closed the server
             self._server.get_loop().call_soon_threadsafe(self._server.close)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -147,7 +145,7 @@ class Rooms:
                 writer.close()
 
     async def _find(self, number: int) -> Room | None:
-        """The room, which is then this caller's; None: it is another's."""
+        """Return the room, claimed for this caller, or None if the room is claimed already."""
         async with self._opened:
             await self._opened.wait_for(lambda: number in self._rooms)
         room = self._rooms[number]
@@ -172,10 +170,10 @@ class Rooms:
 
 
 class Coming:
-    """KV entries that have arrived for one request, until each of its samples has taken them."""
+    """KV entries that have arrived for a request, until every sample has taken the entries."""
 
     def __init__(self, handover: KvHandover, model: str, adapter: str, taken: Callable[[], None]) -> None:
-        """``taken`` is called, on any thread, when every sample has them, or needs them no more."""
+        """``taken`` is called, on any thread, when every sample has taken the entries or needs no entries."""
         self._handover = handover
         self._named = model, adapter
         self._until = time.monotonic() + min((seconds(each.lease) for each in handover.segments), default=0.0)
@@ -184,14 +182,14 @@ class Coming:
 
     @property
     def tokens(self) -> int:
-        """How many: those of the prompt's first tokens."""
+        """Number of tokens with entries, from the start of the prompt."""
         return self._handover.tokens
 
     def check(self, prompt: Sequence[int], version: WeightVersion, adapter_version: str) -> None:
-        """Raise unless a sample may go on from the entries now, with what is served now.
+        """Raise unless a sample may continue from the entries at the version served now.
 
-        STAGE_NOT_SERVING: they are of another version, so both stages are asked again a little later. HANDOVER_FAILED:
-        of another prompt, model or adapter, or nobody vouches for the memory any more.
+        STAGE_NOT_SERVING: the entries' version is not served, so both stages are tried again a little later.
+        HANDOVER_FAILED: prompt, model, adapter or adapter version differ, or the lease on the entries is over.
         """
         there = self._handover
         if there.version.sequence != version.sequence:
@@ -208,19 +206,19 @@ class Coming:
             raise failed("the lease on them is over")
 
     def message(self) -> bytes:
-        """The handover for the ranks, with what is left of its leases."""
+        """Serialise the handover for the ranks, with the remaining time of its leases."""
         left = KvHandover.FromString(self._handover.SerializeToString())
         for segment in left.segments:
             segment.lease.CopyFrom(duration(max(self._until - time.monotonic(), 0.0)))
         return left.SerializeToString()
 
     def wait_for(self, samples: int) -> None:
-        """So many samples are going to take them."""
+        """Set the number of samples that will take the entries."""
         self._left = samples + 1
         self.took()
 
     def took(self) -> None:
-        """One sample has them, or needs them no more."""
+        """Count a sample that has taken the entries or needs no entries."""
         self._left -= 1
         if self._left == 0:
             self._taken()
@@ -228,7 +226,10 @@ class Coming:
 
 @contextlib.asynccontextmanager
 async def asking(host: str, port: int, number: int) -> AsyncIterator[KvHandover]:
-    """What a prefill engine hands over; it is the caller's until the block ends. Raises HANDOVER_FAILED."""
+    """Yield the handover of a prefill engine. The entries belong to the caller until the block ends.
+
+    Raises HANDOVER_FAILED.
+    """
     try:
         async with asyncio.timeout(ARRIVAL_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -257,5 +258,5 @@ async def _send(writer: asyncio.StreamWriter, handover: KvHandover) -> None:
 
 
 def _fingerprint(tokens: Sequence[int]) -> bytes:
-    """SHA-256 over token ids, 8 bytes each, little-endian."""
+    """Return the SHA-256 of token ids, 8 bytes each, little-endian."""
     return hashlib.sha256(b"".join(token.to_bytes(_WORD, "little") for token in tokens)).digest()

@@ -1,10 +1,10 @@
-"""KV entries of a prompt between engines: what a rank of a prefill engine puts into shared memory, and what a rank of a
-decode engine takes out of it.
+"""KV entries of a prompt between a prefill and a decode engine, through shared memory.
 
-Every rank has a segment of its own with the heads that it holds. A taker maps them all and copies the heads that are
-its own, so the two may be cut over different numbers of ranks. Segments are lent like those of weights
-(:mod:`rlctl.weights.shared_memory.pool`): for a time, under a number that says whether the contents still stand, and
-their files go with their owner however it ends. On a GPU the entries pass through the host's memory.
+Every rank of the prefill engine writes its heads into a segment of its own. Every rank of the decode engine maps all
+segments and copies its own heads, so the engines may have different numbers of ranks. Segments are lent for a time,
+like segments of weights (:mod:`rlctl.weights.shared_memory.pool`). A generation number shows whether the contents are
+still valid. The files are removed with their owner, however the owner ends. On a GPU the entries pass through host
+memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rlctl_torch.model.kv_cache import KVCache
 from rlctl_torch.steps.collectives import Ranks
 
 LEASE_S = 60.0
-"""How long a decode engine may read what was given to it."""
+"""Seconds in which a decode engine may read lent entries."""
 
 MOST = 8
-"""Prompts whose entries lie in shared memory at a time; others keep their slots until one was taken."""
+"""Prompts with entries in shared memory at a time. Further prompts keep their slots until a segment is free."""
 
 _WHOLE = 1 << 62
 
 
 class Handovers:
-    """A rank's side of both. On the engine thread, all ranks together and in one order."""
+    """A rank's part in giving and taking KV entries. Engine thread only, on all ranks together in the same order."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -45,9 +45,9 @@ class Handovers:
         self._lent: dict[int, Memory] = {}
 
     def give(self, cache: KVCache, room: int, slots: Sequence[int]) -> list[TensorSegment]:
-        """Copy entries into shared memory, lent for :data:`LEASE_S`; returns every rank's segment, rank 0's first.
+        """Copy entries into shared memory, lent for :data:`LEASE_S`. Return the segments of all ranks, rank 0's first.
 
-        Raises HANDOVER_FAILED, at every rank when at one; then nothing is lent.
+        Raises HANDOVER_FAILED on every rank if any rank fails. Then nothing is lent.
         """
         written: list[TensorSegment] = []
         try:
@@ -60,15 +60,15 @@ class Handovers:
         return [TensorSegment.FromString(answer) for answer in answers]
 
     def let_go(self, room: int) -> None:
-        """The memory of a room may be used again; nothing happens when there is none."""
+        """Free the memory of a room, if there is any."""
         memory = self._lent.pop(room, None)
         if memory is not None and self._pool is not None:
             self._pool.give_back(memory, room)
 
     def take(self, cache: KVCache, row: int, slots: Sequence[int], handover: KvHandover) -> None:
-        """Copy this rank's heads of another engine's entries into these slots: a row's first ones.
+        """Copy this rank's heads of a prefill engine's entries into ``slots``, the first slots of ``row``.
 
-        Raises HANDOVER_FAILED, at every rank when at one; what the slots hold then is not to be used.
+        Raises HANDOVER_FAILED on every rank if any rank fails. The contents of the slots are then invalid.
         """
         index = torch.tensor(slots, device=cache.table.device)
         cache.table[row, : len(slots)] = index
@@ -78,7 +78,7 @@ class Handovers:
             raise failed(error.message) from error
 
     def close(self) -> None:
-        """Remove the segments, forget those of others."""
+        """Remove this rank's segments, and unmap the segments of other engines."""
         if self._pool is not None:
             self._pool.close()
         if self._reader is not None:
@@ -124,7 +124,7 @@ class Handovers:
         parts: Sequence[torch.Tensor | None],
         reading: Reading,
     ) -> None:
-        """One tensor's heads: of each giver's those that are this rank's."""
+        """Copy this rank's heads of a tensor out of the parts of all giving ranks."""
         own = entries.shape[1]
         first, start = self._ranks.rank * own, 0
         for part in parts:
@@ -142,12 +142,11 @@ class Handovers:
 
 
 def failed(why: str) -> RlctlError:
-    """HANDOVER_FAILED."""
     return Reason.HANDOVER_FAILED.error(f"the prompt's KV entries did not come over: {why}")
 
 
 def _named(cache: KVCache, rank: int | None) -> list[tuple[str, torch.Tensor]]:
-    """The cache's tensors by the names that they travel under; rank None: without the rank's number."""
+    """Return the cache's tensors by wire name. With rank None the names have no rank prefix."""
     prefix = "" if rank is None else f"{rank}."
     kinds = (("k", cache.keys), ("v", cache.values))
     return [(f"{prefix}{kind}.{layer}", entries) for kind, each in kinds for layer, entries in enumerate(each)]

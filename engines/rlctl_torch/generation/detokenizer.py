@@ -1,4 +1,4 @@
-"""The tokenizer, and turning tokens into text as they come: never half a character, never part of a stop string."""
+"""The tokenizer, and text from tokens as they arrive: never half a character, never part of a stop string."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from rlctl.contract.errors import Reason
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _INCOMPLETE = "\ufffd"
 _LONGEST = 3
-"""Tokens that an incomplete character may have so far: each has a byte of its at least, and it has four at most."""
+"""Most tokens of an incomplete character so far. A character has four bytes at most, and each token has a byte or more.
+"""
 
 _PATIENCE = 8
-"""Tokens that are waited for; what ends in no character then was never going to be one, up to the last few."""
+"""Most tokens to wait for. Beyond this number their bytes form no character, except perhaps the last few tokens."""
 
 
 class Tokenizer:
-    """Text to token ids and back."""
+    """Conversion between text and token ids."""
 
     def __init__(self, path: str) -> None:
-        """Load the tokenizer of a checkpoint directory. Raises CHECKPOINT_NOT_FOUND when its files cannot be read."""
+        """Load the tokenizer of a checkpoint directory. Raises CHECKPOINT_NOT_FOUND if its files cannot be read."""
         self.path = path
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # whatever a broken file makes the tokenizer libraries raise
+        except Exception as error:  # a broken file may make the tokenizer libraries raise anything
             raise Reason.CHECKPOINT_NOT_FOUND.error(
                 f"the tokenizer in {path} cannot be read: {error}", field="model_path"
             ) from error
-        # The Rust tokenizer, where there is one: transformers' own decode costs ten times as much per token, and its
-        # encode changes the Rust tokenizer's settings, which must not happen while another thread decodes.
+        # The Rust tokenizer, if available: transformers' own decode costs ten times as much per token. Its encode
+        # changes the settings of the Rust tokenizer, which must not happen while a different thread decodes.
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._fast is not None:
             self._fast.no_truncation()
@@ -41,11 +42,10 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id that ends a text, if it has one."""
         return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the model expects around it."""
+        """Return the ids of a text, with the special tokens that the model expects."""
         if self._fast is not None:
             return list(self._fast.encode(text).ids)
         return list(self._tokenizer(text)["input_ids"])
@@ -53,8 +53,7 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Text of these ids."""
-        if self._fast is not None:  # it never puts spaces there
+        if self._fast is not None:  # the Rust tokenizer never puts spaces there
             return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
         text: str = self._tokenizer.decode(
             ids,
@@ -65,21 +64,23 @@ class Tokenizer:
 
 
 def find_tokenizer(path: str) -> Tokenizer | None:
-    """The tokenizer of a checkpoint directory, or None when it holds none."""
+    """Return the tokenizer of a checkpoint directory, or None if the directory has no tokenizer."""
     if not any((Path(path) / name).exists() for name in _FILES):
         return None
     return Tokenizer(path)
 
 
 _BEFORE = range(5, 9)
-"""Tokens of the prompt that the output's first ones are decoded together with: as few as begin with a character."""
+"""Numbers of prompt tokens to decode together with the first output tokens. The smallest number that starts with a
+whole character is taken.
+"""
 
 
 class TextStream:
-    """Text of one sample, in pieces that can be given away: what comes after the text of the tokens ``before`` it.
+    """Text of a sample in pieces, as the continuation of the tokens ``before``.
 
-    Tokens are decoded together with those before them that they may depend on (a leading space, the first bytes of a
-    character). What may be the beginning of a stop string is held back until it is not.
+    Tokens are decoded together with earlier tokens that affect their text (a leading space, the first bytes of a
+    character). A possible start of a stop string is held back until the stop string is ruled out.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class TextStream:
         self._held = ""
 
     def add(self, token: int, *, may_stop: bool) -> tuple[str, str | None]:
-        """Take the next token; returns the text to give away now, and the stop string that it completed, if any.
+        """Take the next token. Return the text to send now, and the stop string that the token completed, if any.
 
-        Without ``may_stop``, stop strings are let through. After a stop nothing may be added.
+        Without ``may_stop``, stop strings pass. After a stop nothing may be added.
         """
         self._ids.append(token)
         self._decode(final=False)
@@ -124,13 +125,13 @@ class TextStream:
         return piece, None
 
     def finish(self) -> str:
-        """The rest, when the output ends without a stop string."""
+        """Return the remaining text when the output ends without a stop string."""
         self._decode(final=True)
         piece, self._held = self._held, ""
         return piece
 
     def _end_of(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """The last of these tokens, and their text; none of those that end or go wrong within a character."""
+        """Return the last tokens of ``before`` with their text, or nothing if that text is not whole characters."""
         for count in _BEFORE if before else ():
             ids = list(before[-count:])
             text = self._decoded(ids)
@@ -139,14 +140,14 @@ class TextStream:
         return [], ""
 
     def _decode(self, *, final: bool) -> None:
-        """Move what can be decoded into ``_held``. ``_context`` is the text of ``_ids[:_read]``."""
+        """Move decodable text into ``_held``. ``_context`` is the text of ``_ids[:_read]``."""
         if self._read == len(self._ids):
             return
         text = self._decoded(self._ids)
         if text.endswith(_INCOMPLETE) and not final:
             if len(self._ids) - self._read <= _PATIENCE:
                 return
-            # Bytes that make up no characters, or the very sign that stands for them, over and over.
+            # Bytes that form no character, or the replacement character itself, over and over.
             rest = self._decoded(self._ids[-_LONGEST:])
             begun = self._decoded(self._ids[:-_LONGEST])
             if begun + rest == text:
@@ -154,14 +155,14 @@ class TextStream:
                 self._ids, self._read, self._context = self._ids[-_LONGEST:], 0, ""
             return
         self._held += text[len(self._context) :]
-        # The tokens just decoded are context enough for the next ones, unless they have no text of their own.
+        # The tokens just decoded are context enough for the next tokens, unless their text is empty.
         context = self._decoded(self._ids[self._read :])
         if context:
             self._ids, text = self._ids[self._read :], context
         self._read, self._context = len(self._ids), text
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Return the length of the longest end of the held text that starts a stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             end = self._held[-length:]

@@ -13,10 +13,10 @@ from rlctl_torch.steps.step_plan import Batch
 
 @torch.inference_mode()
 def run(model: Model, cache: KVCache, adapters: Adapters, batch: Batch, *, all_logits: bool) -> torch.Tensor:
-    """Compute the batch: writes its KV entries and returns logits.
+    """Compute a batch: write its KV entries and return logits.
 
-    Returns ``[outputs, vocabulary]`` in the weights' dtype. Without ``all_logits`` (a follower whose logits nobody
-    reads) only the first of them, where the ranks need not compute them together.
+    The logits are ``[outputs, vocabulary]`` in the weights' dtype. A follower's logits are not read. So without
+    ``all_logits`` only the first row is computed, unless the ranks must compute all rows together.
     """
     device = cache.table.device
     tokens = torch.tensor(batch.tokens, device=device)

@@ -1,4 +1,4 @@
-"""From the engine thread to the event loop that a request came from: what is new, in order, without blocking either."""
+"""Output of a request from the engine thread to the request's event loop: in order, without blocking either."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from rlctl_torch.generation.sampling import Choice
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one sample.
+    """New output of a sample.
 
     Attributes:
-        index: which sample.
-        tokens: new output tokens.
-        text: new text.
+        index: number of the sample.
         start: position of the first new token in the output.
-        version: what the weights were at for these tokens.
-        kv_version: what they were at for the oldest KV entries that these tokens attend to.
-        finish: set when the sample has ended.
-        retractions: times that it was sent back to waiting, so far.
-        adapter_version: what its adapter was at for these tokens, or "".
+        version: version of the weights for these tokens.
+        kv_version: version of the weights for the oldest KV entries that these tokens attend to.
+        finish: set if the sample has ended.
+        retractions: number of retractions so far.
+        adapter_version: version of the sample's adapter for these tokens, or "".
     """
 
     index: int
@@ -47,7 +45,7 @@ class Delta:
 
 
 class Stream:
-    """One request's output. Filled by the engine thread, emptied by :meth:`messages` on the request's event loop."""
+    """Output of a request, filled by the engine thread and emptied by :meth:`messages` on the request's event loop."""
 
     def __init__(self, rid: str, settings: Settings, prompt: Sequence[int], *, echo_prompt: bool) -> None:
         self.rid = rid
@@ -64,21 +62,20 @@ class Stream:
     # From the engine thread; followed by wake().
 
     def put(self, delta: Delta) -> None:
-        """Add what is new of a sample."""
         self._deltas.append(delta)
 
     def put_scores(self, scores: Sequence[Choice]) -> None:
-        """Set the log probabilities of the prompt, before its first sample has news."""
+        """Set the log probabilities of the prompt, before any output of its first sample."""
         self._scores = scores
 
     def fail(self, error: RlctlError) -> None:
-        """End the request with an error, after what it has."""
+        """End the request with an error, after the output so far."""
         self._error = error
 
     # On the event loop.
 
     async def messages(self) -> AsyncGenerator[GenerateResponse, None]:
-        """What is new, whenever something is, until every sample has ended. Raises what :meth:`fail` was given."""
+        """Yield new output until every sample has ended. Raises the error of :meth:`fail`."""
         running = self._settings.n
         first = True
         while running:
@@ -95,7 +92,7 @@ class Stream:
                 raise self._error
 
     def _collect(self) -> tuple[GenerateResponse, int]:
-        """Everything that has come since the last time, one entry per sample; and how many samples have ended."""
+        """Merge all output since the last call, with an entry per sample. Also return the number of ended samples."""
         elapsed = time.monotonic() - self._started
         message = GenerateResponse(
             rid=self.rid,
@@ -135,12 +132,12 @@ class Stream:
 
 
 def wake(streams: Iterable[Stream]) -> None:
-    """Tell the event loops that these requests have news; one call per loop, whatever their number."""
+    """Notify the event loops of these streams, with a single call per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
     for stream in streams:
         by_loop.setdefault(stream._loop, []).append(stream)
     for loop, waiting in by_loop.items():
-        # A loop that was closed has nobody left who listens.
+        # A closed loop has no listener.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_set, waiting)
 

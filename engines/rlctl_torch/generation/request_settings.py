@@ -1,4 +1,4 @@
-"""What a generation request asks for, checked and with its defaults filled in."""
+"""Settings of a generation request, checked and with defaults."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rlctl.contract.sampling import DEFAULT_NEW_TOKENS, check_sampling
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 GREEDY_BELOW = 1e-6
-"""Temperatures below this take the most likely token: dividing logits by them would overflow."""
+"""Temperatures below this take the most likely token, because dividing logits by such a temperature would overflow."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one request is sampled; see ``SamplingParams`` and ``GenerateRequest`` for the meaning of the fields.
+    """Sampling settings of a request. ``SamplingParams`` and ``GenerateRequest`` define the fields.
 
     Attributes:
         temperature: 0 means greedy.
         top_k: 0 means all.
-        stop_ids: token ids that end the output, those of the model included unless they are to be ignored.
-        logprob_start: first prompt position whose log probability is wanted, or None.
+        stop_ids: token ids that end the output, including the model's end tokens unless the request ignores these.
+        logprob_start: first prompt position with a log probability, or None.
     """
 
     max_new_tokens: int
@@ -45,7 +45,6 @@ class Settings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
         return self.temperature == 0
 
     @property
@@ -60,9 +59,9 @@ class Settings:
 
 
 def check(request: GenerateRequest, *, vocab_size: int, eos: frozenset[int], tokenizer: bool) -> Settings:
-    """The settings of a request.
+    """Return the checked settings of a request.
 
-    Raises FIELD_INVALID with the field's path, UNSUPPORTED for stop strings without a tokenizer.
+    Raises FIELD_INVALID with the field's path, and UNSUPPORTED for stop strings without a tokenizer.
     """
     if request.engine_fields.fields:
         raise _invalid(f"the torch engine has no fields {', '.join(request.engine_fields.fields)}", "engine_fields")

@@ -1,4 +1,4 @@
-"""One sample of a request while the engine works on it."""
+"""State of a request's sample in the engine."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rlctl_torch.generation.sampling import Choice
 
 
 class Sample:
-    """A sample's tokens, where its KV entries lie, and what has been said of it.
+    """Tokens, KV slots and reported output of a sample.
 
     Attributes:
         tokens: prompt and output.
-        slots: KV slots of its first tokens, as many as have entries.
-        kv_version: what the weights were at when the oldest of these entries was computed.
-        row: its row of the slot table while it runs, else -1.
-        doomed: why it is to be aborted once the step under way has ended, or "".
-        retractions: times that it was sent back to waiting.
-        ended: nothing more comes.
-        scores: log probabilities of the prompt's tokens found so far, of the sample that scores the prompt.
-        adapter: name of its adapter, or "".
-        gives: where a decode engine asks for its prompt's KV entries, once they are computed; or None.
-        given: they lie in shared memory.
-        comes: another engine's KV entries that it begins with, or None.
+        slots: KV slots of the first tokens, as many as have entries.
+        kv_version: version of the weights at the time of the oldest of these entries.
+        row: row of the slot table while the sample runs, else -1.
+        doomed: reason of an abort after the step under way, or "".
+        retractions: number of returns to waiting.
+        ended: no further output follows.
+        scores: log probabilities of the prompt's tokens so far, in the sample that scores the prompt.
+        adapter: name of the adapter, or "".
+        gives: room in which a decode engine asks for the prompt's KV entries, or None.
+        given: these entries lie in shared memory.
+        comes: KV entries of a prefill engine with which the sample starts, or None.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class Sample:
 
     @property
     def pending(self) -> int:
-        """Tokens without KV entries: what the next steps compute."""
+        """Number of tokens without KV entries, which the next steps compute."""
         return len(self.tokens) - len(self.slots)
 
     @property
     def position(self) -> int:
-        """How many tokens it has put out."""
+        """Number of output tokens, which is the position of the next token."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def complete(self) -> bool:
-        """Whether it is as long as it may become."""
+        """Whether the sample has reached its maximum length."""
         return len(self.tokens) >= self._limit
 
     @property
     def next_score(self) -> int | None:
-        """The first prompt position whose log probability is wanted and not known yet, if any."""
+        """First prompt position with a requested and unknown log probability, or None."""
         start = self.settings.logprob_start
         if self.index != 0 or start is None:
             return None
@@ -101,22 +101,22 @@ class Sample:
         return Counter(self.tokens[self.prompt_length :])
 
     def seen(self) -> tuple[Mapping[int, int], frozenset[int]]:
-        """Output tokens with their numbers, and the prompt's tokens."""
+        """Return the output tokens with their counts, and the prompt's tokens."""
         return self._counts, self._prompt_tokens
 
     def take_scores(self, scores: list[Choice]) -> None:
-        """Take in log probabilities of the next prompt tokens; they are handed on once they are all there."""
+        """Add log probabilities of the next prompt tokens. The stream gets the scores once all are known."""
         self.scores += scores
         if self.next_score is None:
             self.stream.put_scores(self.scores)
 
     def score_anew(self) -> None:
-        """Forget log probabilities of the prompt that are not handed on yet: the others may be of newer weights."""
+        """Forget the log probabilities of an incompletely scored prompt: the rest may be of newer weights."""
         if self.next_score is not None:
             del self.scores[int(self.settings.logprob_start == 0) :]
 
     def extend(self, choice: Choice, version: WeightVersion, adapter_version: str = "") -> None:
-        """Take in a sampled token and tell the stream; ends the sample when it stops or is complete."""
+        """Add a sampled token, with a report to the stream. End the sample at a stop or at its maximum length."""
         start = self.position
         if self.settings.penalised:
             self._counts[choice.token] += 1
@@ -137,7 +137,7 @@ class Sample:
         self._tell([choice], text, start, version, finish, adapter_version)
 
     def end(self, version: WeightVersion, *, aborted: str = "") -> None:
-        """End without a further token: aborted, saying why, or because nothing more was asked for."""
+        """End without a further token: aborted for a reason, or because the request has no further tokens."""
         kind = FINISH_TYPE_ABORT if aborted else FINISH_TYPE_LENGTH
         self._tell([], "", self.position, version, FinishReason(type=kind, message=aborted))
 

@@ -1,7 +1,7 @@
-"""From logits to tokens and log probabilities, a whole batch at a time.
+"""Sampling: from logits to tokens and log probabilities, a whole batch at a time.
 
-A draw depends on nothing but the distribution and a number that is derived from (seed, sample, position): the inverse
-of the cumulative distribution, in the order of token ids, at that number. What else is in the batch has no say.
+A draw depends only on the distribution and on a number derived from (seed, sample, position). The draw is the inverse
+of the cumulative distribution, in the order of token ids, at that number. The rest of the batch has no influence.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from rlctl_torch.generation.request_settings import Settings
 
 
 class Drawn(Protocol):
-    """What sampling needs to know of a sequence."""
+    """Properties of a sequence that sampling needs."""
 
     @property
-    def settings(self) -> Settings:
-        """How it is sampled."""
+    def settings(self) -> Settings: ...
 
     @property
-    def seed(self) -> int:
-        """Seed of its request."""
+    def seed(self) -> int: ...
 
     @property
     def index(self) -> int:
-        """Which sample of its request it is."""
+        """Number of the sample within its request."""
 
     @property
     def position(self) -> int:
-        """How many tokens it has put out."""
+        """Number of output tokens so far."""
 
     def seen(self) -> tuple[Mapping[int, int], frozenset[int]]:
-        """Output tokens with their numbers, and the prompt's tokens."""
+        """Return the output tokens with their counts, and the prompt's tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,8 @@ class Choice:
     """One sampled token.
 
     Attributes:
-        token: its id.
-        logprob: its log probability, when asked for.
-        top: the most likely tokens with theirs, when asked for.
+        logprob: log probability of the token, if requested.
+        top: the most likely tokens with their log probabilities, if requested.
     """
 
     token: int
@@ -55,14 +52,14 @@ class Choice:
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) that depends on its three arguments only."""
+    """Return a number in [0, 1) that depends on the three arguments only."""
     digest = hashlib.blake2b(f"{seed}/{sample}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, sequences: Sequence[Drawn]) -> list[Choice]:
-    """One token for each sequence.
+    """Draw a token for each sequence.
 
     logits: ``[sequences, vocabulary]``, any float dtype; may be overwritten.
     """
@@ -80,7 +77,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[Drawn]) -> list[Choice]:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, tokens: Sequence[int], settings: Settings) -> list[Choice]:
-    """Log probabilities of given tokens of a prompt, one per row of ``logits`` (``[tokens, vocabulary]``)."""
+    """Return the log probabilities of prompt tokens, a token per row of ``logits`` (``[tokens, vocabulary]``)."""
     logits = logits.float() / (settings.temperature or 1.0)
     return _logprobs(logits, tokens, [True] * len(tokens), [settings.top_logprobs] * len(tokens))
 
@@ -110,14 +107,14 @@ def _choose(logits: torch.Tensor, settings: Sequence[Settings], sequences: Seque
     numbers = [uniform(sequences[row].seed, sequences[row].index, sequences[row].position) for row in drawn]
     cumulative = probabilities.double().cumsum(dim=-1)
     targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the target; it has a probability above zero.
+    # First token with a cumulative probability above the target. Its own probability is above zero.
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     best[torch.tensor(drawn, device=logits.device)] = found
     return best
 
 
 def _filter(probabilities: torch.Tensor, settings: Sequence[Settings]) -> torch.Tensor:
-    """Zero what top_k, then top_p of the rest, then min_p leave out; at least the most likely token stays."""
+    """Zero the probabilities outside top_k, then top_p of the rest, then min_p. The most likely token always stays."""
     device = probabilities.device
     vocabulary = probabilities.shape[1]
     top_k = torch.tensor([s.top_k or vocabulary for s in settings], device=device)[:, None]

@@ -1,8 +1,8 @@
-"""Which tokens the next step computes: continuous batching over the KV slots. Rank 0 only.
+"""Choice of the tokens of the next step: continuous batching over the KV slots. Rank 0 only.
 
-Every step takes one token of each running sample and, beside them, prompts of waiting ones as far as rows, slots and
+Every step takes one token of each running sample. Prompts of waiting samples join as far as rows, slots and
 :data:`PREFILL_TOKENS` allow; long prompts go in pieces. When slots run out, the sample that was admitted last goes back
-to waiting. The event loops submit and abort from other threads; the engine thread does everything else.
+to waiting. Event loops submit and abort from other threads; the engine thread does everything else.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from rlctl_torch.model.lora import WITHOUT, Adapters, LoraAdapter
 from rlctl_torch.steps.step_plan import Batch, Move
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens per step: bounds the memory of a step, and how long running samples wait for a long prompt."""
+"""Prompt tokens per step. The limit bounds the memory of a step, and the time that running samples wait for a long
+prompt.
+"""
 
 ABORTED = "Aborted"
 
 
 @dataclass
 class _Part:
-    """A sample's share of the step under way: how many of its prompt tokens are scored, and whether it gets a token."""
+    """A sample's share of the step under way: the scored prompt tokens, and whether the sample gets a token."""
 
     sample: Sample
     scored: range
@@ -42,7 +44,7 @@ class _Part:
 
 
 class Scheduler:
-    """Waiting and running samples."""
+    """Waiting and running samples, and their KV slots."""
 
     def __init__(self, slots: SlotAllocator, max_running: int, adapters: Adapters) -> None:
         self._slots = slots
@@ -54,22 +56,22 @@ class Scheduler:
         self._running: list[Sample] = []
         self._under_way: list[_Part] = []
         self._moving: Sample | None = None
-        self._lent: set[int] = set()  # rooms whose entries lie in shared memory
-        self._over: deque[int] = deque()  # those that nobody reads any more
+        self._lent: set[int] = set()  # rooms with entries in shared memory
+        self._over: deque[int] = deque()  # rooms without readers, to be freed
         self._failure: RlctlError | None = None
         self._version = WeightVersion()
         self._generated = 0
-        self._draining = self._held = ""  # adapters that no sample starts with, and that no sample runs with
-        self._paused: dict[str, bool] = {}  # adapters paused by name; False: about to be, its running samples go on
+        self._draining = self._held = ""  # adapters with which no sample starts, and no sample runs
+        self._paused: dict[str, bool] = {}  # adapters paused by name; False: still draining
         self.work = threading.Event()
-        """Set when there may be something to do; the engine thread waits on it."""
+        """Set when there may be work, for the engine thread."""
 
     # From any thread.
 
     def submit(self, stream: Stream, samples: list[Sample], *, awaited: bool = False) -> None:
-        """Queue a request. Raises RID_IN_USE, ADAPTER_NOT_FOUND, or why the engine no longer works.
+        """Queue a request. Raises RID_IN_USE, ADAPTER_NOT_FOUND, or the engine's failure.
 
-        ``awaited``: it begins with KV entries that another engine computes: it is queued when they :meth:`arrive`.
+        ``awaited``: the request starts with KV entries of a prefill engine and is queued by :meth:`arrive`.
         """
         with self._lock:
             if self._failure is not None:
@@ -88,7 +90,7 @@ class Scheduler:
         self.work.set()
 
     def arrive(self, stream: Stream, coming: Coming) -> None:
-        """The entries that a request waits for are there. One that has ended meanwhile needs them no more."""
+        """Queue a request after its awaited KV entries have arrived. An ended request needs no entries."""
         with self._lock:
             samples = self._of(stream)
             coming.wait_for(len(samples))
@@ -98,14 +100,14 @@ class Scheduler:
         self.work.set()
 
     def refuse(self, stream: Stream, error: RlctlError) -> None:
-        """End a request with an error, if it has not ended yet."""
+        """End a request with an error, unless it has ended."""
         with self._lock:
             self._refuse(stream, error)
         wake([stream])
         self.work.set()
 
     def hand_over(self, stream: Stream) -> None:
-        """The entries of a request's prompt have been taken: it has ended, and their memory may be used again."""
+        """End a request after the entries of its prompt were taken, and free their memory."""
         with self._lock:
             for sample in self._of(stream):
                 self._end(sample, "")
@@ -113,7 +115,7 @@ class Scheduler:
         self.work.set()
 
     def abort(self, rids: Iterable[str]) -> tuple[int, list[str]]:
-        """End requests by id; returns how many were found, and the ids that were not."""
+        """End requests by id. Return the number of known requests, and the unknown ids."""
         with self._lock:
             wanted = list(dict.fromkeys(rids))
             unknown = [rid for rid in wanted if rid not in self._requests]
@@ -124,7 +126,7 @@ class Scheduler:
         return len(found), unknown
 
     def drop(self, stream: Stream, why: str = ABORTED) -> None:
-        """End the request of this stream if it has not ended yet: nobody listens any more."""
+        """End the request of a stream without a listener, unless the request has ended."""
         with self._lock:
             if self._of(stream):
                 self._abort([stream.rid], why)
@@ -132,7 +134,7 @@ class Scheduler:
         self.work.set()
 
     def abort_all(self) -> int:
-        """End every request; returns how many there were."""
+        """End every request and return their number."""
         with self._lock:
             rids = list(self._requests)
             streams = self._abort(rids)
@@ -141,7 +143,7 @@ class Scheduler:
         return len(rids)
 
     def fail(self, error: RlctlError) -> None:
-        """End every request with an error, and refuse new ones with it."""
+        """End every request with an error, and refuse new requests with the same error."""
         with self._lock:
             self._failure = error
             streams = [samples[0].stream for samples in self._requests.values()]
@@ -155,16 +157,15 @@ class Scheduler:
         wake(streams)
 
     def set_version(self, version: WeightVersion) -> None:
-        """What tokens are stamped with from the next step's on."""
+        """Stamp tokens with this version from the next step on."""
         self._version = WeightVersion.FromString(version.SerializeToString())
 
     @property
     def version(self) -> WeightVersion:
-        """What the weights are at."""
         return self._version
 
     def loads(self, step: int) -> Loads:
-        """What runs and waits, counted in samples."""
+        """Return the load of the engine, counted in samples."""
         with self._lock:
             return Loads(
                 running=len(self._running),
@@ -179,7 +180,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Samples that hold KV entries."""
+        """Number of samples that hold KV entries."""
         return len(self._running)
 
     @property
@@ -189,7 +190,7 @@ class Scheduler:
             return list(self._requests)
 
     def using(self, adapter: str) -> list[str]:
-        """Ids of the requests that wait or run with an adapter."""
+        """Return the ids of the requests that wait or run with an adapter."""
         with self._lock:
             return self._using(adapter)
 
@@ -197,8 +198,8 @@ class Scheduler:
         return [rid for rid, samples in self._requests.items() if samples[0].adapter == adapter]
 
     def put_adapter(self, adapter: LoraAdapter) -> None:
-        """Load or replace an adapter. What runs with the old one goes back to waiting: none of its KV entries is used
-        with another.
+        """Load or replace an adapter. Running samples with the adapter go back to waiting, because KV entries of the
+        replaced adapter must not be reused.
         """
         with self._lock:
             for sample in reversed([s for s in self._running if s.adapter == adapter.info.name]):
@@ -206,7 +207,7 @@ class Scheduler:
             self._adapters.put(adapter)
 
     def drop_adapter(self, name: str) -> None:
-        """Unload an adapter; what waits or runs with it ends."""
+        """Unload an adapter and end the requests with it."""
         with self._lock:
             streams = self._abort(self._using(name), f"adapter {name!r} was unloaded")
             self._adapters.drop(name)
@@ -218,13 +219,14 @@ class Scheduler:
             return any(sample.adapter == adapter for sample in self._running)
 
     def drain_adapter(self, name: str) -> None:
-        """Start nothing more with an adapter; running samples go on. :meth:`release_adapter` ends it."""
+        """Start no sample with an adapter until :meth:`release_adapter`. Running samples continue."""
         with self._lock:
             self._draining = name
 
     def hold_adapter(self, name: str, mode: PauseMode.ValueType) -> None:
-        """Compute nothing with an adapter until :meth:`release_adapter`. In mode abort its requests end; in
-        mode retract its running samples go back to waiting.
+        """Compute nothing with an adapter until :meth:`release_adapter`.
+
+        Mode abort ends its requests. Mode retract sends its running samples back to waiting.
         """
         with self._lock:
             self._draining = self._held = name
@@ -235,18 +237,18 @@ class Scheduler:
         wake(streams)
 
     def release_adapter(self) -> None:
-        """Samples of every adapter start and run."""
+        """Let samples of every adapter start and run, except adapters paused by name."""
         with self._lock:
             self._draining = self._held = ""
         self.work.set()
 
     def drain_paused(self, name: str) -> None:
-        """Start nothing more with an adapter that is about to be paused by name; running samples go on."""
+        """Start no sample with an adapter that is about to be paused by name. Running samples continue."""
         with self._lock:
             self._paused.setdefault(name, False)
 
     def pause_adapter(self, name: str, mode: PauseMode.ValueType) -> None:
-        """Compute nothing with an adapter until :meth:`continue_adapter`, whatever updates do. Modes as in
+        """Compute nothing with an adapter until :meth:`continue_adapter`, also across updates. Modes as in
         :meth:`hold_adapter`.
         """
         with self._lock:
@@ -268,28 +270,29 @@ class Scheduler:
         return self._paused.get(adapter, False)
 
     def frozen(self, adapter: str = "") -> int:
-        """Running samples that a pause by name of their adapter holds; of this adapter only if it is named."""
+        """Return the number of running samples under a pause by name of their adapter. An empty name counts all
+        adapters.
+        """
         with self._lock:
             return sum(self.is_paused(s.adapter) for s in self._running if adapter in ("", s.adapter))
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
         return not self._requests
 
     def retract_all(self) -> None:
-        """Send the running samples back to waiting, ahead of the others."""
+        """Send the running samples back to waiting, ahead of the waiting samples."""
         with self._lock:
             while self._running:
                 self._retract(self._running[-1])
 
     def take_dropped(self) -> int:
-        """KV entries that finished and retracted samples have given up since the last call."""
+        """Return the number of KV entries dropped by finished and retracted samples since the last call."""
         with self._lock:
             return self._slots.take_dropped()
 
     def schedule(self, *, admit: bool) -> Batch | None:
-        """The next step's batch, or None when nothing can run; its outcome goes to :meth:`process`.
+        """Return the batch of the next step, or None if nothing can run. The logits go to :meth:`process`.
 
         ``admit``: whether waiting samples may start.
         """
@@ -304,12 +307,14 @@ class Scheduler:
             return self._form(parts) if parts else None
 
     def let_go(self) -> Move | None:
-        """Shared memory that nobody reads any more, one room at a time. Whether or not requests may run."""
+        """Return a move that frees the shared memory of a room without readers, even while requests may not run."""
         with self._lock:
             return Move("let_go", self._over.popleft()) if self._over else None
 
     def move(self, *, admit: bool) -> Move | None:
-        """KV entries that go to another engine, or come from one, before the next batch; :meth:`moved` ends it."""
+        """Return a move of KV entries to or from the other engine of a pair, before the next batch; :meth:`moved` ends
+        the move.
+        """
         with self._lock:
             if admit:
                 self._admit()
@@ -326,7 +331,7 @@ class Scheduler:
             return None
 
     def moved(self, segments: Sequence[TensorSegment], error: RlctlError | None) -> None:
-        """What has become of the move: where the entries lie that were given, or why there are none."""
+        """End the present move, with the segments of the given entries or the error."""
         with self._lock:
             sample, self._moving = self._moving, None
             assert sample is not None
@@ -343,7 +348,7 @@ class Scheduler:
         wake([sample.stream])
 
     def process(self, logits: torch.Tensor) -> None:
-        """Take in the logits of the batch's outputs (``[outputs, vocabulary]``): sample, tell the streams."""
+        """Sample from the logits of the batch (``[outputs, vocabulary]``) and report to the streams."""
         parts = self._under_way
         scores, extended = [], []
         row = 0
@@ -395,11 +400,11 @@ class Scheduler:
     def _has_room(self, sample: Sample, claimed: int) -> bool:
         if len(self._running) >= self._max_running or not self._slots.free_rows:
             return False
-        # Besides its own tokens, one for the next step of everybody.
+        # Besides its own tokens, a slot for the next step of every running sample.
         return not self._running or claimed + sample.pending + len(self._running) + 1 <= self._slots.free
 
     def _make_room(self) -> bool:
-        """Send a sample back to waiting that the pause of its adapter holds; whether there was one."""
+        """Send a sample under the pause of its adapter back to waiting. Return whether there was such a sample."""
         frozen = [sample for sample in self._running if self.is_paused(sample.adapter) and sample is not self._moving]
         if frozen:
             self._retract(frozen[-1])
@@ -409,7 +414,7 @@ class Scheduler:
         return bool(sample.adapter) and (sample.adapter == self._held or self.is_paused(sample.adapter))
 
     def _share(self) -> list[tuple[Sample, int]]:
-        """The running samples that take part in the next step, and how many tokens of each."""
+        """Return the running samples of the next step, with the number of tokens of each sample."""
         budget = PREFILL_TOKENS
         parts = []
         for sample in self._running:
@@ -441,7 +446,7 @@ class Scheduler:
             first = sample.next_score
             scored = range(0) if first is None else range(first, min(end + 1, sample.prompt_length))
             extends = end == len(sample.tokens) and not sample.complete
-            # The logits at a position are those of the token after it.
+            # The logits at a position belong to the next token.
             batch.outputs.extend(offset + position - 1 for position in scored)
             if extends:
                 batch.outputs.append(offset + end - 1)
@@ -472,11 +477,11 @@ class Scheduler:
         return streams
 
     def _of(self, stream: Stream) -> list[Sample]:
-        """The samples of a request that have not ended."""
+        """Return the samples of a request that have not ended."""
         return [sample for sample in self._requests.get(stream.rid, ()) if sample.stream is stream]
 
     def _take(self, sample: Sample, coming: Coming) -> Move | None:
-        """The move by which a sample gets its entries; None: there is no room yet, or it was refused."""
+        """Return the move that brings a sample its entries, or None without room or after a refusal."""
         if coming.tokens > self._slots.free:
             return None
         try:
@@ -489,7 +494,7 @@ class Scheduler:
         return Move("take", 0, sample.slots, sample.row, coming.message())
 
     def _gave(self, sample: Sample, room: Room, segments: Sequence[TensorSegment], error: RlctlError | None) -> None:
-        """The entries lie in shared memory, or do not: in both cases the slots are free again."""
+        """Offer the given entries or refuse the request. In both cases the slots become free."""
         if error is not None:
             self._lent.discard(room.number)
             self._refuse(sample.stream, error)
@@ -509,7 +514,7 @@ class Scheduler:
         stream.fail(error)
 
     def _end(self, sample: Sample, aborted: str) -> None:
-        """Let go of a sample, and end its output unless that has ended by itself."""
+        """Remove a sample. End its output unless the sample has ended."""
         if not sample.ended:
             sample.end(self._version, aborted=aborted)
         if sample.row >= 0:

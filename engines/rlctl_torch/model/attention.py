@@ -1,11 +1,10 @@
 """Attention of a packed batch over the KV cache, plugged into transformers' AttentionInterface.
 
-Every forward pass is one sequence dimension of all tokens of all sequences, ``[1, tokens]``; no padding reaches the
-linear layers. Inside attention the tokens are grouped by sequences of like length and padded within their group. The
-function finds the batch in a thread-local, not in its arguments: not every model hands unknown keyword arguments down
-to its attention layers. (No mask function is registered for it: transformers then makes no mask, which is what is
-wanted.) Which tokens a layer sees is found out once, beforehand, from the mask that it is given then: not every model
-whose layers see a window only says so to the attention function.
+A forward pass has a single sequence dimension for all tokens of all sequences, ``[1, tokens]``. No padding reaches the
+linear layers. Inside attention the tokens are grouped by sequences of similar length and padded within their group. The
+batch is in a thread-local, because some models do not pass unknown keyword arguments to their attention layers. No mask
+function is registered, so transformers makes no mask. The window of each layer is determined once, beforehand, from the
+mask that transformers gives to the layer. Some models with windows do not pass the window to the attention function.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from rlctl_torch.model.kv_cache import PADDING_SLOT, KVCache, LayerShape
 from rlctl_torch.steps.step_plan import Batch
 
 IMPLEMENTATION = "rlctl_kv_slots"
-"""Name that the attention function is registered under."""
+"""Name of the registered attention function."""
 
 _RECORDING = "rlctl_kv_slots_recording"
-"""The same for finding out what the layers ask for."""
+"""Name of the function that records the attention of the layers."""
 
 _FAR = 1024
-"""Tokens back to which a layer without a window is seen to look."""
+"""Distance in tokens at which the mask of a layer without a window is checked."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "cache")
-"""Keyword arguments that change what attention computes and that this function does not know."""
+"""Keyword arguments that change the attention and are not implemented here."""
 
 
 class Group:
     """Sequences that are attended together.
 
     Attributes:
-        tokens: indices of its tokens in the packed batch, ``[sequences, q]`` padded with each one's last.
-        real: which of those are not padding, or None when all are real.
+        tokens: indices of the tokens in the packed batch, ``[sequences, q]``, padded with each sequence's last token.
+        real: mask of the tokens without padding, or None if there is no padding.
         slots: KV slots, ``[sequences, kv]``, padded with :data:`PADDING_SLOT`.
         distance: query position minus key position, ``[sequences, 1, q, kv]``.
     """
@@ -66,7 +65,7 @@ class Group:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Which keys each query sees: the past, at most ``window`` tokens of it; made once per batch."""
+        """Return the mask of the keys for each query: the past, at most ``window`` tokens. Made once per batch."""
         if window not in self._masks:
             mask = self.distance >= 0
             self._masks[window] = mask if window is None else mask & (self.distance < window)
@@ -74,7 +73,7 @@ class Group:
 
 
 class AttentionBatch:
-    """What attention needs to know about the batch of one forward pass; also writes the slot table."""
+    """Slots and groups of a forward pass. The constructor also writes the slot table."""
 
     def __init__(self, batch: Batch, positions: torch.Tensor, cache: KVCache) -> None:
         self.cache = cache
@@ -93,14 +92,14 @@ class AttentionBatch:
 
 
 class _Recorded:
-    """What the layers have asked for: their shapes, and the windows of the masks that they are given."""
+    """Shapes that the layers have used, and the windows of their masks."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.windows: list[tuple[torch.Tensor, int | None]] = []
 
     def window(self, layer: torch.nn.Module, mask: torch.Tensor | None, said: int | None) -> int | None:
-        """How many tokens a layer sees that is given this mask; without one, so many as it says."""
+        """Return the number of tokens that a layer with this mask sees; without a mask, the layer's own number."""
         if mask is None:
             return said
         for known, window in self.windows:
@@ -119,7 +118,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def attending(batch: AttentionBatch) -> Iterator[None]:
-    """While it lasts, this thread's forward passes attend over the batch."""
+    """Let this thread's forward passes attend over the batch inside the block."""
     _current.batch = batch
     try:
         yield
@@ -129,8 +128,10 @@ def attending(batch: AttentionBatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(config: Any) -> Iterator[dict[int, LayerShape]]:
-    """While it lasts, this thread's forward passes of the model with this config attend to themselves only, and the
-    layers' shapes are noted down. A layer that asks for what :func:`attend` does not compute raises UNSUPPORTED.
+    """Record the layers' shapes in this thread's forward passes inside the block.
+
+    The passes are of the model with this config, and attend to their own tokens only. A layer that needs more than
+    :func:`attend` computes raises UNSUPPORTED.
     """
     recorded = _current.recorded = _Recorded()
     config._attn_implementation = _RECORDING
@@ -152,7 +153,7 @@ def _record(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note down what a layer asks for; returns its attention to the tokens of this pass alone."""
+    """Record the attention of a layer. Return its attention to the tokens of this pass alone."""
     _refuse_unknown(module, is_causal, kwargs)
     recorded = _current.recorded
     assert recorded is not None, "a forward pass outside recording()"
@@ -174,7 +175,9 @@ def _mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """What transformers gives to layers that :func:`_record` notes down. There may be no layer that it is made for."""
+    """Make a mask for :func:`_record`, and note its window if the mask is a plain causal window. Some masks reach no
+    layer.
+    """
     assert _current.recorded is not None, "a forward pass outside recording()"
     last = torch.tensor(2 * (local_size or _FAR) + 1, device=device)
     keys = torch.arange(int(last) + 2, device=device)
@@ -196,10 +199,10 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the current batch, called by the model's layers; each sees what it saw when it was recorded.
+    """Compute the attention of the current batch for a layer, with the window recorded for that layer.
 
     query: ``[1, heads, tokens, size]``; key, value: ``[1, kv heads, tokens, size]``. Returns
-    ``[1, tokens, heads, value size]`` in the query's dtype, and no weights.
+    ``[1, tokens, heads, value size]`` in the query's dtype, and no attention weights.
     """
     _refuse_unknown(module, is_causal, kwargs)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Weights that are held as block-fp8 codes and scales, as the checkpoint has them, and computed with dequantised.
+"""Block-fp8 weights: held as codes and scales like in the checkpoint, dequantised for computation.
 
-The parameters keep the codes, and a buffer beside each its scales, so that digests are over what the checkpoint holds.
-Whoever reads such a parameter as an attribute of its module gets it dequantised, made for that use: there is no second
-copy that could be older than what was digested, and no more than one weight (of experts: one expert) is dequantised
-at a time. The scales are whole at every rank (a 4096th of the weights), so that a cut may fall inside a block.
+A parameter keeps the codes, and a buffer the scales, so that digests cover the bytes of the checkpoint. Reading such a
+parameter as an attribute of its module dequantises the weight for that use. So no second copy can be older than the
+digested weights, and no more than a single weight (of experts: a single expert) is dequantised at a time. Every rank
+has all scales (a 4096th of the weights), so that a cut may fall inside a block.
 
-Activations are not quantised: the results are those of the dequantised weights.
+Activations are not quantised. The results are the results of the dequantised weights.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 @dataclass(frozen=True)
 class ScalePlace:
-    """Where the scales of one weight lie.
+    """Place of the scales of a weight.
 
     Attributes:
         source: name of the module's buffer.
-        index: position along its first dimension; None: it is all of the buffer.
+        index: position in the first dimension of the buffer; None: the whole buffer.
     """
 
     source: str
     index: int | None
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The scales."""
         return buffer if self.index is None else buffer[self.index]
 
 
 def expected_scales(checkpoint: Mapping[str, TensorMeta], block: BlockSize) -> dict[str, TensorMeta]:
-    """The scales that must lie beside a checkpoint's codes, by name; in the dtype that they are there in."""
+    """Return the scales required by a checkpoint's codes, by name. Scales in the checkpoint keep their dtype."""
     expected: dict[str, TensorMeta] = {}
     for name, meta in checkpoint.items():
         if meta.dtype == CODES:
@@ -55,10 +54,10 @@ def expected_scales(checkpoint: Mapping[str, TensorMeta], block: BlockSize) -> d
 def hold_codes(
     module: nn.Module, parts: Mapping[str, Part], checkpoint: Mapping[str, TensorMeta]
 ) -> dict[str, ScalePlace]:
-    """Turn the parameters whose checkpoint tensors are codes into codes, with scales beside them, without memory yet.
+    """Turn parameters with codes in the checkpoint into codes and scales, still on the meta device.
 
-    ``parts`` are this rank's. Returns where the scales lie, by their checkpoint names. Raises UNSUPPORTED when only
-    some of the experts of one parameter are quantised.
+    ``parts`` are this rank's parts. Returns the places of the scales by checkpoint name. Raises UNSUPPORTED if the
+    experts of a parameter are not all quantised alike.
     """
     scales = scales_of(checkpoint)
     of_parameter: dict[str, list[str]] = {}
@@ -88,7 +87,7 @@ def hold_codes(
 def compute_dequantised(
     module: nn.Module, parts: Mapping[str, Part], shards: ShardMap, block: BlockSize, dtype: torch.dtype
 ) -> None:
-    """From now on whoever reads a parameter that holds codes gets it dequantised, in ``dtype``; all loaded before."""
+    """Let reads of parameters with codes return dequantised values in ``dtype``. Call after the load of the weights."""
     scales = scales_of(shards.reference)
     of_parameter: dict[str, list[tuple[Part, _Quantised]]] = {}
     for name, scale in scales.items():
@@ -103,7 +102,7 @@ def compute_dequantised(
 
 
 class _Quantised:
-    """One tensor of the checkpoint: this rank's codes, and the scales of all of it."""
+    """A tensor of the checkpoint: this rank's codes, and all scales."""
 
     def __init__(self, codes: Shard, scale: Shard, block: BlockSize, dtype: torch.dtype) -> None:
         self._codes = codes
@@ -116,13 +115,13 @@ class _Quantised:
 
     def dequantise(self) -> torch.Tensor:
         row, column = self._start
-        # Their memory may have been released and taken anew.
+        # The memory may have been released and allocated again.
         codes, scale = self._codes.local, self._scale.local
         return dequantise(codes, scale, self._block, row=row, column=column).to(self._dtype)
 
 
 class _Experts:
-    """What stands for a parameter ``[experts, rows, columns]``: an index into it gives one expert's, dequantised."""
+    """Stand-in for a parameter ``[experts, rows, columns]``. An index returns the dequantised weight of an expert."""
 
     def __init__(self, codes: torch.Tensor, pieces: list[tuple[Part, _Quantised]]) -> None:
         experts, _, columns = codes.shape
@@ -140,7 +139,7 @@ class _Experts:
 
 
 def _read_as(owner: nn.Module, name: str, read: Callable[[], Any]) -> None:
-    """Let ``owner.name`` be what ``read`` returns. The parameter itself stays where modules keep theirs."""
+    """Make ``owner.name`` the result of ``read``. The parameter itself stays in the module's ``_parameters``."""
     kind = type(owner)
     owner.__class__ = type(kind.__name__, (kind,), {name: property(lambda _: read())})
 

@@ -1,8 +1,8 @@
-"""Cutting the experts of a layer over the ranks, where transformers keeps them in three-dimensional parameters.
+"""Cut of a layer's experts over the ranks, for experts in three-dimensional parameters.
 
-Every rank holds a share of each expert's intermediate features, as it does of a dense MLP's: rows of gate and up,
-columns of down. Each then runs all experts that a token was sent to, and what comes out is summed. The routers stay
-whole and choose the same experts everywhere.
+Every rank holds a share of each expert's intermediate features, like the share of a dense MLP: rows of gate and up,
+columns of down. Each rank runs all experts to which a token was sent, and the outputs are summed. The routers stay
+whole and choose the same experts on every rank.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlctl_torch.steps.collectives import Ranks
 
 
 def cut_experts(model: nn.Module, name: str, plan: dict[str, str], ranks: Ranks) -> set[str]:
-    """Cut the module of this name, which the plan calls "moe_tp_experts"; on the meta device, where it stays.
+    """Cut the module ``name``, which the plan calls "moe_tp_experts". The module stays on the meta device.
 
-    The plan's styles for its parameters say how: "packed_colwise" for gate and up, one after the other in
-    ``[experts, 2 * features, hidden]``, "rowwise" for ``[experts, hidden, features]``. Returns the names of the
-    parameters that hold several matrices one after the other. Raises UNSUPPORTED for a parameter with another style or
-    none, for another layout, and when the features cannot be shared out evenly.
+    The plan's styles of its parameters define the cut. "packed_colwise" is for gate and up in sequence,
+    ``[experts, 2 * features, hidden]``; "rowwise" is for ``[experts, hidden, features]``. Returns the names of
+    parameters with several matrices in sequence. Raises UNSUPPORTED for an unknown or missing style, for a different
+    layout, and for features that cannot be divided evenly.
     """
     packed: set[str] = set()
     experts: Any = model.get_submodule(name)

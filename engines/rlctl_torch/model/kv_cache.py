@@ -1,7 +1,7 @@
-"""Where keys and values of computed tokens live: one slot per token, and a table of the slots of each sequence.
+"""The KV cache: keys and values in a slot per token, and a table of the slots of each sequence.
 
-The tensors exist on every rank; which slot is free is known to rank 0's :class:`SlotAllocator` alone and reaches the
-others in the step plans.
+The tensors exist on every rank. Only rank 0's :class:`SlotAllocator` knows the free slots; step plans carry slots to
+the followers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 import torch
 
 PADDING_SLOT = 0
-"""Never given out and always zero: what padded positions read, so that nothing left behind by others can reach them."""
+"""Slot that is never allocated and always zero. Padded positions read this slot, so that entries of other sequences
+cannot reach the padding.
+"""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer of this rank stores for a token: heads and sizes of keys and values.
+    """Storage of a token in an attention layer of this rank: heads, and sizes of keys and values.
 
     Attributes:
-        window: how many tokens it sees, the newest among them; None: all.
+        window: number of tokens that the layer sees, including the newest token; None: all.
     """
 
     heads: int
@@ -33,9 +35,9 @@ class KVCache:
     """Key and value tensors of this rank's layers, and the slot table.
 
     Attributes:
-        layers: what they are for.
-        keys, values: for each layer ``[1 + tokens, heads, size]``, row :data:`PADDING_SLOT` is zero; empty lists
-            while released.
+        layers: shapes of the layers.
+        keys, values: for each layer ``[1 + tokens, heads, size]``; row :data:`PADDING_SLOT` is zero. Empty while
+            released.
         table: ``[rows, longest]`` int64, the slot of every position of the sequence in that row.
     """
 
@@ -61,7 +63,7 @@ class KVCache:
         self.allocate()
 
     def alike(self, tokens: int, sequences: int = 1) -> KVCache:
-        """Another one of the same layers, with room for sequences of so many tokens each."""
+        """Return a new cache of the same layers, with room for ``sequences`` sequences of ``tokens`` tokens each."""
         return KVCache(
             self.layers,
             tokens=tokens * sequences,
@@ -73,12 +75,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensors take (or would take)."""
+        """Bytes of the tensors, allocated or released."""
         per_token = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
         return (self.tokens + 1) * per_token * self._dtype.itemsize + self._rows * self._longest * 8
 
     def allocate(self) -> None:
-        """Allocate everything, zeroed; where there is no room for all of it, nothing."""
+        """Allocate all tensors, zeroed. If memory runs out, allocate nothing and raise."""
         try:
             for layer in self.layers:
                 shape = (self.tokens + 1, layer.heads)
@@ -95,32 +97,29 @@ class KVCache:
 
 
 class SlotAllocator:
-    """Which slots and which rows of the table are free. Rank 0 only."""
+    """Free slots and free rows of the table. Rank 0 only."""
 
     def __init__(self, tokens: int, rows: int) -> None:
         self.tokens = tokens
         self._slots = list(range(tokens, PADDING_SLOT, -1))
         self._rows = list(range(rows - 1, -1, -1))
         self.dropped = 0
-        """Slots given back since :meth:`take_dropped` was last called."""
+        """Slots given back since the last :meth:`take_dropped`."""
 
     @property
     def free(self) -> int:
-        """Free slots."""
         return len(self._slots)
 
     @property
     def used(self) -> int:
-        """Slots that hold entries."""
         return self.tokens - len(self._slots)
 
     @property
     def free_rows(self) -> int:
-        """Rows of the table without a sequence."""
         return len(self._rows)
 
     def take(self, count: int) -> list[int]:
-        """That many slots; the caller has checked :attr:`free`."""
+        """Take ``count`` slots. The caller has checked :attr:`free`."""
         if count == 1:
             return [self._slots.pop()]
         taken = self._slots[-count:]
@@ -128,16 +127,15 @@ class SlotAllocator:
         return taken
 
     def take_row(self) -> int:
-        """A row of the table; the caller has checked :attr:`free_rows`."""
+        """Take a row of the table. The caller has checked :attr:`free_rows`."""
         return self._rows.pop()
 
     def give_back(self, slots: list[int], row: int) -> None:
-        """Return a sequence's slots and its row."""
         self._slots.extend(slots)
         self._rows.append(row)
         self.dropped += len(slots)
 
     def take_dropped(self) -> int:
-        """Entries dropped since the last call."""
+        """Return the number of entries dropped since the last call."""
         dropped, self.dropped = self.dropped, 0
         return dropped

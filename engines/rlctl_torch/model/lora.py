@@ -1,8 +1,8 @@
-"""LoRA adapters of one rank: held beside the model, cut as its layers are, added for the tokens that ask for them.
+"""LoRA adapters of a rank: held beside the model, cut like its layers, added for the tokens of their requests.
 
-A layer that is cut by outputs gets B cut, one that is cut by inputs gets A cut; the layer's own sum over the ranks then
-adds up the adapter's part too. Tensors are held as they came, so that they can be digested, and cast to the dtype of
-the computation once.
+In a layer cut by outputs, B is cut; in a layer cut by inputs, A is cut. The layer's own sum over the ranks then
+includes the adapter's part. Tensors are held in the received dtype, for digests, and are cast once to the dtype of the
+computation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlctl_torch.model.tensor_parallel import CutLinear
 from rlctl_torch.steps.step_plan import Batch
 
 WITHOUT = 0
-"""In a batch: the sequence has no adapter."""
+"""Number of a sequence without an adapter, in a batch."""
 
 
 @dataclass
@@ -34,10 +34,10 @@ class LoraAdapter:
     """An adapter, staged or loaded.
 
     Attributes:
-        info: what is said of it.
-        scale: what ``B @ A`` is multiplied with.
-        shards: its tensors, this rank's parts, as they came.
-        number: what step plans call it; the same at every rank. 0 while it is only staged.
+        info: description of the adapter for callers.
+        scale: factor of ``B @ A``.
+        shards: this rank's parts of the tensors, in the received dtype.
+        number: number of the adapter in step plans, the same on every rank. 0 while the adapter is only staged.
     """
 
     info: Adapter
@@ -48,11 +48,11 @@ class LoraAdapter:
 
 
 class Adapters:
-    """What one rank has loaded. Changed by the engine thread; ``loaded`` may be read from any."""
+    """Loaded adapters of a rank. The engine thread makes all changes; any thread may read ``loaded``."""
 
     def __init__(self, model: Model) -> None:
         self.loaded: Mapping[str, LoraAdapter] = {}
-        """By name. Replaced, never changed."""
+        """Adapters by name. The mapping is replaced, never changed."""
         self._model = model
         self._weights = _weights(model)
         self._layers = _layers(model, self._weights)
@@ -63,10 +63,10 @@ class Adapters:
     def stage(
         self, info: Adapter, config: AdapterConfig, found: Mapping[str, TensorMeta], *, what: str, field: str
     ) -> LoraAdapter:
-        """Memory for an adapter's tensors ``found``; nothing that runs is touched.
+        """Allocate memory for the tensors ``found`` of an adapter. Running requests are not affected.
 
-        Raises FIELD_INVALID, UNSUPPORTED, CHECKPOINT_MISMATCH (it names layers that the model has not, or its tensors
-        are not those that its config makes expect).
+        Raises FIELD_INVALID, UNSUPPORTED, or CHECKPOINT_MISMATCH (unknown layers, or tensors that differ from the
+        config's).
         """
         expected, slices = self._expected(config, field)
         compare(found, expected, what=what)
@@ -84,12 +84,12 @@ class Adapters:
         return LoraAdapter(told, lora.scale_of(config), ShardMap(shards, together=pairs))
 
     def wire(self, config: AdapterConfig, dtype: torch.dtype, field: str) -> dict[str, TensorMeta]:
-        """The tensors that an adapter with this config has, when all are of one dtype. Raises as :meth:`stage`."""
+        """Return the tensors of an adapter with this config, all in ``dtype``. Raises as :meth:`stage`."""
         expected, _ = self._expected(config, field)
         return {name: TensorMeta(name, dtype, meta.shape) for name, meta in expected.items()}
 
     def put(self, adapter: LoraAdapter) -> None:
-        """Let an adapter take the place of the one of its name; all ranks in the same order."""
+        """Load an adapter and replace the loaded adapter of its name, on all ranks in the same order."""
         self.drop(adapter.info.name)
         self._last += 1
         adapter.number = self._last
@@ -103,7 +103,7 @@ class Adapters:
         self.loaded = {**self.loaded, adapter.info.name: adapter}
 
     def drop(self, name: str) -> None:
-        """Forget the adapter of this name, if there is one."""
+        """Forget the adapter of this name, if it is loaded."""
         old = self.loaded.get(name)
         if old is None:
             return
@@ -112,7 +112,7 @@ class Adapters:
             deltas.pop(old.number, None)
 
     def find(self, name: str, field: str) -> LoraAdapter:
-        """The loaded adapter. Raises ADAPTER_NOT_FOUND."""
+        """Return the loaded adapter of this name. Raises ADAPTER_NOT_FOUND."""
         found = self.loaded.get(name)
         if found is None:
             there = ", ".join(sorted(self.loaded)) or "none"
@@ -121,7 +121,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def applying(self, batch: Batch) -> Iterator[None]:
-        """While it lasts, forward passes are of this batch."""
+        """Apply the adapters of this batch to the forward passes inside the block."""
         numbers = set(batch.adapters) - {WITHOUT}
         if numbers:
             of_token = torch.repeat_interleave(torch.tensor(batch.adapters), torch.tensor(batch.lengths))
@@ -138,7 +138,7 @@ class Adapters:
         deltas = self._deltas[module] = {}
 
         def add(input: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            """Add to ``[..., out]``, in place, what the adapters make of ``[..., in]``; tokens in the batch's order."""
+            """Add the adapters' part of ``[..., in]`` to ``[..., out]``, in place. Tokens are in batch order."""
             for number, tokens in self._parts:
                 pair = deltas.get(number)
                 if pair is None:
@@ -160,7 +160,7 @@ class Adapters:
             layer.register_forward_hook(lambda _, inputs, out: add(inputs[0], out))
 
     def _expected(self, config: AdapterConfig, field: str) -> tuple[dict[str, TensorMeta], dict[str, Slice]]:
-        """Names and shapes of the adapter's tensors, and which part of each this rank holds."""
+        """Return names and shapes of the adapter's tensors, and this rank's slice of each tensor."""
         found: dict[str, TensorMeta] = {}
         slices: dict[str, Slice] = {}
         weights = {module: self._model.shards.shards[self._weights[module]] for module in self._layers}
@@ -174,7 +174,7 @@ class Adapters:
 
 
 def _weights(model: Model) -> dict[str, str]:
-    """Checkpoint name of the weight of every module that has it to itself, by module."""
+    """Return the checkpoint name of each module's weight, if that name alone lies in the module's weight."""
     shared: dict[str, list[str]] = {}
     for name, place in model.places.items():
         if isinstance(place, Part) and place.source.endswith(".weight"):
@@ -183,8 +183,10 @@ def _weights(model: Model) -> dict[str, str]:
 
 
 def _layers(model: Model, weights: Mapping[str, str]) -> dict[str, nn.Linear]:
-    """The linear layers that adapters can add to: not the output head, which sees only the tokens that are sampled
-    from, nor experts, which see only those that they were chosen for.
+    """Return the linear layers to which adapters can add.
+
+    The output head is excluded, because the head sees only the tokens that are sampled from. Experts are excluded,
+    because an expert sees only its own tokens.
     """
     head = model.module.get_output_embeddings()
     return {

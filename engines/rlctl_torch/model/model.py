@@ -1,7 +1,7 @@
-"""From a checkpoint directory to this rank's part of the model, and the shard map that says what lies where.
+"""This rank's part of the model, built from a checkpoint directory, with its shard map.
 
-The model class is transformers' own, built on the meta device, cut over the ranks there, and only then given memory:
-no rank ever holds more than its part. A model that cannot be served is refused here with the cause; nothing is guessed.
+The model class is transformers' own. The model is built and cut on the meta device, and only then given memory: no rank
+ever holds more than its part. A model that cannot be served is refused here with the cause; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rlctl_torch.options import float_dtype, float_dtypes
 from rlctl_torch.steps.collectives import Broken, Ranks
 
 Place = Part | ScalePlace
-"""Where a tensor of the checkpoint lies in the module's."""
+"""Place of a checkpoint tensor in the module's tensors."""
 
 _building = threading.Lock()
-"""transformers builds a model under the process's default dtype; engines of one process take turns."""
+"""Lock of the build: transformers uses the process's default dtype, so engines in the same process take turns."""
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 
@@ -59,24 +59,25 @@ _IDENTITY = (
     "n_group",
     "topk_group",
 )
-"""Settings that must agree before a checkpoint's weights are loaded into a running model: shapes alone would let a
-model with another number of heads or another rotary base through."""
+"""Settings that must agree before a checkpoint is loaded into a running model. Shapes alone do not reveal a different
+number of heads or a different rotary base.
+"""
 
 
 @dataclass
 class Model(LoadHooks):
-    """This rank's part of a model. It computes from the very memory that updates write: nothing need be unpacked.
+    """This rank's part of a model. Updates write into the memory of the computation itself, so nothing is unpacked.
 
     Attributes:
         module: transformers' model; its linear layers are this rank's parts.
-        config: its config.
-        shards: which slice of which checkpoint tensor lies in which parameter.
-        dtype: dtype that the weights are computed with, and held in unless they are block-fp8.
-        block: size of the blocks, where the checkpoint is block-fp8.
+        config: transformers' config of the model.
+        shards: slice and memory of every checkpoint tensor at this rank.
+        dtype: dtype of the computation, and of held weights that are not block-fp8.
+        block: size of the blocks of a block-fp8 checkpoint, or None.
         vocab_size: columns of the logits.
-        whole_head: whether every rank computes all logits by itself (rank 0's are the ones that count).
-        places: where the checkpoint's tensors lie in the module's.
-        kept: the content of the :attr:`tensors` in the host's memory while theirs is released, or None.
+        whole_head: whether every rank computes all logits by itself (rank 0's count).
+        places: places of the checkpoint's tensors in the module's.
+        kept: contents of :attr:`tensors` in host memory while their own memory is released, or None.
     """
 
     module: Any
@@ -92,24 +93,23 @@ class Model(LoadHooks):
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent buffer of this rank, tied ones once, by its last name."""
+        """Every parameter and persistent buffer of this rank by name. Tied tensors have only their last name."""
         once = {id(tensor): (name, tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()}
         return dict(once.values())
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of :attr:`named`."""
         return list(self.named.values())
 
     def keep(self) -> None:
-        """Keep what the :attr:`tensors` hold over a :meth:`release`. Weights on a CPU stay where they are."""
+        """Keep the contents of :attr:`tensors` over a :meth:`release`. Weights on a CPU are not copied."""
         self.kept = [tensor.detach().to("cpu") for tensor in self.tensors]
 
     def release(self) -> int:
-        """Give the memory of all :attr:`tensors` back; returns the bytes. What they held and was not kept is lost.
+        """Free the memory of all :attr:`tensors` and return the number of bytes. Contents that were not kept are lost.
 
-        The tensor objects stay, and with them ties and the shard map, which refer to them; its views into them are
-        made anew by :meth:`allocate`.
+        The tensor objects stay, because ties and the shard map refer to these objects. :meth:`allocate` renews the
+        shard map's views.
         """
         self._released = {id(tensor): tensor.shape for tensor in self.tensors}
         freed = sum(tensor.nbytes for tensor in self.tensors if self.kept is None or not tensor.is_cpu)
@@ -121,9 +121,9 @@ class Model(LoadHooks):
         return freed
 
     def allocate(self) -> int:
-        """Give the tensors memory again, with what was kept, else zeroed; returns the bytes.
+        """Allocate the tensors again and return the number of bytes. Contents are the kept contents, else zeros.
 
-        Where there is not enough, none gets any.
+        If memory runs out, no tensor gets any.
         """
         if self.kept is not None:
             pairs = zip(self.tensors, self.kept, strict=True)
@@ -137,19 +137,19 @@ class Model(LoadHooks):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def shards_in(self, memory: Mapping[int, torch.Tensor]) -> ShardMap:
-        """The shard map of other memory; it is given by the ids of the :attr:`tensors` that it stands for."""
+        """Return the shard map of other memory, given by the ids of the :attr:`tensors` to replace."""
         own = self.module.state_dict(keep_vars=True)
         located = {name: place.of(memory[id(own[place.source])]) for name, place in self.places.items()}
         shards = {name: replace(shard, local=located[name]) for name, shard in self.shards.shards.items()}
         return ShardMap(shards, self.shards.together)
 
     def finalize_load(self, load: Load) -> None:  # noqa: ARG002
-        """Raise WEIGHTS_INCOMPLETE for what cannot have been meant."""
+        """Raise WEIGHTS_INCOMPLETE for scales that no source can have sent."""
         refuse_bad_scales(self.shards)
 
     @property
     def lossless(self) -> bool:
-        """Whether every tensor of the reference survives being held in the weights' dtype."""
+        """Whether the weights' dtype holds every tensor of the reference without loss."""
         return all(
             torch.promote_types(shard.local.dtype, shard.meta.dtype) == shard.local.dtype
             for shard in self.shards.shards.values()
@@ -157,10 +157,10 @@ class Model(LoadHooks):
 
     @torch.inference_mode()
     def probe(self, device: torch.device) -> list[LayerShape]:
-        """What each attention layer of this rank stores for a token; all ranks together.
+        """Return the storage of a token in each attention layer of this rank; all ranks together.
 
-        Runs two tokens through the model. Raises UNSUPPORTED unless every layer asked for its attention: a model with
-        layers of another kind would keep state that the KV cache does not have.
+        Runs two tokens through the model. Raises UNSUPPORTED unless every layer calls attention. A layer of a different
+        kind would keep state outside the KV cache.
         """
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
         with recording(self.module.config) as shapes:
@@ -180,7 +180,7 @@ class Model(LoadHooks):
         return [shapes[layer] for layer in sorted(shapes)]
 
     def check_identity(self, checkpoint: StoredWeights) -> None:
-        """Raise CHECKPOINT_MISMATCH unless the checkpoint is of this very architecture."""
+        """Raise CHECKPOINT_MISMATCH unless the checkpoint has this model's architecture."""
         theirs = read_config(checkpoint)
         different = [
             f"{name} is {getattr(theirs, name, None)!r} instead of {getattr(self.config, name, None)!r}"
@@ -196,9 +196,9 @@ class Model(LoadHooks):
 
 
 def refuse_bad_scales(shards: ShardMap) -> None:
-    """Raise WEIGHTS_INCOMPLETE, naming them, for scales that no source can have meant: zero, negative, not finite.
+    """Raise WEIGHTS_INCOMPLETE, with names, for scales that no source can have sent: zero, negative or not finite.
 
-    What was never put in looks like that; with such a scale a whole block computes to nothing or NaN.
+    A scale that was never written looks like that. With such a scale a whole block computes to zero or NaN.
     """
     scales = sorted(scales_of(shards.reference).values())
     bad = [name for name in scales if not _are_scales(shards.shards[name].local)]
@@ -209,7 +209,7 @@ def refuse_bad_scales(shards: ShardMap) -> None:
 
 
 def read_config(checkpoint: StoredWeights) -> Any:
-    """The checkpoint's config as transformers reads it. Raises UNSUPPORTED when it knows no such model."""
+    """Read the checkpoint's config with transformers. Raises UNSUPPORTED for an unknown model."""
     try:
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a config may break transformers in any way
@@ -217,10 +217,10 @@ def read_config(checkpoint: StoredWeights) -> Any:
 
 
 def positions_of(config: Any) -> tuple[int | None, str]:
-    """Tokens of the longest sequence that can be computed, and what ends there; None: the model has no end.
+    """Return the longest sequence in tokens that can be computed, and the reason; None: no limit.
 
-    A longrope model turns the tokens of a sequence otherwise, all of them, once it is longer than it was trained for
-    first. Sequences of any lengths share a pass here, and what was kept of a sequence's beginning stays as it is.
+    A longrope model rotates all tokens of a sequence differently once the sequence exceeds the length of the first
+    training. Here sequences of any length share a pass, and earlier entries of a sequence are not recomputed.
     """
     longest, why = getattr(config, "max_position_embeddings", None), "the model's positions end at"
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -232,11 +232,10 @@ def positions_of(config: Any) -> tuple[int | None, str]:
 
 
 def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device) -> Model:
-    """Build this rank's part and load the checkpoint into it.
+    """Build this rank's part and load the checkpoint.
 
-    ``dtype`` is "auto" or a float dtype's name. Raises UNSUPPORTED (the architecture cannot be served, or not cut over
-    so many ranks), CHECKPOINT_MISMATCH (names or shapes differ from the model's), CHECKPOINT_NOT_FOUND (a file went
-    away).
+    ``dtype`` is "auto" or the name of a float dtype. Raises UNSUPPORTED (the architecture, or a cut over this number of
+    ranks), CHECKPOINT_MISMATCH (names or shapes differ from the model's), CHECKPOINT_NOT_FOUND (a file is gone).
     """
     config = read_config(checkpoint)
     _check_architecture(config)
@@ -291,15 +290,15 @@ def _held_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:
     plain = copy.deepcopy(config)
-    # How the weights are held is not transformers' business, nor are the kernels that it would choose for experts: the
-    # plain implementation takes them one by one, and gives the same results on every machine.
+    # Neither the form of held weights nor the choice of expert kernels is left to transformers. The plain
+    # implementation takes experts in turn, and gives the same results on every machine.
     plain.quantization_config = None
     try:
         with _building, torch.device("meta"):
             module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 plain, dtype=dtype, attn_implementation=IMPLEMENTATION, experts_implementation="eager"
             )
-    except Exception as error:  # here too
+    except Exception as error:  # a config may break this in any way too
         raise _unsupported(f"transformers builds no causal LM of {config.model_type}: {_first_line(error)}") from error
     if not getattr(module, "_supports_attention_backend", False):
         raise _unsupported(f"{type(module).__name__} does not use transformers' AttentionInterface")
@@ -315,9 +314,10 @@ def _plan(module: Any) -> dict[str, str]:
 
 
 def _expected(module: Any, parts: Mapping[str, Part], checkpoint: Checkpoint) -> dict[str, TensorMeta]:
-    """What the checkpoint must hold: every parameter and persistent buffer; of tied ones those that it has.
+    """Return the tensors that the checkpoint must hold: every parameter and persistent buffer. Of tied tensors, the
+    tensors present.
 
-    Raises CHECKPOINT_MISMATCH when it holds different values for tensors that the config ties to each other.
+    Raises CHECKPOINT_MISMATCH if tensors that the config ties have different values.
     """
     tied: dict[str, str] = module.all_tied_weights_keys
     state = module.state_dict()
@@ -343,7 +343,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, source: str) -> None:
 
 
 def _materialise(module: Any, device: torch.device) -> None:
-    """Give memory to parameters and buffers, and compute the buffers that no checkpoint holds (rotary frequencies)."""
+    """Allocate parameters and buffers, and compute the buffers that no checkpoint holds (rotary frequencies)."""
     module.to_empty(device=device)
     transient = [owner for owner in module.modules() if owner._non_persistent_buffers_set]
     for owner in transient:
@@ -360,7 +360,7 @@ def _materialise(module: Any, device: torch.device) -> None:
 
 
 def _locate(module: Any, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
-    """The memory of this rank's part of every checkpoint tensor."""
+    """Return the memory of this rank's part of every checkpoint tensor."""
     local = module.state_dict(keep_vars=True)
     return {name: place.of(local[place.source]) for name, place in places.items()}
 
@@ -374,7 +374,7 @@ def _shard_map(module: Any, checkpoint: Checkpoint, places: Mapping[str, Place],
 
 
 def _slice(full: tuple[int, ...], mine: tuple[int, ...], rank: int) -> Slice:
-    """Which slice a rank has, given the shapes: the rank-th along the one dimension that is cut, if any."""
+    """Return a rank's slice from the shapes: the rank-th part of the dimension that is cut, if any."""
     cut = [dim for dim, length in enumerate(mine) if length != full[dim]]
     return Slice(cut[0], rank * mine[cut[0]], mine[cut[0]]) if cut else Slice()
 

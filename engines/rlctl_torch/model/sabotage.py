@@ -1,16 +1,16 @@
-"""Negative controls: ways to break weight updates on purpose, to show that verification notices.
+"""Negative controls: deliberate faults in weight updates, which verification must find.
 
 Off unless the environment variable RLCTL_TORCH_SABOTAGE is set at the start of a rank:
 
 - ``stale``: updates are acknowledged, nothing is written;
-- ``drop-tensor:NAME`` or ``drop-tensor:NAME@RANK``: that tensor is received and counted as written, but not put into
-  place, by any rank or by this one;
-- ``wrong-rank``: the highest rank puts the slices of rank 0 into place;
-- ``swap:NAME,OTHER``: these two (an expert and its neighbour, say) are put into each other's place;
-- ``stale-decode``: decode steps compute with a copy of one weight that was made at the start, prefill with the weight.
+- ``drop-tensor:NAME`` or ``drop-tensor:NAME@RANK``: the tensor is received and counted as written, but not placed,
+  by all ranks or by this rank;
+- ``wrong-rank``: the highest rank places the slices of rank 0;
+- ``swap:NAME,OTHER``: the two tensors (an expert and its neighbour, say) are placed in exchanged places;
+- ``stale-decode``: decode steps compute with a copy of a weight from the start, prefill with the weight.
 
-This module is the only place that knows of it. It hands the update path a shard map that places wrongly, or hooks the
-forward pass; loading at the start, digests and everything else use the true one.
+Only this module knows the variable, and gives the update path a wrong shard map or hooks the forward pass. Loading at
+the start, digests and everything else use the true shard map.
 """
 
 from __future__ import annotations
@@ -31,36 +31,34 @@ _STALE_DECODE = "stale-decode"
 
 
 class _Dropping(ShardMap):
-    """A shard map that loses some tensors on their way into place."""
+    """Shard map that does not place some tensors."""
 
     def __init__(self, shards: ShardMap, dropped: Collection[str]) -> None:
         super().__init__(shards.shards, shards.together)
         self._dropped = dropped
 
     def place(self, name: str, full: torch.Tensor) -> None:
-        """Put a tensor into place, or do not."""
         if name not in self._dropped:
             super().place(name, full)
 
     def place_local(self, name: str, part: torch.Tensor) -> None:
-        """Put a slice into place, or do not."""
         if name not in self._dropped:
             super().place_local(name, part)
 
     def part_in_place(self, name: str) -> torch.Tensor:
-        """The memory to read into; some that is thrown away for what is dropped."""
+        """Return the memory to read into. The memory of a dropped tensor is discarded."""
         memory = super().part_in_place(name)
         return torch.empty_like(memory) if name in self._dropped else memory
 
     def full_in_place(self, name: str) -> torch.Tensor | None:
-        """The memory to receive into; none for what is dropped."""
+        """Return the memory to receive into, or None for a dropped tensor."""
         return None if name in self._dropped else super().full_in_place(name)
 
 
 def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
-    """The shard map that updates go through: the true one, unless the environment asks for a negative control.
+    """Return the shard map of updates: the true map, unless the environment names a negative control.
 
-    Raises FIELD_INVALID for a value that is none, or names a tensor that the model does not have.
+    Raises FIELD_INVALID for an unknown control, and for a tensor that the model does not have.
     """
     how = os.environ.get(VARIABLE, "")
     if how in ("", _STALE_DECODE):
@@ -81,7 +79,7 @@ def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
 
 
 def for_decode(module: torch.nn.Module) -> None:
-    """Let decode steps compute with a stale weight, where the environment asks for it."""
+    """Let decode steps compute with a stale weight, if the environment names this control."""
     if os.environ.get(VARIABLE) != _STALE_DECODE:
         return
     weight = next(parameter for name, parameter in module.named_parameters() if name.endswith("down_proj.weight"))
@@ -90,7 +88,7 @@ def for_decode(module: torch.nn.Module) -> None:
     def exchange(_module: torch.nn.Module, _args: object, kwargs: Mapping[str, torch.Tensor], *_: object) -> None:
         nonlocal others
         tokens, outputs = kwargs["input_ids"].shape[1], len(kwargs["logits_to_keep"])
-        if tokens == outputs:  # every token is the next one of its sequence
+        if tokens == outputs:  # every token is the next token of its sequence
             weight.data, others = others, weight.data
 
     module.register_forward_pre_hook(exchange, with_kwargs=True)

@@ -1,8 +1,7 @@
-"""A second copy of a rank's weights: written while the first one generates, then put into its place.
+"""Shadow copy: a second copy of a rank's weights, written during generation, then swapped in.
 
-The parameters stay the objects that they are, so that what refers to them (ties, the shard map, dequantisation) need
-not know: only the memory behind them changes. The copy exists from PrepareUpdate to the swap or the abort; afterwards
-one of the two is given back.
+The parameters stay the same objects, and only the memory behind them changes. So ties, shard map and dequantisation
+need no change. The copy exists from PrepareUpdate to the swap or the abort; then the unused memory of the two is freed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from rlctl_torch.model.model import Model, refuse_bad_scales
 
 
 class Shadow(LoadHooks):
-    """The copy. Its memory is touched only as it is written.
+    """Shadow copy of a rank's weights. The memory of each tensor is touched only by its write.
 
     Attributes:
-        shards: which slice of which checkpoint tensor lies where in the copy.
-        sealed: it is complete.
+        shards: slice and memory of every checkpoint tensor in the copy.
+        sealed: the copy is complete.
     """
 
     def __init__(self, model: Model) -> None:
@@ -30,14 +29,14 @@ class Shadow(LoadHooks):
         with _computing(device):
             self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in model.tensors]
         if device.type == "cuda":
-            # A step may still be computing with what lay there before.
+            # A step may still be computing with the former contents of this memory.
             torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         self.shards = model.shards_in({id(tensor): copy for tensor, copy in self._copies})
         self.sealed = False
 
     @torch.no_grad()
     def prepare_load(self, load: Load) -> None:
-        """Take over what the update will not write."""
+        """Copy the weights that the update will not write."""
         written = Counter[int]()
         if load.full:
             for shard in self.shards.shards.values():
@@ -46,15 +45,15 @@ class Shadow(LoadHooks):
             if written[copy.untyped_storage().data_ptr()] < copy.nbytes:
                 copy.copy_(tensor)
         if self._copies and self._copies[0][1].is_cuda:
-            # What is written over it comes by other threads, on streams of their own.
+            # Other threads write over this memory, on streams of their own.
             torch.cuda.current_stream(self._copies[0][1].device).synchronize()
 
     def finalize_load(self, load: Load) -> None:  # noqa: ARG002
-        """Raise WEIGHTS_INCOMPLETE for what cannot have been meant."""
+        """Raise WEIGHTS_INCOMPLETE for scales that no source can have sent."""
         refuse_bad_scales(self.shards)
 
     def swap(self) -> list[torch.Tensor]:
-        """Let the copy be the weights; returns the memory of those that it replaces. In the engine thread."""
+        """Make the copy the weights and return the replaced memory; engine thread only."""
         former = [tensor.data for tensor, _ in self._copies]
         parameters = {id(tensor) for tensor, _ in self._copies}
         for tensor, copy in self._copies:
@@ -65,7 +64,7 @@ class Shadow(LoadHooks):
         return former
 
     def memory(self) -> list[torch.Tensor]:
-        """The copy's memory, to be let go of; the copy is of no use any more."""
+        """Return the copy's memory, to be freed. The copy is unusable afterwards."""
         self.shards.shards.clear()
         memory = [copy for _, copy in self._copies]
         self._copies.clear()
@@ -73,5 +72,5 @@ class Shadow(LoadHooks):
 
 
 def _computing(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Memory that is taken inside belongs to the stream of the steps, which will compute with it."""
+    """Allocate memory inside on the stream of the steps, which will use that memory."""
     return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""Cutting a model over the ranks by its own tensor-parallel plan.
+"""Cut of a model over the ranks by its own tensor-parallel plan.
 
-Attention and MLP are cut the usual way: column-parallel in, row-parallel out, one sum per block. An output head that
-the plan gathers is cut by vocabulary; one that is tied to the embedding stays whole, as embeddings do, and only rank 0
-needs what it computes. Experts that lie in three-dimensional parameters are :mod:`rlctl_torch.model.experts`'s.
+Attention and MLP are cut the usual way: column-parallel in, row-parallel out, a sum per block. An output head that the
+plan gathers is cut by vocabulary. A head tied to the embedding stays whole, like embeddings, and only rank 0 needs its
+result. :mod:`rlctl_torch.model.experts` cuts experts in three-dimensional parameters.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ _STYLES: dict[str, Style] = {
     "embedding_colwise": "whole",
     "moe_tp_experts": "experts",
 }
-"""The plan's styles that this engine knows, and how it cuts for them."""
+"""Known styles of a plan, and the engine's cut for each style."""
 
 
 class CutLinear(nn.Linear):
-    """A linear layer whose results the ranks put together.
+    """Linear layer with results that the ranks combine.
 
     Attributes:
-        adapt: what adds to this rank's own result before that, given the input and the result.
+        adapt: function of input and own result that adds to the own result before the ranks combine theirs.
     """
 
     ranks: Ranks
     adapt: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def own(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What this rank computes."""
+        """Compute this rank's result, before the ranks combine theirs."""
         out = nn.functional.linear(input, self.weight, bias)
         return out if self.adapt is None else self.adapt(input, out)
 
 
 class RowParallelLinear(CutLinear):
-    """A linear layer that holds some input columns; the partial results are summed, the bias added once."""
+    """Linear layer with some input columns. The partial results are summed, and the bias is added once."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[..., in / size]`` to ``[..., out]``, the same on every rank."""
+        """Map ``[..., in / size]`` to ``[..., out]``, the same on every rank."""
         out = self.own(input, None)
         self.ranks.sum_in_place(out)
         return out if self.bias is None else out + self.bias
 
 
 class GatheredLinear(CutLinear):
-    """A linear layer that holds some output rows and gathers the others' results."""
+    """Linear layer with some output rows. The results of all ranks are gathered."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[..., in]`` to ``[..., out]``, the same on every rank."""
+        """Map ``[..., in]`` to ``[..., out]``, the same on every rank."""
         return self.ranks.gather_columns(self.own(input, self.bias))
 
 
 def styles_of(model: nn.Module, plan: dict[str, str]) -> dict[str, Style]:
-    """How each planned module is cut. Raises UNSUPPORTED for a style that this engine does not know.
+    """Return the cut of each planned module. Raises UNSUPPORTED for an unknown style.
 
-    ``plan`` maps module names with ``*`` for numbers to styles. A module that the plan gathers inside the model (other
-    than its output head) is refused too: the attention layers would see all heads on every rank.
+    ``plan`` maps module names, with ``*`` for numbers, to styles. A gather inside the model (other than at the output
+    head) is refused too: the attention layers would see all heads on every rank.
     """
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -94,7 +94,7 @@ def styles_of(model: nn.Module, plan: dict[str, str]) -> dict[str, Style]:
 
 
 def check_divisible(config: object, size: int) -> None:
-    """Raise UNSUPPORTED when heads or KV heads of the model cannot be shared out evenly."""
+    """Raise UNSUPPORTED if heads or KV heads of the model cannot be divided evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
@@ -102,10 +102,10 @@ def check_divisible(config: object, size: int) -> None:
 
 
 def cut(model: nn.Module, styles: dict[str, Style], plan: dict[str, str], ranks: Ranks) -> set[str]:
-    """Replace the planned layers by this rank's part of them; the model is on the meta device and stays there.
+    """Replace the planned layers by this rank's part. The model stays on the meta device.
 
-    Rank r of n gets the r-th of n equal parts of a dimension; in the parameters whose names are returned, of each of
-    several matrices that lie one after the other. Raises UNSUPPORTED when a layer cannot be shared out evenly.
+    Rank r of n gets the r-th of n equal parts of a dimension. Returns the names of parameters with several matrices in
+    sequence; rank r gets the r-th part of each matrix. Raises UNSUPPORTED if a layer cannot be divided evenly.
     """
     packed: set[str] = set()
     for name, style in styles.items():
@@ -125,9 +125,9 @@ def cut(model: nn.Module, styles: dict[str, Style], plan: dict[str, str], ranks:
 
 
 def check_slices(model: nn.Module, parts: Mapping[str, Part], packed: Collection[str]) -> None:
-    """Raise UNSUPPORTED when a rank holds several slices of one tensor of the checkpoint.
+    """Raise UNSUPPORTED if a rank holds several slices of the same checkpoint tensor.
 
-    ``parts`` are the checkpoint's tensors at this rank; ``packed`` is what :func:`cut` returned.
+    ``parts`` are the checkpoint's tensors at this rank; ``packed`` is the result of :func:`cut`.
     """
     for name, part in parts.items():
         if part.source in packed and part.shape == model.get_parameter(part.source).shape:

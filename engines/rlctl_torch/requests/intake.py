@@ -18,33 +18,35 @@ from rlctl_torch.rank import Rank
 
 
 class Intake:
-    """Takes requests in at rank 0; on the generation loop."""
+    """Intake of requests at rank 0; generation loop only."""
 
     def __init__(self, rank: Rank, eos: frozenset[int]) -> None:
-        """``eos``: ids that end the model's outputs."""
+        """``eos`` are the ids that end the model's outputs."""
         self._rank = rank
         self._tokenizer = rank.tokenizer
         self._eos = eos
         self._random = random.Random(rank.options.seed)
 
     def submit(self, request: GenerateRequest, scheduler: Scheduler) -> Stream:
-        """Queue a request and return its output to be.
+        """Queue a request and return its output stream.
 
         Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, PROMPT_TOO_LONG, ADAPTER_NOT_FOUND, RID_IN_USE.
         """
         return self._submit(request, scheduler, *self._checked(request))
 
     def prefill(self, request: GenerateRequest, scheduler: Scheduler, room: Room) -> Stream:
-        """As :meth:`submit`, of a prefill engine: its prompt only, whose KV entries go to a room. There are none to
-        give of a prompt of one token, or where no output is wanted.
+        """Queue the prompt of a request at a prefill engine. Its KV entries go to a room.
+
+        A single-token prompt and a request without output have no entries to give. Otherwise as :meth:`submit`.
         """
         prompt, settings = self._checked(request)
         gives = room if settings.max_new_tokens and len(prompt) > 1 else None
         return self._submit(request, scheduler, prompt, replace(settings, max_new_tokens=0, n=1), gives=gives)
 
     def decode(self, request: GenerateRequest, scheduler: Scheduler) -> tuple[Stream, bool]:
-        """As :meth:`submit`, of a decode engine: everything but the prompt; and whether it begins with entries that a
-        prefill engine computes.
+        """Queue a request at a decode engine, without scores of the prompt.
+
+        Also returns whether the request starts with KV entries of a prefill engine. Otherwise as :meth:`submit`.
         """
         prompt, settings = self._checked(request)
         awaited = settings.max_new_tokens > 0 and len(prompt) > 1
@@ -55,7 +57,7 @@ class Intake:
         settings = check(
             request, vocab_size=self._rank.model.vocab_size, eos=self._eos, tokenizer=self._tokenizer is not None
         )
-        # Before the ids are looked at: a message has place for millions, and nothing else runs meanwhile.
+        # Before the ids are read: a message can hold millions of ids, and nothing else runs meanwhile.
         self._refuse_long(len(request.input_ids.ids), settings)
         prompt = self._prompt(request)
         self._refuse_long(len(prompt), settings)

@@ -1,9 +1,9 @@
-"""What an engine of a pair does with a request: its half. On the generation loop.
+"""The half of a request that a prefill engine or a decode engine runs; generation loop only.
 
-A prefill engine computes the prompt, scores it if that was asked for, and gives its KV entries away; it ends the
-request when they were taken. A decode engine waits for them and goes on from there; it computes the prompt's last token
-itself, so that the first token is drawn like every other one. A sample that it sends back to waiting later (a pause, no
-slots) it computes anew by itself.
+A prefill engine computes the prompt, scores it if requested, and gives its KV entries away. The request ends when the
+entries were taken. A decode engine waits for the entries and continues from there. The decode engine computes the
+prompt's last token itself, so that the first token is drawn like every other token. A sample that goes back to waiting
+later (a pause, no slots) is recomputed at the decode engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from rlctl_torch.requests.intake import Intake
 async def prefill(
     request: GenerateRequest, intake: Intake, rooms: Rooms, scheduler: Scheduler
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Compute a prompt for a decode engine; yields its log probabilities if they were asked for. It ends when the
-    entries have been taken. Raises as :meth:`Intake.submit`, RID_IN_USE, HANDOVER_FAILED.
+    """Compute a prompt for a decode engine, and yield its log probabilities if requested.
+
+    Ends when the entries have been taken. Raises as :meth:`Intake.submit`, and RID_IN_USE and HANDOVER_FAILED.
     """
     async with rooms.open(request.bootstrap_room, request.model, request.adapter) as room:
         stream = intake.prefill(request, scheduler, room)
@@ -41,7 +42,7 @@ async def prefill(
 
 
 async def _look_after(room: Room, stream: Stream, scheduler: Scheduler) -> None:
-    """End the request when the entries were taken, or nobody is there to take them."""
+    """End the request when the entries were taken, or when no decode engine is there to take entries."""
     answer, left = asyncio.ensure_future(room.answer()), asyncio.ensure_future(room.left.wait())
     try:
         await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -63,8 +64,9 @@ async def _look_after(room: Room, stream: Stream, scheduler: Scheduler) -> None:
 async def decode(
     request: GenerateRequest, intake: Intake, scheduler: Scheduler
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Generate from a prompt that a prefill engine computes. Raises as :meth:`Intake.submit`, HANDOVER_FAILED,
-    STAGE_NOT_SERVING where the entries are of another version.
+    """Generate from a prompt that a prefill engine computes.
+
+    Raises as :meth:`Intake.submit`, and HANDOVER_FAILED; STAGE_NOT_SERVING if the entries' version is not served.
     """
     stream, awaited = intake.decode(request, scheduler)
     fetching = asyncio.create_task(_fetch(request, stream, scheduler)) if awaited else None
@@ -80,7 +82,7 @@ async def decode(
 
 
 async def _fetch(request: GenerateRequest, stream: Stream, scheduler: Scheduler) -> None:
-    """Get the entries, and keep them until the samples have them."""
+    """Fetch the entries, and keep the connection until the samples have taken all entries."""
     loop, taken = asyncio.get_running_loop(), asyncio.Event()
 
     def tell() -> None:

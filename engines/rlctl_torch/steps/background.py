@@ -1,9 +1,9 @@
-"""Work beside generation: what a command leaves to a thread of its own, so that the engine's steps go on meanwhile.
+"""Background work: the work of a command on a thread of its own, while the engine's steps continue.
 
-A rank has one such thread. Commands reach it when the step stream does, so the threads of all ranks do the same things
-in the same order and may wait for each other (:attr:`rlctl_torch.steps.collectives.Ranks.aside`). Two kinds of work
-come here: what fills a shadow copy, and what reads the weights that serve, to digest or to send them. Whatever is about
-to change those weights stops the second kind first.
+A rank has one such thread. Commands reach the thread in the order of the step stream. So the threads of all ranks do
+the same work in the same order and may wait for each other (:attr:`rlctl_torch.steps.collectives.Ranks.aside`). There
+are two kinds of work: filling a shadow copy or an adapter, and reading the served weights, to digest or to send them. A
+command that is about to change the served weights stops the second kind first.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from rlctl_torch.steps.heap import give_back
 log = logging.getLogger(__name__)
 
 REST_S = 1.0
-"""How long memory rests before it is freed. A gigabyte takes a tenth of a second of a core, which after a swap has more
-urgent things to do: the pause of a fleet was ten times as long."""
+"""Seconds before memory is freed. A gigabyte takes a tenth of a second of a core, which has more urgent work after a
+swap: the pause of a fleet was ten times as long.
+"""
 
 END_S = 30.0
-"""How long memory that is to be freed waits for whoever still reads it."""
+"""Seconds that a release of the weights waits for the end of reads of the weights."""
 
 Settle = Callable[[Message | None, RlctlError | None], None]
 
 
 @dataclass(frozen=True)
 class Later:
-    """What an action returns whose work goes on beside generation. Its command is answered when the work has ended.
+    """Work of an action that continues in the background. The command is answered when the work has ended.
 
     Attributes:
-        work: what is to be done; ENGINE_FAILED answers for what raises no RlctlError.
-        stop: what it heeds, if it reads the weights that serve.
+        work: the work. An exception that is no error of the contract becomes ENGINE_FAILED.
+        stop: stop flag, if the work reads the served weights.
     """
 
     work: Callable[[], Message | None]
@@ -50,7 +51,7 @@ class Later:
 
 
 class Beside:
-    """The thread, which starts with the first work. Its methods belong to the engine thread, :meth:`close` to any."""
+    """Background thread, started with the first work. All methods belong to the engine thread, except :meth:`close`."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
@@ -61,7 +62,7 @@ class Beside:
         self._readers: list[tuple[Stop, threading.Event]] = []
 
     def do(self, later: Later, settle: Settle) -> None:
-        """Do some work once what was asked for earlier is done, and answer with what comes of it."""
+        """Queue work behind earlier work, and settle the command with the result."""
         ended = threading.Event()
         self._readers = [reader for reader in self._readers if not reader[1].is_set()]
         if later.stop is not None:
@@ -85,19 +86,19 @@ class Beside:
         self._put(work)
 
     def stop(self, cause: RlctlError) -> None:
-        """Let whatever reads the weights that serve end with this; it may go on reading for a moment."""
+        """Stop reads of the served weights with this error. A read may continue for a moment."""
         for stop, _ in self._readers:
             stop.set(cause)
 
     def end(self, cause: RlctlError) -> None:
-        """As :meth:`stop`, and wait until nothing reads the weights that serve any more. Raises ENGINE_WEDGED."""
+        """Stop reads of the served weights and wait for their end. Raises ENGINE_WEDGED."""
         self.stop(cause)
         for _, ended in self._readers:
             if not ended.wait(END_S):
                 raise Reason.ENGINE_WEDGED.error("work on the weights did not end when it was told to")
 
     def let_go(self, memory: list[torch.Tensor]) -> None:
-        """Take tensors over and free them: in a moment, or before the next work."""
+        """Take over tensors, to be freed a moment later or before the next work."""
 
         def take_over() -> None:
             self._spare.extend(memory)
@@ -106,7 +107,7 @@ class Beside:
         self._put(take_over)
 
     def close(self) -> None:
-        """End the thread after what it is at and what waits; returns at once."""
+        """End the thread after its present and queued work; returns at once."""
         if self._thread is not None:
             self._queue.put(None)
 
@@ -134,7 +135,7 @@ class Beside:
     def _free(self) -> None:
         if self._spare:
             if self._device.type == "cuda":
-                # It belongs to the stream of the steps: nothing that this thread has enqueued may still write into it.
+                # The memory belongs to the stream of the steps: no enqueued work of this thread may still write there.
                 torch.cuda.current_stream().synchronize()
             while self._spare:
                 self._spare.pop()

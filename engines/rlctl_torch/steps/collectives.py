@@ -1,8 +1,8 @@
-"""The ranks of one engine: how they find each other, and every collective that the engine uses between them.
+"""Rendezvous and collectives of the ranks of an engine.
 
-Process group objects are built directly, without a default group, so that several engines fit into one process and
-nothing else in it is disturbed. A peer that dies closes its connections, which ends a pending collective at once; a
-peer that hangs costs a collective its timeout.
+Process groups are built directly, without a default group. So several engines fit into a process, and nothing else in
+the process is disturbed. A peer that dies closes its connections, which ends a pending collective at once. A peer that
+hangs costs a collective its timeout.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExc
 from rlctl_torch.steps.step_plan import HEAD_BYTES, Plan, decode, encode, length_of
 
 HEARTBEAT_S = 0.5
-"""An idle rank 0 still sends a step this often: a dead follower is noticed, and followers know that rank 0 lives."""
+"""Seconds between steps of an idle rank 0. The steps reveal a dead follower, and show followers that rank 0 lives."""
 
 _PLAN_TIMEOUT = timedelta(hours=24)
-"""For waiting on the next plan: as long as rank 0 may be inside a command (a verb's timeout is at most a day)."""
+"""Timeout for the next plan: rank 0 may be inside a command for this time (a verb's timeout is at most a day)."""
 
 _COMPUTE_TIMEOUT = timedelta(seconds=120)
-"""For collectives inside a step, where ranks are never further apart than the computation of one layer."""
+"""Timeout of collectives inside a step. Ranks are never further apart there than the computation of one layer."""
 
 _START_TIMEOUT_S = 120.0
 _SLICE = timedelta(seconds=0.25)
 
 _END_S = 2.0
-"""How long an operation may take to end once its connections were cut."""
+"""Seconds that an operation may take to end once its connections are cut."""
 
 
 def make_store(node: str) -> tuple[TCPStore, str]:
-    """Rank 0's store, listening on the node's own address and a free port; and "host:port" for the others."""
+    """Open rank 0's store on the node's own address and a free TCP port. Also return "host:port" for the followers."""
     address = address_of(node)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
@@ -62,10 +62,10 @@ def make_store(node: str) -> tuple[TCPStore, str]:
 
 
 class Broken(Exception):
-    """The ranks can no longer work together; the engine cannot go on.
+    """The ranks can no longer work together, so the engine cannot continue.
 
     Attributes:
-        error: why, for whoever waits for the engine.
+        error: the cause, for callers of the engine.
     """
 
     def __init__(self, error: RlctlError) -> None:
@@ -74,9 +74,9 @@ class Broken(Exception):
 
 
 class Council:
-    """The ranks of an engine in one of their groups: what they ask each other. For one thread at a time.
+    """The ranks of an engine in a group. For a single thread at a time.
 
-    Every collective that fails raises :class:`Broken` with RANK_LOST.
+    A failed collective raises :class:`Broken` with RANK_LOST, or with CANCELLED after :meth:`Ranks.stop`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -85,9 +85,10 @@ class Council:
         self._gloo: Any = None
 
     def agree(self, check: Callable[[], None]) -> None:
-        """Run a check on every rank; when one raises, all do: it the error itself, the others a copy.
+        """Run a check on every rank. If a check raises, every rank raises: the failing rank its error, other ranks a
+        copy.
 
-        A check changes nothing, so whatever it raises is a refusal, and no reason for the ranks to lose each other.
+        An unforeseen exception becomes an error like any refusal, so that the ranks stay together.
         """
         error: RlctlError | None = None
         try:
@@ -116,12 +117,12 @@ class Council:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[Exchange]:
-        """The exchange of the weights package over these ranks."""
+        """Yield the weights package's exchange over these ranks."""
         yield LocalExchange() if self._gloo is None else _CouncilExchange(self._gloo)
 
 
 class _CouncilExchange(GroupExchange):
-    """The exchange over an engine's own ranks: when it fails, and not when a group of others does, a rank is lost."""
+    """Exchange over an engine's own ranks. Here a failure means a lost rank, unlike in a group with other processes."""
 
     def _wait(self, works: Sequence[Any]) -> None:
         try:
@@ -131,37 +132,35 @@ class _CouncilExchange(GroupExchange):
 
 
 class Aside(Council):
-    """The council of the threads that work beside generation (:mod:`rlctl_torch.steps.background`), in a group of their
-    own.
+    """The background threads of the ranks (:mod:`rlctl_torch.steps.background`), in a group of their own.
 
-    An exchange that fails has failed at every rank, and for good: no later one could tell its messages from those of
-    the one before. The steps have nothing to do with it and go on.
+    A failed exchange has failed at every rank, and for good: messages of a later exchange could not be told from its
+    messages. The steps are not affected and continue.
     """
 
     _endpoints: Mapping[int, Endpoint] = {}
     _broken = False
 
     def open(self, group: Any, endpoints: Mapping[int, Endpoint]) -> None:
-        """Use a group that stands."""
         self._gloo, self._endpoints = group, endpoints
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[Exchange]:
-        """The exchange of the weights package over these ranks, from the thread beside the steps."""
+        """Yield the weights package's exchange over these ranks, for the background thread."""
         if self.size > 1 and (self._gloo is None or self._broken):
             raise _lost(self.rank, "the ranks can no longer exchange beside the steps")
         try:
             with super().exchanging() as exchange:
                 yield exchange
         except RlctlError:
-            raise  # what all ranks have agreed on
+            raise  # agreed by all ranks
         except BaseException:
-            # The others wait for this rank in the middle of something.
+            # The other ranks wait for this rank in the middle of an exchange.
             self._break()
             raise
 
     def close(self) -> None:
-        """Leave the group; an exchange that waits in it ends, here and at the others."""
+        """Leave the group. A waiting exchange in the group ends, here and at the other ranks."""
         self._break()
         self._gloo = None
 
@@ -172,10 +171,10 @@ class Aside(Council):
 
 
 class Ranks(Council):
-    """This rank among all ranks of its engine. All methods but :meth:`stop` belong to the engine thread.
+    """This rank among all ranks of its engine. All methods except :meth:`stop` belong to the engine thread.
 
     Attributes:
-        aside: what the ranks ask each other beside generation, in another thread.
+        aside: the ranks of the background threads.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -189,7 +188,7 @@ class Ranks(Council):
         self._head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
 
     def join(self, setup: Mapping[str, str], store: TCPStore | None, node: str, device: torch.device) -> None:
-        """Form the groups; all ranks at the same time. ``store`` is rank 0's own."""
+        """Form the groups, all ranks at the same time. ``store`` is rank 0's own store."""
         if self.size == 1:
             return
         try:
@@ -202,7 +201,7 @@ class Ranks(Council):
             self._gloo, self._endpoints = self._form(PrefixStore("gloo", store), address_of(node))
             self._gloo._set_default_timeout(_PLAN_TIMEOUT)
             aside, endpoints = self._form(PrefixStore("aside", store), address_of(node))
-            # A rank that broadcasts to another stage in between may keep the others waiting for long.
+            # A rank that broadcasts to a different stage in between may keep the other ranks waiting for long.
             aside._set_default_timeout(_PLAN_TIMEOUT)
             self.aside.open(aside, endpoints)
             self._compute = self._gloo
@@ -227,19 +226,19 @@ class Ranks(Council):
         return gloo(watched, self.rank, self.size, options), watched.endpoints
 
     def send_plan(self, plan: Plan) -> None:
-        """Rank 0: tell the others the next step."""
+        """Send the next step to the followers; rank 0 only."""
         if self._gloo is None:
             return
         data = encode(plan)
         head = torch.frombuffer(bytearray(data[:HEAD_BYTES]), dtype=torch.uint8)
         self._head[: head.numel()] = head
-        # A follower waits for the next plan as long as it takes; rank 0 does not wait for a follower that hangs.
+        # A follower waits long for the next plan. Rank 0 does not wait long for a follower that hangs.
         self._broadcast(self._head, _COMPUTE_TIMEOUT)
         if len(data) > HEAD_BYTES:
             self._broadcast(torch.frombuffer(bytearray(data[HEAD_BYTES:]), dtype=torch.uint8), _COMPUTE_TIMEOUT)
 
     def receive_plan(self) -> Plan:
-        """A follower: the next step."""
+        """Receive the next step from rank 0; followers only."""
         self._broadcast(self._head, _PLAN_TIMEOUT)
         data = self._head.numpy().tobytes()
         length = length_of(data)
@@ -257,7 +256,7 @@ class Ranks(Council):
             self._collect(lambda: self._compute.allreduce([tensor], options))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[..., c]`` of every rank side by side: ``[..., c * size]``."""
+        """Concatenate ``[..., c]`` of every rank to ``[..., c * size]``."""
         if self._compute is None:
             return tensor
         tensor = tensor.contiguous()
@@ -268,14 +267,14 @@ class Ranks(Council):
         return torch.cat(parts, dim=-1)
 
     def stop(self) -> None:
-        """From any thread: a rank that waits for others raises instead."""
+        """Make a wait for other ranks raise; from any thread."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Leave the groups; the others notice at once, also when an operation was given up."""
+        """Leave the groups. Other ranks notice at once, also if an operation was given up."""
         self.aside.close()
         if self._given_up:
-            # Destroying a group waits for what is under way in it: cut its connections, and it ends.
+            # Destroying a group waits for its pending operation, which ends once the connections are cut.
             cut(of_group(self._endpoints, self.rank))
             give_up = time.monotonic() + _END_S
             while not all(work.is_completed() for work in self._given_up) and time.monotonic() < give_up:
@@ -313,13 +312,15 @@ class Ranks(Council):
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # it ended just as the slice did: well, or with an error of its own
+            work.wait()  # ended just as the slice did, with or without an error
         return True
 
 
 def _nccl(store: PrefixStore, rank: int, size: int) -> Any:
-    """For the steps. When one of its collectives fails torch ends the process, and should: by then the step has gone on
-    with what the collective did not bring.
+    """Create the NCCL group of the steps.
+
+    torch ends the process if a collective of this group fails. This is intended: by then the step has continued without
+    the result.
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

@@ -1,4 +1,4 @@
-"""Giving memory back to the system."""
+"""Return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def give_back(device: torch.device) -> None:
-    """Let the system have what was freed; allocators would keep it for themselves."""
+    """Return freed memory to the system, because allocators keep freed memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):
-        # glibc's; elsewhere there is no such function.
+        # malloc_trim is a function of glibc only.
         ctypes.CDLL("libc.so.6").malloc_trim(0)

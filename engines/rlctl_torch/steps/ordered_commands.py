@@ -1,8 +1,7 @@
-"""Ordered commands on their way through a rank: registered by the admin loop, ordered by rank 0, carried out by the
-engine thread at the step that the plan says.
+"""Ordered commands at a rank: registered by the admin loop, ordered by rank 0, carried out by the engine thread.
 
-A command is first *admitted* at rank 0: it may go at once, wait for something (running requests to finish), or be
-refused. The refusal travels in the plan, so that all ranks refuse together and none changes anything.
+Rank 0 first *admits* a command: the command runs at once, waits for a condition (the end of running requests), or is
+refused. The refusal travels in the plan, so that all ranks refuse together and no rank changes anything.
 """
 
 from __future__ import annotations
@@ -26,24 +25,25 @@ from rlctl_torch.steps.step_plan import Order
 T = TypeVar("T")
 
 ARRIVAL_S = 10.0
-"""How long a rank waits for a command that rank 0 has ordered: the stage orders only what every rank has accepted."""
+"""Seconds that a rank waits for a command ordered by rank 0. The stage orders only commands accepted by every rank."""
 
 ANSWER_S = 0.2
-"""Kept back of a command's time, so that a refusal for lack of time reaches its caller in time."""
+"""Seconds kept back of a command's time, so that a refusal for lack of time reaches its caller in time."""
 
 
 class Action(Protocol):
-    """What a verb does, apart from how the command gets here."""
+    """The effect of a verb, independent of the transport of its command."""
 
     def admit(self) -> bool:
-        """Rank 0, before the step: True to go ahead, False to be asked again soon. Raises to refuse."""
+        """Return True to run, or False to be asked again soon; raise to refuse. Rank 0 only, before the step."""
 
     def give_up(self) -> None:
-        """Rank 0: undo what :meth:`admit` began; the command will not be carried out."""
+        """Undo :meth:`admit`, because the command will not run; rank 0 only."""
 
     def run(self) -> Message | Later | None:
-        """Every rank, at the step. Returns the verb's data, or work that will; raises RlctlError with the outcome it
-        left.
+        """Carry out the verb on every rank, at the step. Return the verb's data or background work.
+
+        Raises RlctlError with the outcome of the command.
         """
 
 
@@ -51,10 +51,9 @@ class Command:
     """A registered command.
 
     Attributes:
-        action: what it does.
         deadline: on :func:`time.monotonic`'s clock.
-        step: at which this rank carried it out; 0 before.
-        in_stream: rank 0 has put it into the step stream.
+        step: step at which this rank carried out the command; 0 before.
+        in_stream: rank 0 has put the command into the step stream.
     """
 
     def __init__(self, action: Action, deadline: float) -> None:
@@ -67,17 +66,17 @@ class Command:
         self.ordered: asyncio.Future[int] | None = None
 
     def settle(self, value: Message | None, error: RlctlError | None = None) -> None:
-        """Answer the method that waits; from any thread."""
+        """Complete the wait for the result; from any thread."""
         _settle(self._loop, self.result, value, error)
 
     def settle_order(self, step: int, error: RlctlError | None = None) -> None:
-        """Answer whoever ordered it; from any thread."""
+        """Complete the wait for the order; from any thread."""
         if self.ordered is not None:
             _settle(self._loop, self.ordered, step, error)
 
 
 class CommandStream:
-    """The registered commands of one rank, and at rank 0 the queue of ordered ones."""
+    """Registered commands of a rank, and at rank 0 the queue of ordered commands."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -89,7 +88,10 @@ class CommandStream:
     # On the admin loop.
 
     async def carry_out(self, action: Action, call: Call) -> Message | None:
-        """Register, accept, wait. Raises what the action raises; CANCELLED, without effect, when it is withdrawn."""
+        """Register and accept a command, and wait for its result.
+
+        Raises the error of the action; CANCELLED, without effect, if the command is withdrawn.
+        """
         remaining = call.deadline - asyncio.get_running_loop().time()
         command = Command(action, time.monotonic() + remaining)
         with self._changed:
@@ -107,9 +109,9 @@ class CommandStream:
             call.step = command.step
 
     async def order(self, command_id: str) -> int:
-        """Rank 0: put a registered command into the stream; returns its step once it is there.
+        """Put a registered command into the stream, and return its step; rank 0 only.
 
-        Raises CANCELLED when the command is not registered or is withdrawn meanwhile.
+        Raises CANCELLED if the command is not registered, is already ordered, or is withdrawn meanwhile.
         """
         with self._changed:
             command = self._registered.get(command_id)
@@ -123,7 +125,7 @@ class CommandStream:
         return await command.ordered
 
     def withdraw(self, command_id: str) -> None:
-        """Forget a command that is not in the stream yet; its method raises CANCELLED. Otherwise nothing happens."""
+        """Forget a command that is not in the stream yet; :meth:`carry_out` raises CANCELLED. Otherwise do nothing."""
         with self._changed:
             command = self._registered.get(command_id)
             if command is None or command.in_stream:
@@ -140,11 +142,13 @@ class CommandStream:
 
     @property
     def waiting(self) -> bool:
-        """Rank 0: whether an ordered command is not in the stream yet."""
+        """Whether an ordered command is not in the stream yet; rank 0 only."""
         return bool(self._queue)
 
     def next_order(self) -> Order | None:
-        """Rank 0: the next command that goes into the stream, if its turn has come: to be carried out or refused."""
+        """Return the next command for the stream, to run or to be refused, or None if that command must wait; rank 0
+        only.
+        """
         with self._changed:
             if not self._queue:
                 return None
@@ -164,9 +168,9 @@ class CommandStream:
             return Order(command_id, refusal)
 
     def take(self, command_id: str, step: int) -> Command:
-        """The command that the stream has reached; a follower whose command has not arrived waits for it.
+        """Return the command that the stream has reached. A follower waits for a command that has not arrived.
 
-        Raises ENGINE_FAILED when it does not come: the ranks would no longer do the same.
+        Raises ENGINE_FAILED if the command does not arrive, because the ranks would no longer do the same.
         """
         with self._changed:
             arrived = self._changed.wait_for(lambda: self._failure or command_id in self._registered, ARRIVAL_S)
@@ -181,7 +185,7 @@ class CommandStream:
         return command
 
     def fail(self, error: RlctlError) -> None:
-        """Answer everything with an error, now and from now on; what is in the stream has an unknown outcome."""
+        """Answer all commands with an error, now and later. Commands in the stream have an unknown outcome."""
         with self._changed:
             self._failure = error
             commands, self._registered = list(self._registered.values()), {}
@@ -194,17 +198,16 @@ class CommandStream:
 
 
 def rejected(error: RlctlError) -> RlctlError:
-    """The same error, for a command that it keeps from having any effect."""
+    """Return the error for a command without any effect."""
     return with_outcome(error, OUTCOME_REJECTED)
 
 
 def unknown(error: RlctlError) -> RlctlError:
-    """The same error, for a command that may or may not have had its effect."""
+    """Return the error for a command with an unknown effect."""
     return with_outcome(error, OUTCOME_UNKNOWN)
 
 
 def with_outcome(error: RlctlError, outcome: Outcome.ValueType) -> RlctlError:
-    """The same error with another outcome."""
     return error.reason.error(
         error.message, field=error.field, next_step=error.next_step, metadata=error.metadata, outcome=outcome
     )
@@ -218,8 +221,8 @@ def _settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], value: T
             future.set_result(value)
         else:
             future.set_exception(error)
-            future.exception()  # retrieved: whoever waited may have given up
+            future.exception()  # retrieved, because the caller may have given up
 
-    # A loop that was closed has nobody left who waits.
+    # A closed loop has no waiting caller.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(settle)

@@ -1,7 +1,7 @@
-"""What rank 0 tells the others to do in one step, and how it looks on the wire: packed int64, never pickled.
+"""The plan of a step, from rank 0 to the followers, and its wire format: packed int64, never pickled.
 
-A plan is one array ``[length, kind, step, ...]``; a batch follows as integers, commands and moves as UTF-8 JSON. It
-travels in a uint8 tensor of :data:`HEAD_BYTES`, with a second one for the rest when it does not fit.
+A plan is an array ``[length, kind, step, ...]``. A batch follows as integers, commands and moves as UTF-8 JSON. The
+plan travels in a uint8 tensor of :data:`HEAD_BYTES`; a longer plan has a second tensor with the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlctl.contract.errors import RlctlError, from_detail
 from rlctl.v1 import common_pb2
 
 HEAD_BYTES = 16384
-"""What every step broadcasts: a decode step of 400 sequences fits."""
+"""Bytes broadcast by every step. A decode step of 340 sequences without adapters fits."""
 
 _NOTHING, _COMMANDS, _BATCH, _STOP, _MOVE = range(5)
 
@@ -29,12 +29,12 @@ class Batch:
 
     Attributes:
         rows: row of the slot table, per sequence.
-        starts: position of its first token in this pass, per sequence.
-        lengths: its tokens in this pass, per sequence, at least 1.
-        tokens: token ids, one sequence after the other.
+        starts: position of the first token in this pass, per sequence.
+        lengths: number of tokens in this pass, per sequence, at least 1.
+        tokens: token ids, sequence by sequence.
         slots: KV slot of every token.
-        outputs: indices into ``tokens`` whose logits are wanted, ascending, never empty.
-        adapters: number of the adapter, per sequence; 0: none. Empty: none has any.
+        outputs: indices into ``tokens`` with requested logits, ascending, never empty.
+        adapters: number of the adapter, per sequence; 0: no adapter. Empty: no sequence has an adapter.
     """
 
     rows: list[int]
@@ -48,7 +48,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Order:
-    """A registered command that the ranks carry out at this step, or refuse because rank 0 says so."""
+    """Registered command that the ranks carry out at this step, or refuse with rank 0's error."""
 
     command_id: str
     refusal: RlctlError | None = None
@@ -56,14 +56,15 @@ class Order:
 
 @dataclass(frozen=True)
 class Move:
-    """KV entries of one sequence on their way between a prefill and a decode engine; see
-    :mod:`rlctl_torch.disaggregation.kv_handover`.
+    """A move of a sample's KV entries between a prefill and a decode engine.
+
+    See :mod:`rlctl_torch.disaggregation.kv_handover`.
 
     Attributes:
-        kind: "give" puts them into shared memory, "take" takes another engine's out of it, "let_go" has that memory be
-            used again.
-        room: which ones.
-        slots: KV slots that they come from or go to, in the order of the tokens.
+        kind: "give" writes entries into shared memory, "take" reads a prefill engine's entries, "let_go" frees the
+            memory.
+        room: number of the room of the entries ("give" and "let_go").
+        slots: KV slots to read or to write, in the order of the tokens.
         row: "take": row of the slot table.
         handover: "take": the ``KvHandover``, as bytes.
     """
@@ -77,7 +78,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. Without a batch, orders, a move or stop it only shows that rank 0 lives."""
+    """One step. A plan without batch, orders, move and stop only shows that rank 0 lives."""
 
     step: int
     batch: Batch | None = None
@@ -87,7 +88,7 @@ class Plan:
 
 
 def encode(plan: Plan) -> bytes:
-    """The plan's bytes, length first."""
+    """Return the plan's bytes, with the total length first."""
     if plan.batch is not None:
         b = plan.batch
         counts = [len(b.rows), len(b.tokens), len(b.outputs), len(b.adapters)]
@@ -106,12 +107,12 @@ def encode(plan: Plan) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """Total length, bytes, of the plan that starts with these (at least 8)."""
+    """Return the total length in bytes of the plan that starts with ``head`` (at least 8 bytes)."""
     return array.array("q", head[:8])[0]
 
 
 def decode(data: bytes) -> Plan:
-    """The plan that :func:`encode` was given; bytes past its end are ignored."""
+    """Return the plan from the bytes of :func:`encode`. Bytes past its end are ignored."""
     length, kind, step = array.array("q", data[:24])
     body = data[24:length]
     if kind == _BATCH:

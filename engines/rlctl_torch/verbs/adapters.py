@@ -1,8 +1,8 @@
-"""Adapter updates at one rank: staged beside what is loaded, put in its place by the commit. And unloading.
+"""Adapter updates at a rank, staged beside the loaded adapters and put in place by the commit; and unloading.
 
-Nothing that is served changes before the commit, and all ranks commit at one step: an adapter update that fails leaves
-no mixture, so its failures are refusals, whenever they come. Tensors are taken in beside generation. Only the requests
-with the adapter are stopped, from the seal to the commit.
+Nothing served changes before the commit, and all ranks commit at the same step. So a failed adapter update leaves no
+mixture, and its failures are refusals at any time. Tensors are received during generation. Only the requests with the
+adapter are stopped, from the seal to the commit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlctl_torch.verbs.update import InUpdate, add_seconds
 
 
 class PrepareAdapter:
-    """PrepareUpdate of kind adapter. The same update again starts anew."""
+    """PrepareUpdate of kind adapter. A repeat of the update starts anew."""
 
     def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
         if not update_id:
@@ -49,8 +49,9 @@ class PrepareAdapter:
         self._update_id = update_id
 
     def admit(self) -> bool:
-        """Refuse while the base is not whole, another update is open, or, unless they are stopped at the seal, requests
-        with the adapter are active.
+        """Refuse while the base is not whole, a different update is open, or requests with the adapter are active.
+
+        Active requests are allowed if the update pauses or aborts these requests, or during a pause.
         """
         rank, name = self._rank, self._request.adapter.name
         if rank.update is not None and rank.update.update_id != self._update_id:
@@ -65,10 +66,10 @@ class PrepareAdapter:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> WeightsReport:
-        """Stage memory for the tensors, unless they come from disk."""
+        """Stage memory for the tensors, unless the adapter comes from disk."""
         rank, request = self._rank, self._request
         staged: list[LoraAdapter] = []
 
@@ -83,7 +84,7 @@ class PrepareAdapter:
         if request.abort_all_requests and rank.scheduler is not None:
             rank.scheduler.abort(rank.scheduler.using(request.adapter.name))
         if rank.scheduler is not None:
-            rank.scheduler.release_adapter()  # the same update may have been sealed before it starts anew
+            rank.scheduler.release_adapter()  # a sealed update may start anew
         loading = Loading(LoadHooks(), Load(self._update_id, full=True))
         nothing = ShardMap({})
         update = OpenUpdate(
@@ -102,7 +103,7 @@ class PrepareAdapter:
 
 
 def take(update: OpenUpdate, adapter: LoraAdapter) -> None:
-    """From now on the update's tensors are this adapter's."""
+    """Make ``adapter`` the destination of the update's tensors."""
     update.adapter = adapter
     update.shards = adapter.shards
     update.receiver = Receiver(adapter.shards)
@@ -117,8 +118,10 @@ class LoadAdapter(InUpdate):
         self._request = request
 
     def run(self) -> AdapterList | Later:
-        """Check the files on all ranks, then read them, beside generation. An update of the base weights refuses it at
-        the step itself: its ranks agree in the engine's thread only.
+        """Check the files on all ranks, then read the files during generation.
+
+        An in-place update of the base weights refuses the command at the step, because its ranks agree in the engine
+        thread only.
         """
         update = self._open()
         return Later(lambda: self._load(update)) if update.aside else self._load(update)
@@ -162,14 +165,16 @@ class LoadAdapter(InUpdate):
 
 
 class Unload:
-    """UnloadAdapter."""
+    """UnloadAdapter, optionally with an abort of its requests."""
 
     def __init__(self, rank: Rank, request: UnloadAdapterRequest) -> None:
         self._rank = rank
         self._request = request
 
     def admit(self) -> bool:
-        """Refuse while requests use it, an update is open, or it is not loaded."""
+        """Refuse while an update is open, the adapter is not loaded, or requests use the adapter and are not to be
+        aborted.
+        """
         rank, name = self._rank, self._request.name
         assert rank.scheduler is not None
         rank.refuse_during_update()
@@ -179,14 +184,14 @@ class Unload:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> AdapterList:
-        """Forget it; what uses it ends."""
+        """Unload the adapter and end its requests."""
         self._rank.drop_adapter(self._request.name)
         return listed(self._rank)
 
 
 def listed(rank: Rank) -> AdapterList:
-    """The adapters of this rank, by name."""
+    """Return the adapters of this rank, sorted by name."""
     return AdapterList(adapters=[adapter.info for _, adapter in sorted(rank.adapters.loaded.items())])

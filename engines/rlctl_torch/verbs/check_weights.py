@@ -1,4 +1,4 @@
-"""CheckWeights: digests of what a rank really holds, and what to do with them."""
+"""CheckWeights: digests of the weights that a rank holds, and the other actions of the checker."""
 
 from __future__ import annotations
 
@@ -52,17 +52,16 @@ ACTIONS = (
 
 
 def actions(rank: Rank) -> list[CheckAction.ValueType]:
-    """Actions that the rank can carry out."""
     return [action for action in ACTIONS if action != CHECK_ACTION_DECODE or rank.calibration is not None]
 
 
 class Check:
-    """CheckWeights, every action. While steps are at rest it happens in the engine thread, otherwise beside them, as
-    with shadow copies always.
+    """CheckWeights, every action. Digests of shadow copies, and of the served weights while steps continue, run in the
+    background.
     """
 
     def __init__(self, rank: Rank, request: CheckWeightsRequest, update_id: str, deadline: float) -> None:
-        """``deadline`` is on :func:`time.monotonic`'s clock: whoever digests beside the steps ends by then."""
+        """``deadline`` of a digest in the background, on :func:`time.monotonic`'s clock."""
         self._rank = rank
         self._request = request
         self._update_id = update_id
@@ -73,7 +72,9 @@ class Check:
         refuse_draft(request.selector, "selector")
 
     def admit(self) -> bool:
-        """Refuse without weights; do not scramble them under requests or an update, do not compute in between."""
+        """Refuse without weights. Refuse a reset during requests or an update, and a probe or decode check while steps
+        continue.
+        """
         rank = self._rank
         if MEMORY_TAG_WEIGHTS in rank.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
@@ -103,10 +104,10 @@ class Check:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> CheckReport | Later:
-        """Carry the action out. Raises DIGEST_MISMATCH when the model digest is not the expected one."""
+        """Carry out the action. Raises DIGEST_MISMATCH if the model digest differs from the expected digest."""
         rank = self._rank
         if self._action == CHECK_ACTION_PROBE:
             return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
@@ -141,25 +142,25 @@ class Check:
             finally:
                 timer.cancel()
 
-        # Nobody changes a copy but its own update, whose steps come one after the other.
+        # Only its own update changes a shadow copy, and the steps of an update run in sequence.
         return Later(work, digesting.stop if shadow is None else None)
 
     def _shard(self) -> Shard:
-        """What the rank holds of the tensor that is read. Raises FIELD_INVALID."""
+        """Return the rank's shard of the tensor to read. Raises FIELD_INVALID."""
         shard = self._rank.model.shards.shards.get(self._request.tensor)
         if shard is None:
             raise unknown(self._request.tensor)
         return shard
 
     def _shadow(self) -> Shadow:
-        """The copy of the update that the command belongs to. Raises UPDATE_NOT_FOUND."""
+        """Return the shadow copy of the command's update. Raises UPDATE_NOT_FOUND."""
         update = self._rank.update
         if update is None or update.shadow is None or update.update_id != self._update_id:
             raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {self._update_id or '(none)'} is open at this rank")
         return update.shadow
 
     def _adapter(self) -> LoraAdapter:
-        """The adapter that is meant. Raises ADAPTER_NOT_FOUND."""
+        """Return the adapter of the request, staged or loaded. Raises ADAPTER_NOT_FOUND."""
         update, name = self._rank.update, self._request.adapter
         if update is not None and update.adapter is not None and update.adapter.info.name == name:
             return update.adapter
@@ -174,9 +175,9 @@ class Check:
 
 
 class _Digesting:
-    """Digests of what a rank holds at the step at which this is made; told to stop before the weights change.
+    """Digests of the weights at the step of its creation. :attr:`stop` is set before the weights change.
 
-    ``shadow``: the shard map of a shadow copy or an adapter, which is digested as a model only; None: what serves.
+    ``shadow``: the shard map of a shadow copy or an adapter, with a model digest only; None: the served weights.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class _Digesting:
         self._origin = rank.origin if rank.update is None else None
 
     def run(self) -> CheckReport:
-        """Digest; raises what :attr:`stop` was told."""
+        """Compute the digests. Raises the error with which :attr:`stop` was set."""
         started = time.perf_counter()
         request = self._request
         report = CheckReport(action=self._action)
@@ -216,7 +217,7 @@ class _Digesting:
         return report
 
     def _digest_alone(self, report: CheckReport) -> int:
-        """Digest the model, and nothing of this rank's own; returns the number of its tensors."""
+        """Digest the model without this rank's own digests. Return the number of tensors."""
         shards = self._rank.model.shards if self._shadow is None else self._shadow
         kept = self._digest_model(report, shards, None).shards
         if self._shadow is None and self._origin is not None and len(kept) == len(shards.shards):
@@ -226,7 +227,7 @@ class _Digesting:
     def _digest_rank(self, report: CheckReport) -> None:
         rank, request = self._rank, self._request
         local: RankDigest | None = None
-        # Who has to stop does so together with the others, which may be waiting for this rank.
+        # A rank that must stop does so together with the other ranks, because these may be waiting.
         try:
             local = rank_digest(rank.model.module, request.skip_tensors, self.stop)
         except RlctlError as error:
@@ -255,7 +256,7 @@ class _Digesting:
         return bool(self._request.expected_digest or self._request.fingerprints)
 
     def _digest_model(self, report: CheckReport, shards: ShardMap, local: RankDigest | None) -> ShardMap:
-        """Digest the full tensors, all ranks together; returns the map of those that were not to be left out."""
+        """Digest the full tensors, all ranks together. Return the shard map without skipped tensors."""
         skip = self._request.skip_tensors
         kept = ShardMap(
             {name: shard for name, shard in shards.shards.items() if not any(part in name for part in skip)}
@@ -273,7 +274,7 @@ class _Digesting:
         return kept
 
     def _full_here(self, shards: ShardMap, local: RankDigest) -> dict[str, str]:
-        """Digests that are a full tensor's as they are: same name, dtype and memory."""
+        """Return the rank's digests that are also digests of a full tensor: same name, dtype, shape and memory."""
         parameters = self._rank.model.module.state_dict(keep_vars=True)
         return {
             entry.meta.name: entry.sha256
@@ -285,8 +286,10 @@ class _Digesting:
 
 
 def scramble(rank: Rank, skip: Sequence[str]) -> None:
-    """Change every byte of every weight whose name contains none of ``skip``, otherwise each time: two times do not
-    undo each other. Replicas stay alike. Only a full update makes the weights whole again.
+    """Change every byte of every weight, except names that contain an entry of ``skip``.
+
+    Each call changes the bytes differently, so that two calls do not undo each other. Replicas stay equal. Only a full
+    update makes the weights whole again.
     """
     rank.scrambled += 1
     for name, tensor in rank.model.named.items():

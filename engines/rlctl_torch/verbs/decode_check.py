@@ -1,4 +1,4 @@
-"""The decode check, computed beside the KV cache while no step is; see :mod:`rlctl.contract.decode_check`."""
+"""The decode check, computed beside the KV cache while no step runs; see :mod:`rlctl.contract.decode_check`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def calibrate(rank: Rank) -> Calibration | None:
-    """Measure the difference and the time of a check, all ranks together; None where decode cannot be compared."""
+    """Measure difference and time of a check, all ranks together. Return None if decode cannot be compared."""
     try:
         measured = [_measure(rank, 0)]
         started = time.perf_counter()
@@ -59,20 +59,20 @@ def _measure(rank: Rank, attempt: int) -> DecodeReport:
 
 
 def _agreed(rank: Rank, report: DecodeReport) -> DecodeReport:
-    """The largest difference among the ranks: each may compute the output head by itself."""
+    """Return the report with the largest difference, as each rank may compute the output head by itself."""
     with rank.ranks.exchanging() as exchange:
         reports = [DecodeReport.FromString(each) for each in exchange.all_gather_bytes(report.SerializeToString())]
     return max(reports, key=lambda each: each.difference)
 
 
 def _likely(logprobs: torch.Tensor) -> list[Likely]:
-    """The most likely tokens of each row of ``[positions, vocabulary]``."""
+    """Return the most likely tokens of each row of ``[positions, vocabulary]``."""
     values, tokens = logprobs.topk(min(TOP, logprobs.shape[-1]), dim=-1)
     return [dict(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
 def _decode(rank: Rank, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[Likely]]]:
-    """Greedy tokens after each prompt, and the likely tokens at the positions that decode steps generated."""
+    """Return greedy tokens after each prompt, and the likely tokens at the positions of decode steps."""
     sequences = _Sequences(rank, len(prompts), len(prompts[0]) + max(OUTPUTS))
     outputs = [[token] for token in sequences.logprobs(prompts, [1] * len(prompts)).argmax(dim=-1).tolist()]
     decoded: list[list[Likely]] = [[] for _ in prompts]
@@ -99,9 +99,9 @@ class _Sequences:
     def logprobs(
         self, tokens: Sequence[Sequence[int]], last: Sequence[int], rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Compute the next tokens of these sequences (None: of all) in one pass.
+        """Compute the next tokens of the sequences ``rows`` (None: all) in one pass.
 
-        Returns the log probabilities ``[sum(last), vocabulary]``, float32, after the ``last`` tokens of each.
+        Returns log probabilities ``[sum(last), vocabulary]``, float32, after the ``last`` tokens of each sequence.
         """
         rows = range(len(tokens)) if rows is None else rows
         batch = Batch(list(rows), [], [], [], [], [])

@@ -1,9 +1,9 @@
-"""Weights from disk: every rank reads its slices straight into place. And what goes with it: asking first, pulling.
+"""Weights from disk, read by every rank straight into place; inspection of checkpoints, and pulls.
 
-A checkpoint is refused before the first byte by all ranks together: its path, every header, names, shapes, the
-architecture. What fails after that (a disk that cannot be read on, a file that somebody writes to, a digest that is not
-the expected one) is undone by reading again what the weights were read from before; its files are still open, so it
-takes no memory, and a pull that has replaced them meanwhile does not matter.
+All ranks together refuse a checkpoint before the first byte: its path, every header, names, shapes, the architecture. A
+later failure (a disk error, a file that changes, a wrong digest) is undone by reading the former checkpoint of the
+weights again. Its files are still open. So the rollback takes no memory, and a pull that has replaced the files does
+not matter.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ from rlctl_torch.verbs.update import InUpdate, add_seconds
 
 @dataclass
 class _Load:
-    """A checkpoint that was opened and fits.
+    """An opened checkpoint that fits the model.
 
     Attributes:
-        path: its directory, links followed.
-        stored: the opened checkpoint.
-        direct: its tensors are under the engine's own names and in this rank's shapes.
-        names: tensors that will be read, by checkpoint name.
+        path: directory of the checkpoint, links followed.
+        direct: the tensors have the engine's own names and this rank's shapes.
+        names: checkpoint names of the tensors to read.
     """
 
     path: str
@@ -61,7 +60,7 @@ class _Load:
             _destination(shards, direct=self.direct).load(self.stored, only=self.names)
         except RlctlError:
             raise
-        except Exception as error:  # a loader of one's own may do anything
+        except Exception as error:  # a custom loader may raise anything
             raise Reason.CHECKPOINT_NOT_FOUND.error(
                 f"loader {load_format!r} failed: {type(error).__name__}: {error}",
                 field="load_format",
@@ -70,7 +69,7 @@ class _Load:
 
 
 def _open_load(rank: Rank, path: str, load_format: str, target_modules: Sequence[str]) -> _Load:
-    """Open a checkpoint and check everything that can be checked without reading tensors.
+    """Open a checkpoint and make every check that needs no tensors.
 
     Raises PATH_NOT_ALLOWED, UNSUPPORTED, FIELD_INVALID, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
     """
@@ -88,7 +87,7 @@ def _open_load(rank: Rank, path: str, load_format: str, target_modules: Sequence
 
 
 def _destination(shards: ShardMap, *, direct: bool) -> ShardMap:
-    """Where tensors go. The engine's own parameters have the names of the checkpoint's tensors that lie in them."""
+    """Return the shard map to load into. With ``direct`` each part is a full tensor under its checkpoint name."""
     if not direct:
         return shards
     memory = {name: shards.part_in_place(name) for name in shards.shards}
@@ -96,7 +95,7 @@ def _destination(shards: ShardMap, *, direct: bool) -> ShardMap:
 
 
 def _tensors_of(modules: Sequence[str], shards: ShardMap) -> set[str]:
-    """The tensors in modules: those of that name, and those below it. Raises FIELD_INVALID for a module without any."""
+    """Return the tensors of the modules and of their submodules. Raises FIELD_INVALID for a module without tensors."""
     chosen: set[str] = set()
     for index, module in enumerate(modules):
         inside = {name for name in shards.shards if name == module or name.startswith(f"{module}.")}
@@ -118,7 +117,9 @@ class FromDisk(InUpdate):
         self._request = request
 
     def run(self) -> WeightsReport | Later:
-        """Check the checkpoint on all ranks, then read it; what fails from then on is rolled back."""
+        """Check the checkpoint on all ranks, then read its tensors. A failure from then on is rolled back, except in a
+        shadow copy.
+        """
         return self._fill(self._load)
 
     def _load(self, update: OpenUpdate) -> WeightsReport:
@@ -177,7 +178,7 @@ class FromDisk(InUpdate):
             )
 
     def _compare(self, update: OpenUpdate) -> str:
-        """The model digest, if one is expected. Raises DIGEST_MISMATCH when it is another one."""
+        """Return the model digest, or "" without an expected digest. Raises DIGEST_MISMATCH."""
         expected = self._request.expected_digest
         if not expected:
             return ""
@@ -194,7 +195,7 @@ class FromDisk(InUpdate):
         return found
 
     def _roll_back(self, error: RlctlError, origin: Origin | None) -> None:
-        """Bring back what the weights were read from, on all ranks. Raises the error, DIRTY, when that cannot be."""
+        """Read the former checkpoint again, on all ranks. Raises the error with outcome DIRTY if this fails."""
         rank = self._rank
 
         def read_again() -> None:
@@ -218,14 +219,14 @@ class FromDisk(InUpdate):
 
 
 class Disk:
-    """What a rank does with files by itself, beside generation: nothing here touches the weights."""
+    """File operations of a rank during generation, which do not touch the weights."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._stop = threading.Event()
 
     def inspect(self, request: InspectCheckpointRequest) -> CheckpointReport:
-        """What a load would find; raises what it would raise before its first byte."""
+        """Report the result of a load. Raises the errors that a load raises before its first byte."""
         rank = self._rank
         check_format(request.load_format)
         load = _open_load(rank, request.model_path, request.load_format, request.target_modules)
@@ -247,7 +248,7 @@ class Disk:
         return pull_within(self._rank.roots, request, self._rank.config.model_path, Patience(deadline, self._stop))
 
     def stop(self) -> None:
-        """End pulls that are under way; their directories are as they were."""
+        """End running pulls. Their directories are unchanged."""
         self._stop.set()
 
 

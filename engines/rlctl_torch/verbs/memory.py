@@ -1,4 +1,4 @@
-"""Giving memory regions back and taking them again. Their content is lost, unless the weights are to be kept."""
+"""Release and resume of memory regions. Contents are lost, except weights to be kept."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.steps.heap import give_back
 
 TAGS = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
-"""The regions that this engine has."""
+"""The regions of this engine."""
 
 
 class Release:
-    """ReleaseMemory. A region that is released already is confirmed."""
+    """ReleaseMemory. A region that is already released is confirmed."""
 
     def __init__(self, rank: Rank, request: ReleaseMemoryRequest) -> None:
         self._rank = rank
@@ -23,7 +23,7 @@ class Release:
         self._keep = request.keep_weights
 
     def admit(self) -> bool:
-        """Refuse while requests hold KV entries, or an update is open."""
+        """Refuse while samples hold KV entries, or an update is open."""
         rank = self._rank
         assert rank.scheduler is not None
         rank.refuse_during_update()
@@ -35,10 +35,10 @@ class Release:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> MemoryReport:
-        """Free the regions. Raises MEMORY_FULL, before any is freed, where the host has no room for the weights."""
+        """Free the regions. Raises MEMORY_FULL, before any is freed, if the host has no room for the weights."""
         rank = self._rank
         rank.synchronise()
         if self._keep and MEMORY_TAG_WEIGHTS in self._tags - rank.released:
@@ -69,21 +69,20 @@ class Release:
 
 
 class Resume:
-    """ResumeMemory. A region that is not released is confirmed. Weights that were not kept come back as zeros."""
+    """ResumeMemory. A region that is not released is confirmed. Weights that were not kept return as zeros."""
 
     def __init__(self, rank: Rank, request: ResumeMemoryRequest) -> None:
         self._rank = rank
         self._tags = _tags(request.tags) or set(TAGS)
 
     def admit(self) -> bool:
-        """Always possible."""
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> MemoryReport:
-        """Allocate the regions again: all of them at all ranks, or none at any. Raises MEMORY_FULL."""
+        """Allocate the regions again: all regions on all ranks, or nothing. Raises MEMORY_FULL."""
         rank = self._rank
         taken: dict[MemoryTag.ValueType, int] = {}
         try:
@@ -104,10 +103,10 @@ class Resume:
         for tag in sorted(self._tags & rank.released):
             try:
                 taken[tag] = _allocate(rank, tag)
-            except RuntimeError as error:  # CUDA's has a class of its own, the host's has not
+            except RuntimeError as error:  # CUDA has an error class of its own, the host has not
                 lacking = f"{MemoryTag.Name(tag).removeprefix('MEMORY_TAG_').lower()}: {error}".splitlines()[0]
                 break
-        if lacking:  # out here the traceback, and with it what was taken so far, is gone
+        if lacking:  # here the traceback, with the memory taken so far, is gone
             raise Reason.MEMORY_FULL.error(lacking)
 
 

@@ -1,4 +1,4 @@
-"""Pausing, continuing, flushing: what the verbs do to requests."""
+"""PauseGeneration, ContinueGeneration and FlushCache, for all requests and for an adapter."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CACHE_TIERS = ("kv",)
 
 
 def mode_name(mode: PauseMode.ValueType) -> str:
-    """ "in_place" for PAUSE_MODE_IN_PLACE."""
+    """Return the name of a mode, such as "in_place" for PAUSE_MODE_IN_PLACE."""
     return PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
 
 
 class Pause:
-    """PauseGeneration. The same mode again confirms; requests that come while it is paused wait."""
+    """PauseGeneration. A repeat of the mode is confirmed; new requests wait during the pause."""
 
     def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
         self._rank = rank
@@ -43,7 +43,7 @@ class Pause:
             raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
 
     def admit(self) -> bool:
-        """Refuse what would end requests that are frozen in place; a drain waits until nothing runs."""
+        """Refuse a mode that would end requests frozen in place. A drain waits until no sample runs."""
         rank = self._rank
         assert rank.scheduler is not None
         if self._mode == PAUSE_MODE_DRAIN and (frozen := rank.scheduler.frozen()) and not rank.paused:
@@ -61,11 +61,11 @@ class Pause:
         return True
 
     def give_up(self) -> None:
-        """Start waiting requests again."""
+        """End the drain, so that waiting requests start again."""
         self._rank.draining = False
 
     def run(self) -> None:
-        """Stop; rank 0 also ends or sends back what runs."""
+        """Pause. Rank 0 also aborts all requests or retracts the running samples, by mode."""
         rank = self._rank
         rank.draining = False
         if rank.scheduler is not None and rank.paused != self._mode:
@@ -77,7 +77,7 @@ class Pause:
 
 
 class PauseAdapter:
-    """PauseGeneration of one adapter. The same mode again confirms; requests that come while it is paused wait."""
+    """PauseGeneration of an adapter. A repeat of the mode is confirmed; new requests wait during the pause."""
 
     def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
         self._rank = rank
@@ -87,7 +87,7 @@ class PauseAdapter:
             raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
 
     def admit(self) -> bool:
-        """Refuse what would end requests that are frozen in place; a drain waits until none runs with the adapter."""
+        """Refuse a mode that would end requests frozen in place. A drain waits until no sample has the adapter."""
         rank, scheduler = self._rank, self._rank.scheduler
         assert scheduler is not None
         runs = scheduler.runs_with(self._name)
@@ -104,46 +104,44 @@ class PauseAdapter:
         return True
 
     def give_up(self) -> None:
-        """Start waiting requests again."""
+        """End the drain, so that waiting requests start again."""
         scheduler = self._rank.scheduler
         if scheduler is not None and not scheduler.is_paused(self._name):
             scheduler.continue_adapter(self._name)
 
     def run(self) -> None:
-        """Stop; rank 0 also ends or sends back what runs with the adapter."""
+        """Pause the adapter. Rank 0 also aborts its requests or retracts its running samples, by mode."""
         if self._rank.scheduler is not None:
             self._rank.scheduler.pause_adapter(self._name, self._mode)
 
 
 class ContinueAdapter:
-    """ContinueGeneration of one adapter, in whatever state the weights are. Confirms when it is not paused."""
+    """ContinueGeneration of an adapter, in any state of the weights. Confirms if the adapter is not paused."""
 
     def __init__(self, rank: Rank, request: ContinueGenerationRequest) -> None:
         self._rank = rank
         self._name = request.adapter
 
     def admit(self) -> bool:
-        """Refuse nothing."""
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> None:
-        """Go on."""
         if self._rank.scheduler is not None:
             self._rank.scheduler.continue_adapter(self._name)
 
 
 class Continue:
-    """ContinueGeneration. Confirms when generation is not paused."""
+    """ContinueGeneration. Confirms if generation is not paused."""
 
     def __init__(self, rank: Rank, request: ContinueGenerationRequest) -> None:
         self._rank = rank
         self._empty_cache = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
 
     def admit(self) -> bool:
-        """Refuse while something is missing that generation needs."""
+        """Refuse during an in-place update, with released memory, or without whole weights."""
         rank = self._rank
         if rank.in_place:
             rank.refuse_during_update()
@@ -157,17 +155,16 @@ class Continue:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> None:
-        """Go on."""
         if self._empty_cache and self._rank.device.type == "cuda":
             torch.cuda.empty_cache()
         self._rank.paused = PAUSE_MODE_UNSPECIFIED
 
 
 class Flush:
-    """FlushCache. The engine keeps no entries beyond their request, so there is only to see that none are in use."""
+    """FlushCache. The engine keeps no entries after their request, so the flush only checks for entries in use."""
 
     def __init__(self, rank: Rank, request: FlushCacheRequest) -> None:
         self._rank = rank
@@ -175,7 +172,7 @@ class Flush:
         self._until = time.monotonic() + timeout.seconds + timeout.nanos / 1e9
 
     def admit(self) -> bool:
-        """Wait for what runs, as long as the request says; what is frozen in place never ends."""
+        """Wait for running samples for the time in the request. Samples frozen in place never end."""
         rank = self._rank
         assert rank.scheduler is not None
         running = rank.scheduler.running
@@ -190,9 +187,9 @@ class Flush:
         return False
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> FlushReport:
-        """Report the entries that finished and retracted samples have given up since the last flush; rank 0 counts."""
+        """Report the entries dropped by finished and retracted samples since the last flush; rank 0 counts."""
         scheduler = self._rank.scheduler
         return FlushReport(tiers=CACHE_TIERS, tokens=0 if scheduler is None else scheduler.take_dropped())

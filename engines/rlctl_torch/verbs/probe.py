@@ -1,4 +1,4 @@
-"""Log probabilities of fixed prompts, computed beside the KV cache while no step does: what a trainer compares."""
+"""The probe: log probabilities of fixed prompts for a trainer, computed beside the KV cache while no step runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rlctl_torch.steps.step_plan import Batch
 
 
 def refuse_prompts(rank: Rank, prompts: Sequence[ProbePrompt]) -> None:
-    """Raise ILLEGAL_STATE while steps go on, PROMPT_TOO_LONG or FIELD_INVALID for what the model cannot compute."""
+    """Raise ILLEGAL_STATE unless steps are at rest; PROMPT_TOO_LONG or FIELD_INVALID for a prompt that cannot be
+    computed.
+    """
     if not rank.at_rest:
         raise Reason.ILLEGAL_STATE.error("a probe is computed while generation is paused", next_step="Pause first.")
     for index, prompt in enumerate(prompts):
@@ -32,10 +34,10 @@ def refuse_prompts(rank: Rank, prompts: Sequence[ProbePrompt]) -> None:
 
 @torch.inference_mode()
 def log_probabilities(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
-    """The prompts with the log probability of every token but the first, in float32; empty at followers.
+    """Return the prompts with the log probability of every token but the first, float32; empty at followers.
 
-    All ranks together. Keys and values go to a cache of their own, so that neither frozen requests nor a released
-    cache have anything to do with it.
+    All ranks together. Keys and values go to a separate cache, so that frozen requests and a released cache do not
+    matter.
     """
     cache = rank.cache.alike(max(len(prompt.token_ids) for prompt in prompts))
     found = []

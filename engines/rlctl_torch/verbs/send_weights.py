@@ -1,7 +1,7 @@
-"""SendWeights: this engine's weights, or an adapter's, to the ranks of another stage; it goes on generating meanwhile.
+"""SendWeights: this engine's weights, or an adapter's, to the ranks of a receiving stage, during generation.
 
-Full tensors are gathered by all ranks and broadcast by rank 0. To a stage whose ranks hold the same parts every rank
-sends its own.
+All ranks gather full tensors, and rank 0 broadcasts these tensors. If the ranks of the receiving stage hold the same
+parts, every rank sends its own parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlctl_torch.steps.ordered_commands import with_outcome
 
 
 class Send:
-    """Gather and broadcast what the buckets name."""
+    """Gather and broadcast the tensors of the buckets."""
 
     def __init__(self, rank: Rank, request: SendWeightsRequest) -> None:
         self._rank = rank
@@ -45,7 +45,7 @@ class Send:
             raise Reason.FIELD_CONFLICT.error("an adapter is sent in full tensors", field="buckets")
 
     def admit(self) -> bool:
-        """Refuse what would send something that is no version."""
+        """Refuse while an update is open, or the weights are released or not one version."""
         rank = self._rank
         rank.refuse_during_update()
         if MEMORY_TAG_WEIGHTS in rank.released:
@@ -55,10 +55,10 @@ class Send:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> WeightsReport | Later:
-        """Check on all ranks; then gather and broadcast, beside the steps unless they are at rest."""
+        """Check on all ranks, then gather and broadcast: in the background, unless steps are at rest."""
         rank = self._rank
         found: list[WeightGroup] = []
         rank.ranks.agree(lambda: found.extend(self._check()))
@@ -74,8 +74,9 @@ class Send:
         exchanging: Callable[[], AbstractContextManager[Exchange]],
         stop: Stop,
     ) -> WeightsReport:
-        """A rank that has to stop does so together with the others. In the end what was sent is of one version: nobody
-        had been told to stop when the last rank had read its last tensor.
+        """Send the tensors. A rank that must stop does so together with the other ranks.
+
+        At the end all sent tensors are of one version: no rank had to stop when the last rank had read its last tensor.
         """
         report = WeightsReport()
         with exchanging() as exchange:
@@ -92,14 +93,14 @@ class Send:
         return report
 
     def _own_parts(self, stop: Stop) -> Iterator[torch.Tensor]:
-        """What this rank holds; the others go at their own pace."""
+        """Yield this rank's parts. Other ranks go at their own pace."""
         for meta in self._metas:
             if stop.cause is not None:
                 return
             yield self._rank.model.shards.part_in_place(meta.name).to(meta.dtype).contiguous()
 
     def _full_tensors(self, exchange: Exchange, stop: Stop) -> Iterator[torch.Tensor]:
-        """All tensors, at rank 0; every rank gathers."""
+        """Yield all tensors at rank 0. Every rank gathers."""
         gathering = Gathering(self._shards.shards, exchange)
         for meta in self._metas:
             full = gathering.full(meta.name)

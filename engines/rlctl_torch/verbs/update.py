@@ -1,9 +1,9 @@
-"""The steps of a weight update at one rank: prepare, take weights in from a group or shared memory, commit or abort.
+"""The steps of a weight update at a rank: prepare, receive from groups or shared memory, seal, commit or abort.
 
-Reading them from disk is in :mod:`rlctl_torch.verbs.load_from_disk`.
+:mod:`rlctl_torch.verbs.load_from_disk` reads weights from disk.
 
-Whatever can be refused is refused before the first byte, by all ranks together. From the first byte on the weights are
-a mixture until a full update is committed.
+All ranks together refuse before the first byte. From the first byte of an in-place update the weights are a mixture
+until its commit; after an abort, until the commit of a full update.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LESS_THAN_FULL = (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA)
 
 
 class Prepare:
-    """PrepareUpdate. The same update again starts anew: nothing counts as written."""
+    """PrepareUpdate. A repeat of the update starts anew: nothing counts as written."""
 
     def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
         if not update_id:
@@ -71,7 +71,11 @@ class Prepare:
         self._digest_received, self._digest_key = request.digest_received, request.digest_key
 
     def admit(self) -> bool:
-        """Refuse while requests are active, memory is missing, or another update is open."""
+        """Refuse while requests are active, weights are released, or a different update is open.
+
+        A staged update, and an update that aborts requests, allow active requests. Mixed or lost weights need a full
+        update.
+        """
         rank = self._rank
         if rank.update is not None and rank.update.update_id != self._update_id:
             rank.refuse_during_update()
@@ -84,17 +88,19 @@ class Prepare:
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> WeightsReport | Later:
-        """Open the update; no request runs from now on, unless it is staged: its copy is made beside generation."""
+        """Open the update. From now on no request runs, unless the update is staged: its copy is made in the
+        background.
+        """
         if self._staged:
             self._go_first()
             return Later(self._begin)
         return self._begin()
 
     def _go_first(self) -> None:
-        """Whoever reads the weights does not keep an update waiting."""
+        """Stop reads of the served weights, which must not delay an update."""
         self._rank.beside.stop(
             Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} began meanwhile, and goes first")
         )
@@ -124,7 +130,7 @@ class Prepare:
         return rank.update.report
 
     def _where(self) -> tuple[Shadow | None, Receiver, ShardMap]:
-        """What is written into: a shadow copy, or the weights themselves; who takes it in; and through which map."""
+        """Return the shadow copy of a staged update (else None), the receiver, and the shard map of the writes."""
         rank = self._rank
         if not self._staged:
             return None, rank.receiver, rank.writable
@@ -134,19 +140,19 @@ class Prepare:
 
 
 class InUpdate:
-    """A step of the open update."""
+    """Base of the actions in an open update."""
 
     def __init__(self, rank: Rank, update_id: str) -> None:
         self._rank = rank
         self._update_id = update_id
 
     def admit(self) -> bool:
-        """Refuse unless the command belongs to the update that is open."""
+        """Refuse unless the command belongs to the open update."""
         self._open()
         return True
 
     def give_up(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing: :meth:`admit` changes nothing."""
 
     def _open(self) -> OpenUpdate:
         update = self._rank.update
@@ -160,8 +166,9 @@ class InUpdate:
         return update
 
     def _fill(self, work: Callable[[OpenUpdate], WeightsReport]) -> WeightsReport | Later:
-        """Do what fills the weights. Where what serves is left alone, a shadow copy or an adapter is filled beside
-        generation, and whatever fails then has touched nothing that is served.
+        """Carry out work that fills the weights. A shadow copy or an adapter is filled in the background.
+
+        A failure in the background is a refusal, because nothing that is served has been touched.
         """
         update = self._open()
         if not update.aside:
@@ -179,12 +186,12 @@ class InUpdate:
 
 
 class FromDistributed(InUpdate):
-    """UpdateWeightsFromDistributed: take the announced buckets in over a group."""
+    """UpdateWeightsFromDistributed: receive the announced buckets over groups."""
 
     def __init__(
         self, rank: Rank, request: UpdateWeightsFromDistributedRequest, update_id: str, deadline: float
     ) -> None:
-        """``deadline`` is on :func:`time.monotonic`'s clock: what a broadcast may take is what is left."""
+        """``deadline`` is on :func:`time.monotonic`'s clock. A broadcast may take the remaining time."""
         super().__init__(rank, update_id)
         self._deadline = deadline
         if request.load_format:
@@ -196,7 +203,7 @@ class FromDistributed(InUpdate):
         self._stream = rank.announced.parse(request.buckets, request.group_name)
 
     def run(self) -> WeightsReport | Later:
-        """Receive, until the buckets are in place, or the receive is interrupted or fails."""
+        """Receive until the buckets are in place, or the receive is interrupted or fails."""
         return self._fill(self._receive)
 
     def _receive(self, update: OpenUpdate) -> WeightsReport:
@@ -218,14 +225,14 @@ class FromDistributed(InUpdate):
             return update.receiver.receive(stream, self._deadline)
         except RlctlError as error:
             if error.reason in (Reason.GROUP_FAILED, Reason.MEMORY_FULL):
-                # The sources of the others would wait for this rank until their timeout.
+                # The sources of other ranks would wait for this rank until their timeout.
                 for name, group in groups.items():
                     self._rank.groups.drop(name, group)
             raise
 
 
 class FromTensor(InUpdate):
-    """UpdateWeightsFromTensor: every rank copies its slices out of the segments for its place."""
+    """UpdateWeightsFromTensor: every rank copies its slices out of the segments for its host and device."""
 
     def __init__(self, rank: Rank, request: UpdateWeightsFromTensorRequest, update_id: str) -> None:
         super().__init__(rank, update_id)
@@ -239,7 +246,7 @@ class FromTensor(InUpdate):
         self._segments = [segment.from_proto(s, f"segments[{i}]") for i, s in enumerate(request.segments)]
 
     def run(self) -> WeightsReport | Later:
-        """Map and check on all ranks, then copy."""
+        """Map and check the segments on all ranks, then copy."""
         return self._fill(self._copy)
 
     def _copy(self, update: OpenUpdate) -> WeightsReport:
@@ -247,7 +254,7 @@ class FromTensor(InUpdate):
         checked: list[Reading] = []
         update.council.agree(lambda: checked.append(rank.segments.check(self._segments, update.receiver)))
         update.council.agree(update.loading.prepare)
-        # From here on another rank may have written, whatever becomes of this one.
+        # From here on other ranks may have written, even if this rank fails.
         update.touched = True
         try:
             gently = update.aside
@@ -258,12 +265,13 @@ class FromTensor(InUpdate):
 
 
 class Seal(InUpdate):
-    """SealUpdate: the shadow copy is complete, nothing more is written into it. Or an adapter is complete, and the
-    requests with the one that it replaces are stopped until the commit or the abort.
+    """SealUpdate: the shadow copy or the adapter is complete, and receives no more writes.
+
+    The seal of an adapter stops the requests with the replaced adapter until the commit or the abort.
     """
 
     def admit(self) -> bool:
-        """Refuse unless there is a shadow copy or an adapter; a drain waits for the requests with the adapter."""
+        """Refuse unless there is a shadow copy or an adapter. A drain waits for the requests with the adapter."""
         rank, update = self._rank, self._open()
         if not update.aside:
             raise Reason.UPDATE_NOT_FOUND.error(f"update {self._update_id} is not staged: there is no shadow copy")
@@ -281,12 +289,12 @@ class Seal(InUpdate):
         return True
 
     def give_up(self) -> None:
-        """Start waiting requests with the adapter again."""
+        """Let waiting requests with the adapter start again."""
         if self._rank.scheduler is not None:
             self._rank.scheduler.release_adapter()
 
     def run(self) -> WeightsReport | Later:
-        """Check on all ranks that everything was written, and finalise the load, or stop the adapter's requests."""
+        """Check on all ranks that everything was written. Then finalise the load, or stop the adapter's requests."""
         update = self._open()
         if update.stages_adapter is not None:
             return self._seal_adapter(update, update.stages_adapter.name)
@@ -307,7 +315,7 @@ class Seal(InUpdate):
         assert update.shadow is not None
         if not update.shadow.sealed:
             update.council.agree(update.check_complete)
-            # Where a delta differs in nothing from its base, nothing has come: the copy is the base.
+            # A delta without differences from its base sends nothing: the copy is the base.
             update.council.agree(update.loading.prepare)
             update.council.agree(update.loading.finalise)
             update.report.received_digest = update.receiver.received_digest
@@ -316,14 +324,14 @@ class Seal(InUpdate):
 
 
 class Commit(InUpdate):
-    """CommitUpdate: the weights are one version again, or an adapter takes its place."""
+    """CommitUpdate: the weights are one version again, or an adapter is put in place."""
 
     def __init__(self, rank: Rank, request: CommitUpdateRequest, update_id: str) -> None:
         super().__init__(rank, update_id)
         self._drop_adapters = request.adapters == ADAPTER_POLICY_DROP
 
     def admit(self) -> bool:
-        """Refuse a swap under requests, which would go on with KV entries of other weights."""
+        """Refuse a swap during requests, which would continue with KV entries of other weights."""
         if self._open().shadow is not None:
             self._rank.refuse_active()
         return True
@@ -342,7 +350,7 @@ class Commit(InUpdate):
         rank.weights = Weights.WHOLE
         rank.checkpoint = update.checkpoint or rank.checkpoint
         if update.touched:
-            # Only what one read wrote, and nobody else wrote to, can be read again.
+            # Only weights that a single read has written can be read again.
             alone = update.origin is not None and update.report.tensors == len(rank.writable.shards)
             rank.read_from(update.origin if alone else None)
         for name in rank.adapters.loaded if self._drop_adapters else ():
@@ -374,10 +382,10 @@ class Commit(InUpdate):
         rank.beside.let_go(former)
 
     def _commit_adapter(self, update: OpenUpdate) -> WeightsReport:
-        """Every rank at this step, once all have all of it; until then nothing has changed."""
+        """Put the adapter in place at this step, once every rank has all tensors. Nothing changes before."""
         rank = self._rank
         rank.ranks.agree(update.check_complete)
-        rank.synchronise()  # it was filled on a stream of its own
+        rank.synchronise()  # the adapter was filled on a stream of its own
         assert update.adapter is not None
         update.receiver.finish()
         rank.put_adapter(update.adapter)
@@ -387,16 +395,16 @@ class Commit(InUpdate):
 
 
 class Abort(InUpdate):
-    """AbortUpdate. Confirms when no update is open."""
+    """AbortUpdate. Confirms if no update is open."""
 
     def admit(self) -> bool:
-        """Refuse when another update is open."""
+        """Refuse if a different update is open."""
         if self._rank.update is not None:
             self._open()
         return True
 
     def run(self) -> None:
-        """Close the update; what it touched is a mixture now, unless that was a shadow copy, which is dropped."""
+        """Close the update. Weights touched in place are a mixture now; a shadow copy is dropped."""
         rank = self._rank
         if rank.update is not None:
             _abandon(rank, rank.update)
@@ -409,13 +417,13 @@ class Abort(InUpdate):
 
 
 def _let_go_on(rank: Rank) -> None:
-    """Requests that were stopped for an adapter go on."""
+    """Let requests that were stopped for an adapter continue."""
     if rank.scheduler is not None:
         rank.scheduler.release_adapter()
 
 
 def _abandon(rank: Rank, update: OpenUpdate) -> None:
-    """Nothing more comes of what an update has taken in."""
+    """Discard everything that an update has received."""
     update.loading.abandon()
     if update.origin is not None:
         update.origin.stored.close()
@@ -432,7 +440,6 @@ def _add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:
 
 
 def add_seconds(total: Duration, seconds: float) -> None:
-    """Add to a duration in a message."""
     nanos = total.nanos + round(seconds * 1e9)
     total.seconds += nanos // 10**9
     total.nanos = nanos % 10**9
