@@ -1,7 +1,7 @@
-"""Shared code of the plug-ins for engine servers (SGLang, vLLM): programs of their own, driven over HTTP.
+"""Shared code of the plug-ins for engine servers (SGLang, vLLM), which are separate programs driven over HTTP.
 
-``engine.py`` (``ServerEngine``) is the life of such an engine and the check whether a verb can be done.
-Packages: server, requests, updates, adapters, ranks (code inside the ranks of the engine).
+``engine.py`` (``ServerEngine``) has the lifecycle of such an engine and the check whether a verb can run. Packages:
+server, requests, updates, adapters, ranks (code inside the ranks of the engine).
 
 Imports: rlctl.engine, rlctl.contract, rlctl.runtime, rlctl.weights.
 

@@ -1,6 +1,6 @@
-"""What engines that stand before a server have in common: their life, their requests, whether a verb can be done.
+"""Base class of engines in front of a server: lifecycle, requests, and the check whether a verb can run.
 
-Admin methods run on the admin event loop, :meth:`ServerEngine.generate` and ``abort`` on another one.
+Admin methods run on the admin event loop; :meth:`ServerEngine.generate` and ``abort`` run on the generation loop.
 """
 
 # ruff: noqa: ARG002 (the interface says which arguments a method has)
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_S = 0.05
-"""How often an engine that ends requests looks whether they have ended."""
+"""Interval in seconds at which an engine that ends requests checks whether they have ended."""
 
 RANKS_CHECK = (
     verbs_pb2.CHECK_ACTION_UNSPECIFIED,
@@ -57,14 +57,14 @@ RANKS_CHECK = (
 """Actions of the checker that the ranks carry out."""
 
 COMPUTED = (verbs_pb2.CHECK_ACTION_PROBE, verbs_pb2.CHECK_ACTION_DECODE)
-"""Actions of the checker that the server computes as it computes requests."""
+"""Actions of the checker that the server computes like requests."""
 
 INTERRUPT_S = 10.0
-"""How long a broadcast of an aborted update may take to end: its source has left the group by then."""
+"""Seconds that a broadcast of an aborted update may take to end. Its source has left the group by then."""
 
 
 def takes_turn(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A verb that must not come between a probe's lifting of a pause and its end. Raises DEADLINE_EXCEEDED."""
+    """Make a verb wait until no probe has lifted the pause. Raises DEADLINE_EXCEEDED."""
 
     @functools.wraps(method)
     async def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -78,41 +78,40 @@ def takes_turn(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corou
 
 
 class Facts(Protocol):
-    """What a server said of itself after its start."""
+    """Facts that a server reported after its start."""
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """Why a verb cannot be done, by verb."""
+        """Return the reasons of unsupported verbs, by verb."""
 
     @property
     def no_decode_check(self) -> str:
-        """Why decode cannot be compared with prefill; "": it can."""
+        """Return why decode cannot be compared with prefill, or ""."""
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> verbs_pb2.ServerInfo:
-        """How it was started, without its keys."""
+        """Return how the server was started, without its keys."""
 
 
 class Ending(Protocol):
-    """Requests at the server, and what ends them."""
+    """Requests at the server that can be ended."""
 
     @property
-    def active(self) -> int:
-        """Requests that have not ended."""
+    def active(self) -> int: ...
 
     @property
     def samples(self) -> int:
-        """Their samples."""
+        """Return the number of samples of the active requests."""
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests: how many, and the ids that were not found."""
+        """End requests. Return their number, and the ids that were not found."""
 
 
 class ServerEngine(Engine):
-    """One engine server, with all of its ranks.
+    """One engine server with all of its ranks.
 
-    A subclass sets ``_server``, ``_control`` and ``_state`` when it is made; ``_facts``, ``_stamps``, ``_requests``,
-    ``_passing``, ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: nothing may be probed), ``_ranks`` (None:
-    the server takes no tensors in) and ``_layout`` (the ranks' coordinates) when it starts, and ``_ready`` last.
+    A subclass sets ``_server``, ``_control`` and ``_state`` in its constructor. Its start sets ``_facts``, ``_stamps``,
+    ``_requests``, ``_passing``, ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: no probes), ``_ranks``
+    (None: the server takes no tensors), ``_layout`` (the ranks' coordinates), and ``_ready`` last.
     """
 
     _server: Server
@@ -136,50 +135,49 @@ class ServerEngine(Engine):
         product: str,
         allowed_roots: tuple[str, ...],
     ) -> None:
-        """``allowed_roots``: as :class:`Checkpoints` takes them."""
+        """``allowed_roots``: see :class:`Checkpoints`."""
         self._on_failure = on_failure
         self.turn = Turn()
         self._checkpoints = Checkpoints(product, config.model_path, allowed_roots)
         if config.dtype == "auto":
-            # The servers' own "auto" holds a float32 checkpoint in half of its precision.
+            # The servers' own "auto" loads a float32 checkpoint in half of its precision.
             config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
         self._config = config
         self._failure: RlctlError | None = None
         self._ready = False
-        self._calibration: Calibration | None = None  # of the decode check; None: it makes none
+        self._calibration: Calibration | None = None  # of the decode check; None: no checks
         self._since = time.monotonic()
 
     # The life of the engine.
 
     def setup(self) -> dict[str, str]:
-        """There are no followers."""
+        """Return nothing, since a server engine has no followers."""
         return {}
 
     async def stop(self) -> None:
-        """End the server if it was launched, and whatever waits for it."""
+        """End a launched server and the calls that wait for the server."""
         self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
         self._checkpoints.stop()
         await self._server.stop()
 
     def can_restart(self) -> bool:
-        """A server that was launched can be launched again."""
+        """Return whether the server was launched. An attached server cannot be started again."""
         return self._server.launched
 
     def log_lines(self) -> Sequence[str]:
-        """What a server that was launched has logged last."""
+        """Return the last log lines of a launched server."""
         return self._server.log_lines()
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:
-        """What the server's present label stands for."""
+        """Bind the version to the server's present label."""
         if self._ready:
             self._stamps.bind(version)
 
     def present_version(self) -> common_pb2.WeightVersion:
-        """The version that the server is at."""
         return self._stamps.present
 
     def _failed(self, error: RlctlError) -> None:
-        """The server is gone; from any thread."""
+        """Report the end of the server, from any thread."""
         if self._failure is None:
             self._failure = error
             self._on_failure(error)
@@ -189,7 +187,7 @@ class ServerEngine(Engine):
         self._server.kill()
 
     def _check(self, verb: str) -> None:
-        """Raise why nothing, or not this verb, can be done."""
+        """Raise if the engine has failed or has not started, or if the verb is unsupported."""
         if self._failure is not None:
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
@@ -199,8 +197,9 @@ class ServerEngine(Engine):
             raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
 
     async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call) -> None:
-        """Calibrate the decode check with the weights of the start, and add its time to the capabilities. A server
-        without a calibration starts all the same, and makes no checks.
+        """Calibrate the decode check with the weights of the start, and add its time to the capabilities.
+
+        A server without a calibration starts all the same, and makes no checks.
         """
         if self._prober is None:
             return
@@ -222,41 +221,38 @@ class ServerEngine(Engine):
 
     @abc.abstractmethod
     async def _loads(self, call: Call) -> verbs_pb2.Loads:
-        """What runs and waits at the server, others' requests too."""
+        """Return the running and waiting requests at the server, including requests of other callers."""
 
     async def generate(
         self, request: rollout_pb2.GenerateRequest
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
         self._check("")
         async with aclosing(self._requests.generate(request)) as parts:
             async for part in parts:
                 yield part
 
     async def exchange(self, request: HttpRequest) -> HttpExchange:
-        """Read a request of the data port; see :meth:`rlctl.engine.Engine.exchange`."""
         self._check("")
         return self._passing.read(request)
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
-        """End requests early."""
         self._check("")
         aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
         return rollout_pb2.AbortResponse(aborted=aborted, unknown_rids=unknown)
 
     async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
-        """End requests early."""
         self._check("AbortRequests")
         aborted, unknown = await self._ending.abort(list(request.rids), all_of_them=request.abort_all)
         return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
 
     async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
-        """What runs and waits."""
         self._check("GetLoads")
         return await self._loads(call)
 
     async def _active(self, call: Call) -> int:
-        """Requests that have not ended: of a server that others reach as well, theirs too."""
+        """Return the number of active requests. For an attached server the number includes requests of other
+        callers.
+        """
         active = self._ending.active
         if not self._server.launched:
             told = await self._loads(call)
@@ -264,7 +260,7 @@ class ServerEngine(Engine):
         return active
 
     async def _settle(self, call: Call, *, abort: bool) -> None:
-        """Refuse while requests are active, or end them. Raises ACTIVE_REQUESTS, DEADLINE_EXCEEDED."""
+        """Raise ACTIVE_REQUESTS for active requests, or end them if ``abort``. Raises DEADLINE_EXCEEDED."""
         active = await self._active(call)
         if active and not abort:
             raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
@@ -295,14 +291,12 @@ class ServerEngine(Engine):
         return await self._updates.seal(request, call)
 
     async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
-        """Forget an adapter."""
         self._check("UnloadAdapter")
         self._refuse_during_update()
         call.accept()
         return await self._adapters.drop(request, call)
 
     async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
-        """The adapters that serve."""
         self._check("ListAdapters")
         return self._adapters.listed
 
@@ -324,7 +318,9 @@ class ServerEngine(Engine):
 
     @takes_turn
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update. Refused while requests run, unless they are paused or are to be ended."""
+        """Open an update. Raises ACTIVE_REQUESTS if requests run, unless generation is stopped, the update is staged or
+        the update ends the requests.
+        """
         self._check("PrepareUpdate")
         call.accept()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
@@ -340,7 +336,7 @@ class ServerEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
     ) -> list[RankResult]:
-        """Join the ranks into a group. The server computes nothing while they wait for the other members."""
+        """Join the ranks into a group. The server computes nothing while the ranks wait for the other group members."""
         ranks = self._ranks_for("InitWeightsUpdateGroup")
         reports = await ranks.each("InitWeightsUpdateGroup", request, verbs_pb2.GroupReport, call)
         return [
@@ -351,7 +347,7 @@ class ServerEngine(Engine):
     async def destroy_weights_update_group(
         self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
     ) -> None:
-        """Leave a group. A broadcast in it ends first."""
+        """Leave a group after the end of a broadcast in the group."""
         ranks = self._ranks_for("DestroyWeightsUpdateGroup")
         if not await self._received(call.deadline - asyncio.get_running_loop().time()):
             raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
@@ -361,7 +357,6 @@ class ServerEngine(Engine):
     async def update_weights_from_distributed(
         self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
     ) -> list[RankResult]:
-        """Take buckets in over groups."""
         self._check("UpdateWeightsFromDistributed")
         call.accept()
         return await self._updates.from_distributed(request, call)
@@ -370,7 +365,7 @@ class ServerEngine(Engine):
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Copy tensors out of shared segments."""
+        """Copy tensors of the weights or of an adapter out of shared segments."""
         self._check("UpdateWeightsFromTensor")
         if self._adapters.open:
             call.accept()
@@ -382,13 +377,12 @@ class ServerEngine(Engine):
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Load a checkpoint."""
         self._check("UpdateWeightsFromDisk")
         call.accept()
         return await self._updates.from_disk(request, call)
 
     async def _refuse_swap(self, call: Call) -> None:
-        """Raise ACTIVE_REQUESTS where a staged update would change the weights under requests that are not paused."""
+        """Raise ACTIVE_REQUESTS if a staged update would change the weights under requests that are not paused."""
         if self._updates.staged and not self._state.stopped:
             await self._settle(call, abort=False)
 
@@ -396,7 +390,7 @@ class ServerEngine(Engine):
     async def commit_update(
         self, request: verbs_pb2.CommitUpdateRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Close the update; the server's weight version comes last."""
+        """Close the update. The version label of the server changes last."""
         self._check("CommitUpdate")
         call.accept()
         if self._adapters.open:
@@ -413,10 +407,9 @@ class ServerEngine(Engine):
     async def _commit(
         self, request: verbs_pb2.CommitUpdateRequest, label: str, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        """Let the server have the new weights under this label. Raises what :meth:`Updates.commit` raises."""
+        """Make the server serve the new weights under this label. Raises as :meth:`Updates.commit`."""
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
-        """Drop the update."""
         self._check("AbortUpdate")
         call.accept()
         if self._adapters.open:
@@ -425,7 +418,9 @@ class ServerEngine(Engine):
         await self._updates.abort(call)
 
     async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Broadcast what the ranks hold, between two steps of generation: the server generates nothing meanwhile."""
+        """Broadcast the weights of the ranks between two steps of generation. The server generates nothing
+        meanwhile.
+        """
         ranks = self._ranks_for("SendWeights")
         self._refuse_during_update()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
@@ -436,7 +431,10 @@ class ServerEngine(Engine):
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest or read what the ranks hold, digest an adapter, or compute a probe. Raises UNSUPPORTED (SKIPPED)."""
+        """Digest or read the weights of the ranks, digest an adapter, or compute a probe or decode check.
+
+        Raises UNSUPPORTED (SKIPPED).
+        """
         if request.adapter:
             self._check("ListAdapters")
             return self._adapters.check(request, self._layout)
@@ -463,7 +461,7 @@ class ServerEngine(Engine):
         return await self._check_ranks(request, call)
 
     async def _check_ranks(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
-        """Digest or read what the ranks hold, as they compute with it. Raises DIGEST_MISMATCH."""
+        """Digest or read the weights that the ranks compute with. Raises DIGEST_MISMATCH."""
         ranks = self._ranks_for("CheckWeights")
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
@@ -482,13 +480,13 @@ class ServerEngine(Engine):
         ]
 
     async def _received(self, timeout_s: float) -> bool:
-        """Wait until nothing is being received; returns whether that came about."""
+        """Wait until the ranks receive nothing. Return False if ``timeout_s`` ends first."""
         return await self._updates.received(timeout_s)
 
     async def interrupt(self, update_id: str) -> None:
         """Wait for the end of a broadcast, and give the server up after INTERRUPT_S: no call reaches its ranks.
 
-        What a staged update receives in the background is ended.
+        The background receive of a staged update is ended.
         """
         if not self._ready or not update_id:
             return
@@ -506,20 +504,18 @@ class ServerEngine(Engine):
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call
     ) -> verbs_pb2.CheckpointReport:
-        """What a load from disk would find."""
         self._check("InspectCheckpoint")
         return await asyncio.to_thread(
             self._checkpoints.inspect, request.model_path, request.load_format, request.target_modules
         )
 
     async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
-        """Fetch a published version beside generation."""
+        """Fetch a published version while the engine generates."""
         self._check("PullWeights")
         remaining = call.deadline - asyncio.get_running_loop().time()
         return await asyncio.to_thread(self._checkpoints.pull, request, remaining)
 
     async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
-        """How the server was started."""
         self._check("GetServerInfo")
         uptime = time.monotonic() - self._since
         return self._facts.server_info(self.name, self._config.node, self._server.pid, uptime)

@@ -1,4 +1,4 @@
-"""What the settings of every engine server have in common."""
+"""Settings that all engine servers have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ROUTE = re.compile(r"(POST|PUT|GET) (/(?!health|ready)[\w./-]+)", re.ASCII)
 
 
 def interpreter(product: str, given: str, variable: str) -> str:
-    """The Python that a product is installed for: the one given, or that of its environment.
+    """Return the Python interpreter of a product: ``given``, or the interpreter of the product's environment.
 
-    ``variable``: environment variable that says where the environment is; by default it lies beside this one. Raises
-    FIELD_INVALID, saying how to install it, when it is not there.
+    ``variable``: environment variable with the path of the environment; by default the environment lies beside this
+    process's. Raises FIELD_INVALID with the install command if the interpreter cannot be run.
     """
     name = product.lower()
     if given:
@@ -35,7 +35,7 @@ def interpreter(product: str, given: str, variable: str) -> str:
 
 
 def check_arguments(product: str, arguments: Collection[str], taken: Collection[str]) -> None:
-    """Raise FIELD_CONFLICT for an argument that rlctl sets itself, FIELD_INVALID for what is no argument's name."""
+    """Raise FIELD_CONFLICT for an argument that rlctl sets itself, FIELD_INVALID for an invalid name."""
     for name in arguments:
         if name.removeprefix("no_") in taken:
             raise Reason.FIELD_CONFLICT.error(f"rlctl sets {product}'s {name} itself", field=f"options.{name}")
@@ -44,7 +44,9 @@ def check_arguments(product: str, arguments: Collection[str], taken: Collection[
 
 
 def address(given: Mapping[str, str], arguments: Collection[str]) -> str:
-    """Option ``url``: a server that runs already, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside settings."""
+    """Return option ``url``, the address of a running server, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside
+    settings.
+    """
     url = given.get("url", "").rstrip("/")
     if url and not url.startswith(("http://", "https://")):
         raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field="options.url")
@@ -56,7 +58,7 @@ def address(given: Mapping[str, str], arguments: Collection[str]) -> str:
 
 
 def key(given: Mapping[str, str], name: str) -> str:
-    """The key in the file that option ``name`` gives, or "". Raises FIELD_INVALID."""
+    """Return the key from the file of option ``name``, or "". Raises FIELD_INVALID."""
     path = given.get(name, "")
     if not path:
         return ""
@@ -70,7 +72,7 @@ def key(given: Mapping[str, str], name: str) -> str:
 
 
 def directories(text: str) -> tuple[str, ...]:
-    """Absolute paths, split as PATH is. Raises FIELD_INVALID."""
+    """Split a text like PATH into absolute paths. Raises FIELD_INVALID."""
     found = tuple(filter(None, text.split(os.pathsep)))
     for directory in found:
         if not os.path.isabs(directory):
@@ -79,7 +81,7 @@ def directories(text: str) -> tuple[str, ...]:
 
 
 def data_routes(text: str) -> tuple[HttpRoute, ...]:
-    """Option ``data_routes``: further routes of the data port, "POST /mine, PUT /theirs". All are behind the gate.
+    """Parse option ``data_routes``: further gated routes of the data port, "POST /mine, PUT /theirs".
 
     Raises FIELD_INVALID.
     """
@@ -95,7 +97,7 @@ def data_routes(text: str) -> tuple[HttpRoute, ...]:
 
 
 def start_seconds(text: str) -> float:
-    """Option ``start_s``. Raises FIELD_INVALID."""
+    """Parse option ``start_s``, in seconds. Raises FIELD_INVALID."""
     try:
         value = float(text)
     except ValueError:

@@ -1,10 +1,11 @@
-"""LoRA adapters over a server's own LoRA: loaded beside what serves, put in its place by the commit. Servers read them
-from disk; what a trainer sends is written there first.
+"""LoRA adapters through a server's own LoRA: loaded beside the serving adapters, swapped by the commit.
 
-Servers look at little of what they are to load: SGLang skips tensors of layers that the model does not have, and reads
-the rank, alpha and the targets only of PEFT's settings; vLLM loads what is there of an adapter that lacks matrices. So
-everything is checked here first, as for rlctl's own engine. What the ranks hold of an adapter cannot be read: an
-adapter's digest is that of the files, which were the same before and after the server had read them.
+Servers read adapters from disk, so the tensors of a trainer are written to disk first.
+
+Servers check little of an adapter. SGLang skips tensors of layers that the model does not have, and reads only rank,
+alpha and targets of PEFT's settings. vLLM loads an adapter that lacks matrices. So rlctl checks every adapter first, as
+for its own engine. The adapter tensors at the ranks cannot be read. The digest of an adapter is therefore the digest of
+its files, which are the same before and after the server reads them.
 """
 
 from __future__ import annotations
@@ -59,25 +60,25 @@ from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
 from rlctl_servers.updates.open_update import opened
 
 LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-"""Last words of the linear layers that servers add to in every model; embeddings, heads and experts are not tried."""
+"""Last words of the linear layers that servers add to in every model. Embeddings, heads and experts are not tried."""
 
 ADAPTERS_BY = (TRANSPORT_DISK, TRANSPORT_SHARED_MEMORY)
-"""How an adapter comes: a group reaches the server's ranks, which take adapters from files only."""
+"""Transports of adapters. A group reaches the server's ranks, but the ranks take adapters from files only."""
 
 PAUSES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
-"""Pause modes for the requests of one adapter: servers cannot hold single requests back."""
+"""Pause modes for the requests of an adapter. Servers cannot hold back single requests."""
 
 LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
 class LoraLimits:
-    """What the server was started for.
+    """LoRA limits from the server's start.
 
     Attributes:
         rank: largest rank.
-        targets: last words of the layers that can be added to.
-        most: how many adapters it holds before it forgets one that serves; 0: any number.
+        targets: last words of the layers that adapters can add to.
+        most: number of adapters at which the server starts to drop serving adapters; 0: unlimited.
     """
 
     rank: int
@@ -87,13 +88,7 @@ class LoraLimits:
 
 @dataclass(frozen=True)
 class Fitting:
-    """An adapter on disk that was found to fit.
-
-    Attributes:
-        path: its directory.
-        config: what it says about itself.
-        digest: of its tensors.
-    """
+    """An adapter on disk that passed the checks, with the digest of its tensors."""
 
     path: str
     config: AdapterConfig
@@ -102,12 +97,12 @@ class Fitting:
 
 @dataclass
 class OpenAdapter:
-    """The adapter update that is open.
+    """The open adapter update.
 
     Attributes:
-        pause: what the seal does to the requests with the adapter that is replaced.
-        staged: what the server has loaded for it.
-        sent: what a trainer sends.
+        pause: mode in which the seal stops requests with the replaced adapter.
+        staged: the adapter as loaded at the server.
+        sent: tensors from a trainer.
     """
 
     update_id: str
@@ -118,7 +113,7 @@ class OpenAdapter:
 
 
 class Adapters(abc.ABC):
-    """The adapters of one server; one verb at a time."""
+    """The adapters of one server. One verb runs at a time."""
 
     def __init__(
         self, product: str, checkpoints: Checkpoints, requests: Requests, table: LoraTable, limits: LoraLimits
@@ -130,42 +125,43 @@ class Adapters(abc.ABC):
         self._limits = limits
         self._update: OpenAdapter | None = None
         self._left: list[str] = []
-        """What the server still holds, and nobody may ask for."""
+        """Names of adapters that the server still has loaded, closed to new requests."""
         self._unloading = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
     @abc.abstractmethod
     def stuck(self) -> bool:
-        """Whether requests cannot be ended now, nor what they use be unloaded."""
+        """Return whether requests cannot be ended now, nor their adapters be unloaded."""
 
     @abc.abstractmethod
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
-        """Let the server read what fits, under a name; the files may go afterwards."""
+        """Load a fitting adapter at the server under a name. The files may be removed afterwards."""
 
     @abc.abstractmethod
     async def unload(self, name: str) -> bool:
-        """Let the server forget a name that nobody uses; whether it has none of that name now."""
+        """Unload an unused adapter. Return whether the server no longer has the name."""
 
     @abc.abstractmethod
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
-        """Raise, naming ``field``, why this kind of server computes something else with an adapter to these modules, or
-        nothing.
+        """Raise, naming ``field``, if this kind of server ignores an adapter for these modules or computes it
+        wrongly.
         """
 
     @property
     def open(self) -> bool:
-        """Whether an adapter update is open."""
         return self._update is not None
 
     @property
     def listed(self) -> AdapterList:
-        """Those that serve, by name."""
+        """Return the serving adapters, sorted by name."""
         return AdapterList(adapters=[held.info for _, held in sorted(self._table.by_name.items())])
 
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
-        """Open an update; the same one again starts anew. Refused while requests use the adapter that is replaced,
-        unless the seal ends them or waits for them: servers go on with the old one for as long as they run.
+        """Open an update; a repeat with the same id starts anew.
+
+        Raises ACTIVE_REQUESTS if requests use the replaced adapter, unless ``abort_all_requests`` ends them or
+        ``pause`` leaves them to the seal. A server computes running requests with the old adapter.
         """
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
@@ -191,7 +187,7 @@ class Adapters(abc.ABC):
         return WeightsReport()
 
     async def load(self, request: LoadAdapterRequest, call: Call) -> AdapterList:
-        """Let the server load an adapter that was found to fit, beside what serves.
+        """Load a fitting adapter at the server, beside the serving adapters.
 
         Raises PATH_NOT_ALLOWED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH, FIELD_INVALID, UNSUPPORTED.
         """
@@ -204,8 +200,9 @@ class Adapters(abc.ABC):
         return AdapterList(adapters=[update.info])
 
     async def take(self, request: UpdateWeightsFromTensorRequest, call: Call) -> WeightsReport:
-        """Take tensors of an adapter out of shared segments; with the last of them the server loads it, beside what
-        serves. Raises ILLEGAL_STATE, and as :meth:`SentAdapter.take` and :meth:`load`.
+        """Copy tensors of an adapter out of shared segments. After the last tensor the server loads the adapter.
+
+        Raises ILLEGAL_STATE, and as :meth:`SentAdapter.take` and :meth:`load`.
         """
         update = opened(self._update, call)
         if update.sent is None:
@@ -215,7 +212,7 @@ class Adapters(abc.ABC):
         try:
             report = await asyncio.to_thread(update.sent.take, request)
         except RlctlError as error:
-            error.outcome = OUTCOME_REJECTED  # nothing that serves was touched
+            error.outcome = OUTCOME_REJECTED  # no serving adapter was changed
             raise
         if not update.sent.missing:
             with tempfile.TemporaryDirectory(prefix="rlctl-adapter-") as place:
@@ -224,7 +221,7 @@ class Adapters(abc.ABC):
         return report
 
     def close(self) -> None:
-        """The server has ended, or serves nobody: let go of what is held for it."""
+        """Release the resources of a server that has ended or serves no callers."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._let_go()
@@ -234,10 +231,10 @@ class Adapters(abc.ABC):
             self._update.sent.close()
 
     async def _stage(self, update: OpenAdapter, path: str, call: Call, *, pinned: bool = False) -> None:
-        """Let the server load what lies at a path, found to fit."""
+        """Check the adapter at a path, and load it at the server."""
         self._drop_staged()
         await self._sweep()
-        async with self._unloading:  # what is being loaded is not to be swept
+        async with self._unloading:  # a sweep must not remove the adapter during its load
             await self._load(update, path, call, pinned=pinned)
 
     async def _load(self, update: OpenAdapter, path: str, call: Call, *, pinned: bool) -> None:
@@ -246,7 +243,7 @@ class Adapters(abc.ABC):
             self._refuse_unfit(config, stored, path)
             digest = await asyncio.to_thread(digest_of, stored)
             name = self._table.new_name(update.info)
-            # Whatever becomes of the load, the server may have it.
+            # Even after a failed load the server may have the adapter.
             self._left.append(name)
             await self.read(name, Fitting(path, config, digest), pinned, call)
             stored.check_unchanged()
@@ -263,9 +260,10 @@ class Adapters(abc.ABC):
         self._left.remove(name)
 
     async def seal(self, call: Call) -> WeightsReport:
-        """Stop the requests with the adapter that is replaced: end them in mode abort, and wait for them in every other
-        mode, since a server cannot give another adapter to requests that run. The stage takes no new ones until the
-        update ends. Raises WEIGHTS_INCOMPLETE, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
+        """Stop the requests with the replaced adapter: end them in mode abort, wait for their end in the other modes.
+
+        A server cannot give running requests a new adapter. The stage accepts no new requests until the update ends.
+        Raises WEIGHTS_INCOMPLETE, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
         """
         update = opened(self._update, call)
         if update.staged is None:
@@ -276,7 +274,7 @@ class Adapters(abc.ABC):
         return WeightsReport(tensors=update.staged.tensors, bytes_received=update.staged.nbytes)
 
     async def commit(self, call: Call) -> WeightsReport:
-        """Let what is staged take the place of the adapter of its name. Raises WEIGHTS_INCOMPLETE."""
+        """Put the staged adapter in the place of the serving adapter of its name. Raises WEIGHTS_INCOMPLETE."""
         update = opened(self._update, call)
         if update.staged is None:
             raise _unread(update)
@@ -288,7 +286,7 @@ class Adapters(abc.ABC):
         return WeightsReport(tensors=staged.tensors, bytes_received=staged.nbytes)
 
     async def abort(self, call: Call) -> None:
-        """Drop the update and what it has staged."""
+        """Drop the update and its staged adapter."""
         opened(self._update, call)
         self._let_go()
         self._drop_staged()
@@ -296,10 +294,10 @@ class Adapters(abc.ABC):
         await self._sweep()
 
     async def pause(self, request: PauseGenerationRequest, call: Call, *, stopped: bool) -> None:
-        """Stop the requests with one adapter, loaded or not: end them in mode abort, wait for their end in mode drain.
-        New ones are refused. ``stopped``: the server generates nothing, so that no request ends by itself.
+        """Stop the requests with an adapter, loaded or not: end them in mode abort, wait for their end in mode drain.
 
-        Raises UNSUPPORTED, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
+        New requests are refused. ``stopped``: the server generates nothing, so no request ends by itself. Raises
+        UNSUPPORTED, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
         """
         name, mode = request.adapter, request.mode or PAUSE_MODE_ABORT
         if mode not in PAUSES:
@@ -322,24 +320,24 @@ class Adapters(abc.ABC):
             raise
 
     def go_on(self, name: str) -> None:
-        """Let requests use an adapter again."""
+        """Accept requests with a paused adapter again."""
         self._requests.go_on(name)
 
     async def drop(self, request: UnloadAdapterRequest, call: Call) -> AdapterList:
-        """Forget an adapter. Raises ADAPTER_NOT_FOUND, ACTIVE_REQUESTS."""
+        """Unload an adapter. Raises ADAPTER_NOT_FOUND, ACTIVE_REQUESTS."""
         self._table.find(request.name, "name")
         await self._free(request.name, call, abort=request.abort_requests)
         await self._forget(self._table.drop(request.name))
         return self.listed
 
     async def drop_all(self) -> None:
-        """Forget every adapter, with the base weights that they were made for; what uses them ends."""
+        """Drop every adapter when the base weights are replaced. Requests with adapters end."""
         for name in list(self._table.by_name):
             await self._forget(self._table.drop(name))
 
     def check(self, request: CheckWeightsRequest, ranks: Collection[WorkerCoordinates]) -> list[RankResult]:
-        """The digest of an adapter, which the server speaks for all ranks of: as the open update has staged it, or as
-        it serves.
+        """Return the digest of an adapter, as staged by the open update or as serving. The server's answer counts for
+        all ranks.
 
         Raises UNSUPPORTED, FIELD_CONFLICT, ADAPTER_NOT_FOUND, WEIGHTS_INCOMPLETE, DIGEST_MISMATCH.
         """
@@ -368,12 +366,12 @@ class Adapters(abc.ABC):
         ]
 
     def _refuse_unfit(self, config: AdapterConfig, stored: Checkpoint, path: str) -> None:
-        """Raise why the server must not hear of an adapter."""
+        """Raise if the adapter does not fit the server or the model."""
         expected = self._refuse_config(config, "path")
         compare(stored.metas, {meta.name: meta for pair in expected.values() for meta in pair}, what=f"adapter {path}")
 
     def _refuse_config(self, config: AdapterConfig, field: str) -> dict[str, tuple[TensorMeta, TensorMeta]]:
-        """Raise, naming ``field``, why no adapter with this config can be loaded; else its tensors, by module."""
+        """Raise, naming ``field``, if no adapter with this config can be loaded. Return its tensors by module."""
         limits = self._limits
         if config.lora_rank > limits.rank:
             raise Reason.UNSUPPORTED.error(
@@ -398,7 +396,7 @@ class Adapters(abc.ABC):
 
     @property
     def _layers(self) -> dict[str, tuple[int, int]]:
-        """Sizes of the layers that adapters can add to, by module."""
+        """Return the shapes of the layers that adapters can add to, by module."""
         found = {}
         for name, meta in self._checkpoints.reference.items():
             module = name.removesuffix(".weight")
@@ -407,7 +405,7 @@ class Adapters(abc.ABC):
         return found
 
     async def _free(self, name: str, call: Call, *, abort: bool) -> None:
-        """Refuse while requests use the adapter that serves under a name, or end them."""
+        """Raise ACTIVE_REQUESTS if requests use the serving adapter of a name, or end them if ``abort``."""
         using = self._requests.using(name) if name in self._table.by_name else []
         if not using:
             return
@@ -424,7 +422,7 @@ class Adapters(abc.ABC):
         await self._until_free(name, call)
 
     def _refuse_held_back(self, name: str) -> None:
-        """Raise ACTIVE_REQUESTS for requests with an adapter that cannot end while the server is paused."""
+        """Raise ACTIVE_REQUESTS for requests with an adapter, which cannot end while the server is paused."""
         if using := self._requests.using(name):
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{len(using)} requests with adapter {name!r} are held back by a pause",
@@ -440,9 +438,9 @@ class Adapters(abc.ABC):
             await asyncio.sleep(LOOK_S)
 
     async def _forget(self, held: Held) -> None:
-        """Of what no new request gets any more: end those that have it, and unload it once the server can.
+        """End the requests with an adapter that is closed to new requests, and unload the adapter once the server can.
 
-        Raises as :meth:`Requests.abort`, at least DIRTY: what new requests get has changed.
+        Raises as :meth:`Requests.abort`, at least DIRTY: new requests already use other adapters.
         """
         self._left.append(held.name)
         if self._table.users(held.name):
@@ -459,14 +457,14 @@ class Adapters(abc.ABC):
             self._update.staged = None
 
     async def _sweep(self) -> None:
-        """Unload what nobody may ask for any more; what cannot be unloaded now is tried at the next occasion."""
+        """Unload adapters that are closed to new requests. The next sweep repeats a failed unload."""
         async with self._unloading:
             for name in list(self._left):
                 if not self.stuck and not self._table.users(name) and await self.unload(name):
                     self._left.remove(name)
 
     def sweep_soon(self) -> None:
-        """A pause is over: unload what could not be unloaded in it, beside what comes next."""
+        """Start a sweep in the background after a pause, which prevents unloads."""
         if self._left and (self._sweeping is None or self._sweeping.done()):
             self._sweeping = asyncio.create_task(self._sweep())
 

@@ -1,4 +1,4 @@
-"""An adapter whose tensors a trainer sends: taken in here, and handed to the server as the files that PEFT writes."""
+"""Receive the tensors of an adapter from a trainer, and write them for the server as PEFT does."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, parse_dtype
 
 
 class SentAdapter:
-    """The tensors of one adapter, as they come out of shared segments into memory of this process.
+    """The tensors of one adapter, copied out of shared segments into memory of this process.
 
     Attributes:
-        config: what the adapter is.
-        modules: layers that it adds to.
+        config: settings of the adapter.
+        modules: layers that the adapter adds to.
     """
 
     def __init__(self, config: AdapterConfig, layers: Mapping[str, tuple[int, int]], update_id: str) -> None:
-        """``layers``: as :func:`rlctl.weights.formats.lora.expected` takes them, and raises about them."""
+        """``layers``: see :func:`rlctl.weights.formats.lora.expected`. Raises as that function."""
         field = "adapter_config"
         dtype = parse_dtype(config.dtype, f"{field}.dtype")
         pairs = lora.expected(config, layers, field=field)
@@ -42,7 +42,7 @@ class SentAdapter:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the tensors that have not come."""
+        """Return the names of the tensors that have not arrived."""
         return self._receiver.incomplete()
 
     def take(self, request: UpdateWeightsFromTensorRequest) -> WeightsReport:
@@ -52,7 +52,7 @@ class SentAdapter:
         return WeightsReport(tensors=stats.tensors, bytes_received=stats.bytes_received)
 
     def save(self, directory: Path) -> None:
-        """Write it as PEFT does. Raises FIELD_INVALID for a dtype that files do not have, OSError."""
+        """Write the adapter as PEFT does. Raises OSError, and FIELD_INVALID for a dtype that files do not have."""
         config = {
             "peft_type": "LORA",
             "r": self.config.lora_rank,
@@ -68,5 +68,4 @@ class SentAdapter:
                 file.write(as_bytes(shard.local).numpy().data)
 
     def close(self) -> None:
-        """Let go of what is mapped."""
         self._reader.close()

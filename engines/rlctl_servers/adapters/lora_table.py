@@ -1,4 +1,4 @@
-"""Which adapters may be generated with, and what the server calls them. Pure."""
+"""The serving adapters and their names at the server. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Held:
     """An adapter that the server has loaded.
 
     Attributes:
-        name: the server's, used for this load only.
-        info: rlctl's name, its version and digest.
-        tensors: how many it has.
-        nbytes: their size in bytes.
+        name: name at the server, used for this load only.
+        info: rlctl's name, version and digest.
+        tensors: number of tensors.
+        nbytes: size of the tensors in bytes.
     """
 
     name: str
@@ -31,41 +31,40 @@ class Held:
 
 
 class LoraTable:
-    """The adapters that serve. Changed by the admin verbs; may be read from any thread.
+    """The serving adapters. Admin verbs change the table; any thread may read it.
 
-    SGLang takes a name for one adapter for ever: of another adapter under that name it says that it is loaded already,
-    and a request for one that was unloaded makes it read the files again, whatever they hold by then. vLLM finds cached
-    prefixes by the name. So every load gets a name of its own, and a switch to another version is a change of this
-    table.
+    Every load gets a new name at the server, and a switch to a new version changes only this table. SGLang binds a name
+    to one adapter for ever: a second adapter under that name counts as loaded already, and a request for an unloaded
+    name reads the files again, with their present content. vLLM finds cached prefixes by the name.
     """
 
     def __init__(self) -> None:
         self.by_name: Mapping[str, Held] = {}
-        """By rlctl's name. Replaced, never changed."""
+        """By rlctl's name. The mapping is replaced, never changed."""
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._users: Counter[str] = Counter()
 
     def new_name(self, info: Adapter) -> str:
-        """A name for the server that was never used."""
+        """Return a name that was never used at the server."""
         return f"{info.name}@{info.version}#{next(self._numbers)}"
 
     def put(self, held: Held) -> Held | None:
-        """Let an adapter take the place of the one of its name, which is returned."""
+        """Replace the adapter of the same name. Return the replaced adapter, or None."""
         with self._lock:
             before = self.by_name.get(held.info.name)
             self.by_name = {**self.by_name, held.info.name: held}
             return before
 
     def drop(self, name: str) -> Held:
-        """Take an adapter out, and return it. Raises ADAPTER_NOT_FOUND."""
+        """Remove an adapter and return it. Raises ADAPTER_NOT_FOUND."""
         with self._lock:
             found = self.find(name, "name")
             self.by_name = {other: held for other, held in self.by_name.items() if other != name}
             return found
 
     def find(self, name: str, field: str) -> Held:
-        """The adapter of this name. Raises ADAPTER_NOT_FOUND."""
+        """Return the adapter of this name. Raises ADAPTER_NOT_FOUND."""
         found = self.by_name.get(name)
         if found is None:
             there = ", ".join(sorted(self.by_name)) or "none"
@@ -74,7 +73,7 @@ class LoraTable:
 
     @contextmanager
     def using(self, name: str) -> Iterator[Held | None]:
-        """The adapter for one sample, which counts as in use until the end; None for the name "".
+        """Yield the adapter of a sample, in use until the end of the block; None for the name "".
 
         Raises ADAPTER_NOT_FOUND.
         """
@@ -91,6 +90,6 @@ class LoraTable:
                 self._users[held.name] -= 1
 
     def users(self, held_name: str) -> int:
-        """Samples under way with the adapter that the server calls so."""
+        """Return the number of running samples with the adapter of this name at the server."""
         with self._lock:
             return self._users[held_name]

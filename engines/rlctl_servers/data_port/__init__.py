@@ -1,7 +1,7 @@
-"""The data port's part at the engine: requests that are passed on to a server as they came.
+"""The engine's part of the data port: requests that are passed on to a server as they came.
 
-Decides which request may be sent, under which names of models and adapters, and the labels of versions in an answer.
-The ``Reader`` of each kind of server reads the body.
+Decides whether a request may be sent, translates names of models and adapters, and sets the labels of versions in an
+answer. The ``Reader`` of each kind of server reads the body.
 
 Imports: rlctl_servers.adapters, rlctl_servers.requests, rlctl_servers.server, rlctl_servers.updates, rlctl.engine,
 rlctl.contract.

@@ -1,4 +1,4 @@
-"""Answers of a server that are passed on: rlctl's labels of versions in the place of the server's."""
+"""Answers of a server that are passed on, with rlctl's labels of versions in place of the server's."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _EVENTS = "text/event-stream"
 _JSON = "application/json"
 
 _NAMED = re.compile(rb'"(weight_version|version|model|lora_path|id|root)":( ?)("(?:[^"\\]|\\.)*")')
-"""A key and its text. In a text of JSON every quotation mark has a backslash before it, so none of its content fits."""
+"""A key and its text. Quotation marks inside a JSON text are escaped, so its content never matches."""
 
 
 class Labels:
-    """What an answer calls versions, models and requests."""
+    """Names of versions, models and requests in an answer."""
 
     def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True) -> None:
-        """``names``: of models, and ids, by the server's. ``strict``: every version must be one of rlctl's."""
+        """``names``: rlctl's names of models and ids, by the server's. ``strict``: every version must be rlctl's."""
         self._stamps = stamps
         self._strict = strict
         self._since = stamps.present
         self._names = names
 
     def put_into(self, data: bytes) -> bytes:
-        """A piece of an answer that ends where no text is open.
+        """Put rlctl's names into a piece of an answer. The piece must not end inside a text.
 
-        Raises ENGINE_FAILED for a version that rlctl has not put there, or an earlier one than at the beginning.
+        Raises ENGINE_FAILED for a version that rlctl did not set, or that is earlier than at the beginning.
         """
         return _NAMED.sub(self._named, data)
 
@@ -41,7 +41,7 @@ class Labels:
         if key not in ("weight_version", "version"):
             name = self._names.get(text, text)
         elif self._stamps.version(text) is None and (not self._strict or (key == "version" and not Stamps.ours(text))):
-            return found[0]  # not of the weights, or not known
+            return found[0]  # unknown, or no version of weights
         else:
             name = self._stamps.version_since(text, self._since).label
         return found[0] if name == text else b'"%b":%b%b' % (found[1], found[2], orjson.dumps(name))
@@ -50,9 +50,9 @@ class Labels:
 async def relabelled(
     parts: AsyncGenerator[HttpHead | bytes, None], labels: Labels
 ) -> AsyncGenerator[HttpHead | bytes, None]:
-    """An answer with rlctl's labels: events as they come, a JSON document whole, anything else as it is.
+    """Yield an answer with rlctl's labels: events as they come, a JSON document whole, other content unchanged.
 
-    Raises as :meth:`Labels.put_into`; what comes from ``parts`` otherwise.
+    Raises as :meth:`Labels.put_into`, and as ``parts``.
     """
     head = await anext(parts)
     assert isinstance(head, HttpHead)

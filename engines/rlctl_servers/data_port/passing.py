@@ -1,4 +1,4 @@
-"""Requests at the data port of a stage: passed on to the server as they came."""
+"""Requests at the data port of a stage, passed on to the server as they came."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Reader(Protocol):
     """Reads request bodies for one kind of server."""
 
     def read(self, request: HttpRequest) -> Reading:
-        """Read a body. Raises FIELD_INVALID, UNSUPPORTED for a body that would harm the server."""
+        """Read a body. Raises FIELD_INVALID, and UNSUPPORTED for a body that would harm the server."""
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
-        """The same with the server's name of the adapter."""
+        """Return the reading with the server's name of the adapter."""
 
     def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
-        """The same with a cache salt, at routes that take one."""
+        """Return the reading with a cache salt, at routes with a salt field."""
 
 
 class Passing:
@@ -58,11 +58,11 @@ class Passing:
         with self._adapters.using(reading.adapter) as held:
             if held is not None:
                 reading = self._reader.with_adapter(request, reading, held)
-            # Not before the gate has let the request in: an update may have ended while it waited.
+            # Only after the gate has admitted the request: an update may have ended while the request waited.
             salt = salt_of(self._stamps.present, held.name if held is not None else "")
             reading = self._reader.salted(request, reading, salt)
             sent = self._sent(request, reading)
-            del request  # a large body is not kept for as long as its answer takes
+            del request  # a large body is not kept during its answer
             parts = self._requests.pass_on(reading, sent)
             if reading.labelled:
                 parts = relabelled(parts, Labels(self._stamps, reading.names))
@@ -71,7 +71,7 @@ class Passing:
                     yield part
 
     def _sent(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        """The answer of the server, which gets the request with the first part that is asked for."""
+        """Return the answer of the server. The server gets the request when the first part is read."""
         replaced = {name.lower() for name in reading.headers}
         kept = {name: value for name, value in request.headers.items() if name.lower() not in replaced}
         body = overridden(request.body, reading.fields)
@@ -79,7 +79,7 @@ class Passing:
 
 
 async def _unreached(parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[HttpHead | bytes, None]:
-    """The same parts. A server that cannot be reached does not serve, for the caller."""
+    """Yield the same parts. Report an unreachable server as not serving."""
     try:
         async with aclosing(parts):
             async for part in parts:
@@ -91,15 +91,13 @@ async def _unreached(parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGene
 
 
 class _Exchange(HttpExchange):
-    """One request."""
-
     def __init__(self, reading: Reading, answer: Callable[[], AsyncGenerator[HttpHead | bytes, None]]) -> None:
         self.adapter = reading.adapter
         self.model = reading.model
         self._answer: Callable[[], AsyncGenerator[HttpHead | bytes, None]] | None = answer
 
     def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        """See :meth:`rlctl.engine.HttpExchange.answer`. Once."""
+        """Return the answer, once. See :meth:`rlctl.engine.HttpExchange.answer`."""
         answer, self._answer = self._answer, None
         assert answer is not None
         return answer()

@@ -1,8 +1,8 @@
 """Cache salts: a request reads KV entries of its own version and adapter only. Pure.
 
 vLLM and SGLang look stored entries up by the tokens and by a salt of the request. The salt of rlctl names the version
-of the weights and the adapter, so an entry of earlier weights is out of reach where a flush has failed or has not
-reached it. docs/cache-salts.md has the rules.
+of the weights and the adapter. So entries of earlier weights are out of reach if a flush failed or has not reached
+them. See docs/cache-salts.md for the rules.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _DIGEST_BYTES = 16
 
 
 def salt_of(version: WeightVersion, adapter: str = "") -> str:
-    """The salt of requests at a version. ``adapter``: the server's name of the adapter, which is that of one load.
+    """Return the salt of requests at a version. ``adapter``: the server's name for one load of the adapter.
 
-    A digest: vLLM allows 128 characters, and neither "@" nor "/", which labels have.
+    The salt is a digest: vLLM allows 128 characters, and neither "@" nor "/", which labels have.
     """
     return _digest(orjson.dumps([version.label, version.sequence, adapter]))
 
 
 def with_own(salt: str, own: object, most: int | None = None) -> object:
-    """The value of the server's field for a salt: together with the caller's ``own`` value of it.
+    """Return the value of the server's salt field, combined with the caller's ``own`` value.
 
-    ``most``: the most characters that the server allows; None: any number, and an empty value is none. A value that the
-    server refuses remains as it is.
+    ``most``: largest number of characters that the server allows. None: no limit, and an empty value counts as absent.
+    A value that the server refuses is returned unchanged.
     """
     if own is None:
         return salt

@@ -1,6 +1,6 @@
-"""What generation requests to every engine server have in common: limits, and what is refused before it is sent. Pure.
+"""Limits of generation requests for all engine servers, checked before a request is sent. Pure.
 
-A token id that is not in the vocabulary ends an SGLang server; vLLM ignores what it does not know.
+A token id outside the vocabulary ends an SGLang server. vLLM ignores unknown fields.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server can take.
+    """Limits of a server.
 
     Attributes:
-        vocab_size: token ids are below it.
+        vocab_size: token ids are smaller.
         context_length: longest sequence in tokens.
         longest_prompt: longest prompt in tokens.
-        tokenizer: it takes and gives text.
+        tokenizer: the server accepts and returns text.
     """
 
     vocab_size: int
@@ -34,7 +34,7 @@ class Limits:
 
 
 def refuse_prompt(request: GenerateRequest, limits: Limits) -> None:
-    """Raise FIELD_REQUIRED or UNSUPPORTED for a prompt that cannot be one."""
+    """Raise FIELD_REQUIRED for a missing prompt, UNSUPPORTED for text at a server without tokenizer."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
@@ -43,10 +43,10 @@ def refuse_prompt(request: GenerateRequest, limits: Limits) -> None:
 
 
 def check_ids(ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raise FIELD_REQUIRED, FIELD_INVALID or PROMPT_TOO_LONG for a prompt's token ids, which ``field`` gave."""
+    """Raise FIELD_REQUIRED, FIELD_INVALID or PROMPT_TOO_LONG for the token ids of a prompt from ``field``."""
     if not ids:
         raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field=field)
-    # Before the ids are looked at: a message has place for millions, and nothing else runs meanwhile.
+    # Checked before the ids: a message can have millions of ids, and nothing else runs meanwhile.
     if len(ids) > limits.longest_prompt:
         raise Reason.PROMPT_TOO_LONG.error(
             f"the prompt has {len(ids)} tokens; {limits.longest_prompt} fit beside the output",
@@ -59,9 +59,9 @@ def check_ids(ids: Sequence[int], limits: Limits, field: str) -> None:
 
 
 def logprob_start(request: GenerateRequest, length: int | None = None) -> int:
-    """From which position on the prompt's log probabilities are wanted; -1: none.
+    """Return the first position of the requested log probabilities of the prompt, or -1.
 
-    ``length``: the prompt's, in tokens, where it is known. Raises FIELD_INVALID.
+    ``length``: length of the prompt in tokens, if known. Raises FIELD_INVALID.
     """
     start = request.logprob_start_len if request.HasField("logprob_start_len") else -1
     if start < -1:
@@ -76,19 +76,21 @@ def logprob_start(request: GenerateRequest, length: int | None = None) -> int:
 
 
 def new_tokens(params: SamplingParams, limits: Limits, length: int | None) -> int:
-    """How many tokens may be generated: servers refuse what they would have to cut."""
+    """Return the limit of new tokens, cut to the context length. Servers refuse a higher limit."""
     wanted = params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
     return wanted if length is None else min(wanted, limits.context_length - length)
 
 
 def temperature(params: SamplingParams, greedy_below: float) -> float:
-    """The temperature, 0 where the server means 0."""
+    """Return the temperature, or 0 for values below ``greedy_below``."""
     wanted = params.temperature if params.HasField("temperature") else 1.0
     return 0.0 if wanted < greedy_below else wanted
 
 
 def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
-    """What every server calls the same. Raises as :func:`check_sampling`, and UNSUPPORTED."""
+    """Return the sampling fields with equal names at every server. Raises as :func:`check_sampling`, and
+    UNSUPPORTED.
+    """
     check_sampling(params, limits.vocab_size)
     if params.stop and not limits.tokenizer:
         raise Reason.UNSUPPORTED.error("the server has no tokenizer to find stop strings with", field="stop")
@@ -111,9 +113,10 @@ def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
 def engine_fields(
     request: GenerateRequest, known: Collection[str], known_sampling: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The server's own fields, and its own of sampling: of those that cannot contradict or endanger anything.
+    """Return the server's own fields and its own sampling fields of a request.
 
-    Raises FIELD_INVALID for another one.
+    Only ``known`` fields, which cannot contradict or endanger anything, are allowed. Raises FIELD_INVALID for other
+    fields.
     """
     try:
         fields = MessageToDict(request.engine_fields) if request.HasField("engine_fields") else {}
@@ -131,7 +134,9 @@ def engine_fields(
 
 
 def refused(product: str, message: str, status: int, too_long: Collection[str]) -> RlctlError:
-    """What a server has refused a request for; ``too_long``: words of its message where the prompt is."""
+    """Return the error for a request that a server refused. ``too_long``: words of the message about a too
+    long prompt.
+    """
     if status == 400 and any(words in message for words in too_long):
         return Reason.PROMPT_TOO_LONG.error(message)
     if status == 400:

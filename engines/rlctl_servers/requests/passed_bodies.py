@@ -15,20 +15,20 @@ from rlctl.v1.rollout_pb2 import TokenIds
 from rlctl_servers.requests.cache_salts import with_own
 
 MOST_BIAS = 1000.0
-"""Largest logit bias. Beyond the range of float32 a probability is no number, which ends SGLang."""
+"""Largest logit bias. Beyond the range of float32 a probability is NaN, which ends SGLang."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The content of a body that decides how its request is sent.
+    """Content of a body that decides how its request is sent.
 
     Attributes:
-        rids: the caller's ids for the request; each is free until it ends.
-        engine_rids: ids by which the server can be asked to end it; empty: closing its connection does.
+        rids: the caller's ids for the request, which no other request may use until its end.
+        engine_rids: ids for an abort at the server; empty: the connection is closed instead.
         adapter: rlctl's name of its adapter, or "".
-        model: name of the base model where the server checks it, or "".
-        prepared: the server prepares it before it begins, and a pause meanwhile would leave it stuck.
-        samples: how many samples the server computes for it.
+        model: name of the base model if the server checks it, or "".
+        prepared: the server prepares the request before it begins, and a pause meanwhile would leave it stuck.
+        samples: number of samples that the server computes.
         fields: values that replace fields of the body.
         headers: headers that replace the caller's.
         names: the caller's names and ids, by the server's, for the answer.
@@ -48,9 +48,9 @@ class Reading:
 
 
 def overridden(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A JSON object in which these fields have these values. The rest stays byte for byte.
+    """Return a JSON object in which ``fields`` replace values. The rest stays byte for byte.
 
-    They are put at the end: of two fields with one name JSON parsers take the last.
+    The fields are appended: of two fields with the same name JSON parsers take the last.
     """
     if not fields:
         return body
@@ -60,7 +60,7 @@ def overridden(body: bytes, fields: Mapping[str, Any]) -> bytes:
 
 
 def with_salt(document: object, reading: Reading, name: str, salt: str, most: int | None = None) -> Reading:
-    """A reading with a cache salt in the field ``name``; ``most``: as :func:`~.cache_salts.with_own` takes it."""
+    """Return a reading with a cache salt in the field ``name``. ``most``: see :func:`~.cache_salts.with_own`."""
     if not isinstance(document, dict):
         return reading
     value = with_own(salt, document.get(name), most)
@@ -68,7 +68,7 @@ def with_salt(document: object, reading: Reading, name: str, salt: str, most: in
 
 
 def text_field(document: Mapping[str, Any], name: str) -> str:
-    """A field's text; "" where there is none. Raises FIELD_INVALID."""
+    """Return the text of a field, or "" if absent. Raises FIELD_INVALID."""
     value = document.get(name)
     if value is not None and not isinstance(value, str):
         raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
@@ -76,7 +76,9 @@ def text_field(document: Mapping[str, Any], name: str) -> str:
 
 
 def check_count(value: object, name: str) -> int:
-    """The number of samples of a prompt, 1 by default. Raises FIELD_INVALID for other types and for too many."""
+    """Return the number of samples of a prompt, 1 by default. Raises FIELD_INVALID for other types and numbers out of
+    range.
+    """
     if value is None:
         return 1
     if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
@@ -104,7 +106,7 @@ def check_bias(value: object, vocab_size: int, name: str) -> None:
 def check_token_ids(value: object, vocab_size: int, name: str, *, texts: bool = False) -> None:
     """Raise FIELD_INVALID for token ids, in a list or in lists of lists, that are not numbers of the vocabulary.
 
-    ``texts``: a text, and lists of texts or objects, pass. Elsewhere they do not: servers take "7" for a number.
+    ``texts``: also accept a text, and lists of texts or objects. Otherwise refuse texts: servers take "7" for a number.
     """
     if isinstance(value, TokenIds):
         _check_range(value.ids, vocab_size, name)

@@ -21,12 +21,12 @@ from rlctl_servers.server.admin_calls import LEAVING_S
 
 @dataclass(frozen=True)
 class Computed:
-    """What a server computed for a prompt.
+    """Values that a server computed for a prompt.
 
     Attributes:
         tokens: greedy output.
         logprobs: of every token of the prompt but the first, then of the output.
-        likely: the most likely tokens at these positions; empty where none were asked for.
+        likely: the most likely tokens at these positions; empty if not requested.
     """
 
     tokens: Sequence[int]
@@ -35,14 +35,14 @@ class Computed:
 
 
 class Turn:
-    """Has one at a time of those who lift a pause for a while, and those who count on it."""
+    """Serializes verbs that lift a pause for a while and verbs that rely on the pause."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def taken(self, call: Call) -> AsyncIterator[None]:
-        """Raises DEADLINE_EXCEEDED: nothing was done."""
+        """Hold the turn inside the block. Raises DEADLINE_EXCEEDED, before anything was done."""
         try:
             async with asyncio.timeout_at(call.deadline - LEAVING_S if self._lock.locked() else None):
                 await self._lock.acquire()
@@ -55,7 +55,7 @@ class Turn:
 
 
 class Prober(abc.ABC):
-    """Computes probes on one server, which nobody else sends requests to."""
+    """Computes probes on a server without other callers."""
 
     def __init__(self, product: str, requests: Requests, limits: Limits, turn: Turn) -> None:
         self._turn = turn
@@ -64,10 +64,10 @@ class Prober(abc.ABC):
         self._limits = limits
 
     async def probe(self, prompts: Sequence[ProbePrompt], call: Call) -> list[ProbePrompt]:
-        """The prompts with the log probability of every token but the first.
+        """Return the prompts with the log probability of every token but the first.
 
-        A server computes nothing while it is paused, so it goes on for that long. What the requests that a pause keeps
-        generate meanwhile is told to nobody until ContinueGeneration: it may come from weights that are found wrong.
+        A paused server computes nothing, so the pause is lifted during the probe. The output of paused requests is held
+        back until ContinueGeneration, since it may come from wrong weights.
 
         Raises PROMPT_TOO_LONG, FIELD_INVALID, MEMORY_RELEASED, ILLEGAL_STATE, ENGINE_FAILED, DEADLINE_EXCEEDED.
         """
@@ -77,8 +77,9 @@ class Prober(abc.ABC):
             return await asyncio.gather(*(self._one(list(prompt.token_ids), call) for prompt in prompts))
 
     async def calibrate(self, dtype: str, call: Call) -> Calibration:
-        """Measure the difference and the time of a decode check, of weights in ``dtype``. Raises UNSUPPORTED where
-        decode cannot be compared with prefill, and as :meth:`probe`.
+        """Measure the difference and the time of a decode check with weights in ``dtype``.
+
+        Raises UNSUPPORTED if decode cannot be compared with prefill, and as :meth:`probe`.
         """
         measured = [await self._measure(0, call)]
         started = time.perf_counter()
@@ -97,7 +98,7 @@ class Prober(abc.ABC):
 
     @contextlib.asynccontextmanager
     async def _computing(self, call: Call) -> AsyncIterator[None]:
-        """Inside, the server computes."""
+        """Let the server compute inside the block."""
         async with self._turn.taken(call):
             self.refuse()
             if not self.stopped:
@@ -128,24 +129,23 @@ class Prober(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def stopped(self) -> bool:
-        """Whether it is paused."""
+    def stopped(self) -> bool: ...
 
     @abc.abstractmethod
     def refuse(self) -> None:
-        """Raise why it cannot go on."""
+        """Raise if the pause cannot be lifted."""
 
     @abc.abstractmethod
     async def go_on(self, call: Call) -> None:
-        """Lift the pause."""
+        """Lift the pause for a probe or decode check."""
 
     @abc.abstractmethod
     async def stop_again(self, call: Call) -> None:
-        """Pause as before; requests that a pause ended are not ended again."""
+        """Restore the pause. Requests that a pause has ended are not ended again."""
 
     @abc.abstractmethod
     async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
-        """So many greedy tokens after a prompt, and the ``top`` most likely tokens at each position.
+        """Generate ``count`` greedy tokens after a prompt, with the ``top`` most likely tokens at each position.
 
         No log probability comes from a cached prefix.
         """

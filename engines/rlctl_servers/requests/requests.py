@@ -1,4 +1,4 @@
-"""Requests at an engine server: each sample is a stream of its own, under an id that nobody else uses."""
+"""Requests at an engine server. Each sample is a separate stream under a unique id."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlctl_servers.requests.passed_bodies import Reading
 from rlctl_servers.requests.running import ABORT_S, PassedRequest, RunningRequest, SampledRequest, aborted
 
 ABORT_CALL_S = 25.0
-"""How long a server may take to answer that it ends requests: one that has just been given a thousand looks at nothing
-else for seconds. Less than the deadline of AbortRequests.
+"""Seconds that a server may take to answer an abort: after a thousand new requests it reacts to nothing else for
+seconds. Less than the deadline of AbortRequests.
 """
 
 HELD_S = 0.05
-"""How often a request whose output is held back looks whether it still is."""
+"""Interval in seconds at which a request checks whether its output is still held back."""
 
 LEFT_S = 5.0
-"""SGLang ends requests whose connection was closed within so long (``_REQUEST_STATE_WAIT_TIMEOUT``, 4 s, 0.5.23)."""
+"""SGLang ends requests with a closed connection within this time (``_REQUEST_STATE_WAIT_TIMEOUT``, 4 s, 0.5.23)."""
 
 _CUT = Reason.CANCELLED.error("its connection was closed")
-"""Of a sample that the server had said nothing of: nothing more comes."""
+"""Last event of a cut sample without output."""
 
 _Event = tuple[int, dict[str, Any] | RlctlError | None]
 
@@ -37,49 +37,53 @@ class SampleStream(Protocol):
     """One sample at the server."""
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What the server says of it. Closing it ends the sample. Raises what the caller is to be told."""
+        """Yield the server's events of the sample. Closing the generator ends the sample. Raises the error for the
+        caller.
+        """
 
     def take(self, told: dict[str, Any]) -> GenerateResponse | None:
-        """What is new in it; the first sample's first one says what is to be said of the prompt."""
+        """Return the new part of an event. The first event of the first sample includes the facts of the prompt."""
 
     @property
     def tokens(self) -> int:
-        """Output tokens so far."""
+        """Return the number of output tokens so far."""
 
     @property
     def over(self) -> bool:
-        """Whether the server has said that it has ended."""
+        """Return whether the server has reported the end."""
 
 
 class Dialect(Protocol):
-    """How one kind of server is asked."""
+    """Calls that differ between kinds of servers."""
 
     product: str
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[SampleStream]:
-        """The samples of a request, one for each id; nothing is sent yet. Raises what is wrong with it."""
+        """Return the samples of a request, one for each id, before anything is sent. Raises if the request is
+        invalid.
+        """
 
     def new_rid(self) -> str:
-        """An id for a sample at the server that was never used."""
+        """Return an id for a sample that was never used at the server."""
 
     def admit(self, request: GenerateRequest) -> None:
-        """Raise why a request that :meth:`Requests.cut` would reach from now on must not be sent."""
+        """Raise if a request must not be sent. The request is already within reach of :meth:`Requests.cut`."""
 
     def admit_passed(self, *, prepared: bool) -> None:
-        """As :meth:`admit`, for a request that is passed on as it came."""
+        """Do as :meth:`admit`, for a request that is passed on as it came."""
 
     def prepares(self, request: GenerateRequest) -> bool:
-        """Whether the server may have a request that it has not begun where a pause of its leaves it stuck."""
+        """Return whether a pause may leave the request stuck at the server before it has begun."""
 
     def ends(self, *, heard: bool) -> bool:
-        """Whether the end of a sample can be asked for now; ``heard``: the server has said something of it."""
+        """Return whether the server can end a sample now. ``heard``: the server has sent output of the sample."""
 
     async def end(self, engine_rids: Sequence[str] | None) -> None:
-        """End samples early; None: all that the server has. Raises as :meth:`Http.call`."""
+        """End samples early; None: all samples of the server. Raises as :meth:`Http.call`."""
 
 
 class Requests:
-    """The requests at one server. ``generate`` runs on one loop; the rest may be called from others."""
+    """The requests at one server. ``generate`` runs on one loop; the other methods may run on other loops."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -87,50 +91,47 @@ class Requests:
         self._lock = threading.Lock()
         self._held = False
         self._paused: set[str] = set()
-        """Adapters that no request is sent with."""
+        """Requests with these adapters are refused."""
 
     def is_paused(self, adapter: str) -> bool:
-        """Whether no request is sent with an adapter."""
         return adapter in self._paused
 
     def pause(self, adapter: str) -> None:
-        """Send no request with an adapter from now on. Requests that :meth:`using` does not name then are refused."""
+        """Refuse requests with an adapter from now on, except the requests that :meth:`using` already returns."""
         self._paused.add(adapter)
 
     def go_on(self, adapter: str) -> None:
-        """Send requests with an adapter again."""
+        """Accept requests with a paused adapter again."""
         self._paused.discard(adapter)
 
     def hold(self) -> None:
-        """From now on nothing that the server generates is told, until :meth:`release`."""
+        """Hold back all output of the server until :meth:`release`."""
         self._held = True
 
     def release(self) -> None:
-        """Tell what was held back, and what comes."""
+        """Pass on the output that was held back, and later output."""
         self._held = False
 
     @property
     def active(self) -> int:
-        """Requests that have not ended."""
         return len(self._all())
 
     @property
     def samples(self) -> int:
-        """Samples of those, each under an id of the server's."""
+        """Return the number of samples of the active requests."""
         return sum(running.samples for running in self._all())
 
     def _all(self) -> list[RunningRequest]:
-        """Each once: a request may have several ids of its caller's."""
+        """Return each request once. A request may have several ids of its caller."""
         with self._lock:
             return list({id(running): running for running in self._running.values()}.values())
 
     def using(self, adapter: str) -> list[str]:
-        """Ids of the requests that have not ended and name this adapter."""
+        """Return the ids of the active requests with this adapter."""
         with self._lock:
             return [rid for rid, running in self._running.items() if running.adapter == adapter]
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
-        """See :meth:`rlctl.engine.Engine.generate`."""
         check_samples(request.sampling_params)
         rid = request.rid or uuid.uuid4().hex
         engine_rids = [self._dialect.new_rid() for _ in range(request.sampling_params.n or 1)]
@@ -140,7 +141,7 @@ class Requests:
         events: asyncio.Queue[_Event] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         try:
-            # Not before it can be cut: what stops the server from now on finds it.
+            # Registered first, so that a later stop of the server reaches the request.
             self._dialect.admit(request)
             self._refuse_paused(request.adapter)
             for index, sample in samples.items():
@@ -153,8 +154,8 @@ class Requests:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(running.cut.wait(), HELD_S)
                 if event is None or self._held:
-                    # Held back by the server, where nothing ends it: closing its connection does, as soon as it could
-                    # run.
+                    # The server holds the samples back, and nothing ends them there. A closed connection ends each as
+                    # soon as it could run.
                     for index, sample in samples.items():
                         yield GenerateResponse(rid=rid, samples=[_cut_off(index, sample)])
                     return
@@ -173,7 +174,7 @@ class Requests:
                 engine_rid, sample = engine_rids[index], samples[index]
                 response = sample.take(told)
                 if running.cut.is_set() and not running.heard(engine_rid) and not sample.over:
-                    await self._dialect.end([engine_rid])  # it was held back when its end was asked for
+                    await self._dialect.end([engine_rid])  # held back when its end was requested
                 running.heard_of.add(engine_rid)
                 if response is None:
                     continue
@@ -190,9 +191,10 @@ class Requests:
     async def pass_on(
         self, reading: Reading, answer: AsyncGenerator[HttpHead | bytes, None]
     ) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Pass a request on as it came. ``answer`` sends it and gives the head of the answer, then the body in pieces.
+        """Pass a request on as it came. ``answer`` sends it and yields the head of the answer, then the body in pieces.
 
-        Closing it ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as ``answer``.
+        Closing the generator ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as
+        ``answer``.
         """
         running, rids = PassedRequest(reading), list(reading.rids) or [uuid.uuid4().hex]
         self._register(rids, running)
@@ -229,15 +231,16 @@ class Requests:
             raise Reason.STAGE_NOT_SERVING.error(f"adapter {adapter!r} is paused by name")
 
     async def cut(self) -> None:
-        """Of a server that has stopped, and has ended what it had begun: have it begin nothing of what it was sent.
+        """Keep a stopped server from beginning the requests that it has received. The samples that it began have ended.
 
-        Samples that it has said nothing of end as aborted. Returns once their connections are closed.
+        Samples without output end as aborted. Returns once their connections are closed.
         """
         await asyncio.gather(*(running.leave() for running in self._all()))
 
     async def end_prepared(self, deadline: float) -> bool:
-        """End samples that the server may only prepare yet, before it is stopped; whether they have ended by
-        ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
+        """End samples that the server may still only prepare, before the server is stopped.
+
+        Return whether the samples have ended by ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
         """
         leaving = [running for running in self._all() if running.leaves]
         if leaving:
@@ -256,12 +259,12 @@ class Requests:
         return [rid for running in self._all() if running.prepared and not running.leaves for rid in running.not_heard]
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""
+        """End requests. Return their number, and the ids that were not found. Raises as :meth:`Http.call`."""
         with self._lock:
             chosen = list(self._running) if all_of_them else list(dict.fromkeys(rids))
             found = {rid: self._running[rid] for rid in chosen if rid in self._running}
         ended = list({id(running): running for running in found.values()}.values())
-        # First of all: one that reaches the server after the call that follows is ended when it is heard of.
+        # Marked first: a request that reaches the server after the next call is ended at its first output.
         for running in ended:
             running.end()
         if all_of_them:
@@ -292,7 +295,7 @@ async def _pump(
 
 
 def _cut_off(index: int, sample: SampleStream) -> Sample:
-    """The end of a sample that was aborted and that the server says nothing of."""
+    """Return the end of an aborted sample without an answer of the server."""
     return Sample(
         index=index,
         completion_tokens=sample.tokens,
@@ -301,7 +304,7 @@ def _cut_off(index: int, sample: SampleStream) -> Sample:
 
 
 async def _next(events: asyncio.Queue[_Event], cut: asyncio.Event) -> _Event | None:
-    """The next event; None when the request was cut off and nothing more comes."""
+    """Return the next event, or None if the request was cut and no event came."""
     coming = asyncio.ensure_future(events.get())
     cutting = asyncio.ensure_future(cut.wait())
     try:

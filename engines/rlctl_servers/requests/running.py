@@ -1,4 +1,4 @@
-"""Requests that have not ended: how each kind is ended."""
+"""Requests that have not ended, and how each kind is ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from rlctl.engine import HttpHead
 from rlctl_servers.requests.passed_bodies import Reading
 
 ABORT_S = 2.0
-"""How long an aborted request waits for its end from the server. A request that a pause holds back gets none."""
+"""Seconds that an aborted request waits for its end from the server. A request that a pause holds back gets no such
+end.
+"""
 
 
 class RunningRequest(abc.ABC):
@@ -21,8 +23,8 @@ class RunningRequest(abc.ABC):
         engine_rids: ids of its samples at the server.
         adapter: name of its adapter, or "".
         prepared: see :meth:`rlctl_servers.requests.requests.Dialect.prepares`.
-        samples: how many samples the server generates for it.
-        sent: it is on its way to the server.
+        samples: number of samples that the server generates.
+        sent: the request is on its way to the server.
     """
 
     def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool, samples: int) -> None:
@@ -35,32 +37,32 @@ class RunningRequest(abc.ABC):
 
     @abc.abstractmethod
     def heard(self, engine_rid: str) -> bool:
-        """Whether output of a sample has come."""
+        """Return whether output of a sample has arrived."""
 
     @property
     @abc.abstractmethod
     def not_heard(self) -> Sequence[str]:
-        """Ids of the samples without output."""
+        """Return the ids of the samples without output."""
 
     @abc.abstractmethod
     def cut_off(self) -> None:
-        """Let the request end soon, without an answer of the server if need be. On the loop of the request."""
+        """Let the request end soon, if necessary without an answer of the server. Runs on the loop of the request."""
 
     @abc.abstractmethod
     async def leave_silent(self) -> None:
-        """Close the connections of samples without output. On the loop of the request."""
+        """Close the connections of samples without output. Runs on the loop of the request."""
 
     @property
     def leaves(self) -> bool:
-        """Whether closing the connection is the only way to end it: the server would answer an abort wrongly."""
+        """Return whether only closing the connection ends the request: the server would answer an abort wrongly."""
         return False
 
     def end(self) -> None:
-        """End it soon; from any thread."""
+        """End the request soon, from any thread."""
         self._loop.call_soon_threadsafe(self.cut_off)
 
     async def leave(self) -> None:
-        """:meth:`leave_silent`, from any loop."""
+        """Run :meth:`leave_silent` on the loop of the request, from any loop."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.leave_silent(), self._loop))
 
 
@@ -69,7 +71,7 @@ class SampledRequest(RunningRequest):
 
     Attributes:
         silent: tasks of the samples without output, by number.
-        cut: the request is to end.
+        cut: set when the request is to end.
         heard_of: ids of the samples with output.
     """
 
@@ -136,7 +138,7 @@ class PassedRequest(RunningRequest):
             await self._over.wait()
 
     def over(self) -> None:
-        """Record that the connection is closed."""
+        """Record that the connection to the server is closed."""
         self._over.set()
 
     def _end_wait(self, within_s: float) -> None:
@@ -145,7 +147,7 @@ class PassedRequest(RunningRequest):
             self.waiting.reschedule(self._until)
 
     async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
-        """The next part of the answer, or None at its end.
+        """Return the next part of the answer, or None at its end.
 
         Raises CANCELLED after an abort, STAGE_NOT_SERVING before a pause.
         """
@@ -161,7 +163,7 @@ class PassedRequest(RunningRequest):
 
 
 def aborted() -> RlctlError:
-    """The error of an aborted request without an answer of the server."""
+    """Return the error of an aborted request that the server has not answered."""
     error = Reason.CANCELLED.error("the request was aborted before the server had answered it")
     error.http_status = 400  # OpenAI's client repeats a 409
     return error

@@ -1,4 +1,4 @@
-"""Admin calls: one place for how long they may take, and for what it means when they take longer."""
+"""Admin calls to a server: their time limits, and the outcome of a call that exceeds its limit."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl_servers.server.http import Answer, Http
 
 WEDGED_S = 5.0
-"""How long past its deadline a call that changes something may stay unanswered before the server counts as stuck."""
+"""Seconds past the deadline of a changing call after which a silent server counts as wedged."""
 
 LEAVING_S = 0.5
-"""How much earlier than its caller a question is given up, so that the caller is told that nothing was changed."""
+"""Seconds by which a question ends before its caller's deadline, so that the caller learns that nothing was changed."""
 
 
 class Control:
-    """Asks and tells the server."""
+    """Sends questions and commands to the server."""
 
     def __init__(self, http: Http, on_wedged: Callable[[RlctlError], None]) -> None:
-        """``on_wedged`` is told when the server is stuck inside its own code."""
+        """``on_wedged`` is called when the server is stuck inside its own code."""
         self.http = http
         self._on_wedged = on_wedged
 
     async def ask(self, path: str, body: dict[str, Any] | None = None, *, call: Call, admin: bool = True) -> Any:
-        """What the server says to a question. Raises DEADLINE_EXCEEDED, ENGINE_FAILED, UNREACHABLE, LINK_LOST."""
+        """Return the server's answer to a question. Raises DEADLINE_EXCEEDED, ENGINE_FAILED, UNREACHABLE, LINK_LOST."""
         try:
             remaining = _remaining(call)
             timeout_s = remaining - min(LEAVING_S, remaining / 10)
@@ -39,11 +39,11 @@ class Control:
         return answer.body
 
     async def tell(self, path: str, body: dict[str, Any], *, call: Call, admin: bool = True) -> Answer:
-        """Let the server do something; the answer may be a refusal. ``admin``: which key it is told with.
+        """Send a command to the server; the answer may be a refusal. ``admin``: use the admin key.
 
-        What is told after the call's deadline, to clean up, has its time too.
+        A cleanup after the call's deadline still has WEDGED_S.
 
-        Raises ENGINE_WEDGED (UNKNOWN) when it does not answer, long past the call's deadline; UNREACHABLE, LINK_LOST.
+        Raises ENGINE_WEDGED (UNKNOWN) without an answer WEDGED_S past the call's deadline; UNREACHABLE, LINK_LOST.
         """
         try:
             return await self.http.call(path, body, timeout_s=max(_remaining(call), 0.0) + WEDGED_S, admin=admin)
@@ -60,14 +60,14 @@ class Control:
         outcome: Outcome.ValueType = OUTCOME_REJECTED,
         admin: bool = True,
     ) -> Answer:
-        """As :meth:`tell`, and a refusal raises ``reason`` with ``outcome``."""
+        """Do as :meth:`tell`, but raise ``reason`` with ``outcome`` for a refusal."""
         answer = await self.tell(path, body, call=call, admin=admin)
         if not answer.ok:
             raise reason.error(f"{self.http.product}: {answer.message}", outcome=outcome)
         return answer
 
     def wedged(self, what: str) -> RlctlError:
-        """The server is stuck: say so, and return the error to raise."""
+        """Report that the server is stuck, and return the error to raise."""
         error = Reason.ENGINE_WEDGED.error(
             f"{self.http.product} did not come back from {what} in time",
             outcome=OUTCOME_UNKNOWN,
@@ -76,20 +76,20 @@ class Control:
         return self.lost(error)
 
     def lost(self, error: RlctlError) -> RlctlError:
-        """The server can no longer be driven: say so, and return the error to raise."""
+        """Report that the server can no longer be driven, and return the error to raise."""
         self._on_wedged(error)
         return error
 
 
 def touched(error: RlctlError) -> RlctlError:
-    """The error of a call that was to write weights: what is not known of it is a mixture at best."""
+    """Return the error of a call that writes weights. A rejection becomes DIRTY unless the server was unreachable."""
     if error.outcome == OUTCOME_REJECTED and error.reason is not Reason.UNREACHABLE:
         error.outcome = OUTCOME_DIRTY
     return error
 
 
 def time_left(call: Call, what: str) -> float:
-    """Seconds until the call's deadline. Raises DEADLINE_EXCEEDED: it is too late to begin with something."""
+    """Return the seconds until the call's deadline. Raises DEADLINE_EXCEEDED if no time remains."""
     remaining = _remaining(call)
     if remaining <= 0:
         raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {what}")

@@ -1,4 +1,4 @@
-"""Calls to one engine server, bounded in time, their failures typed."""
+"""Calls to one engine server, with time limits and typed errors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FLOW_BYTES = 1 << 16
 _OF_LINK = frozenset({"connection", "keep-alive", "transfer-encoding", "trailer", "upgrade", "date", "server"})
 _SHOWN = 200
 _KEEPALIVE_S = 2.0
-"""Less than the servers' own 5 s: a call must not meet a connection that is just being closed."""
+"""Less than the servers' own 5 s: a call must not use a connection that is just being closed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said.
+    """The answer of a server.
 
     Attributes:
         status: HTTP status.
-        body: the JSON document, or the text where it was none.
+        body: JSON document, or text.
     """
 
     status: int
@@ -43,12 +43,10 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether it did what was asked."""
         return self.status == 200 and not (isinstance(self.body, dict) and self.body.get("success") is False)
 
     @property
     def message(self) -> str:
-        """What it said in words."""
         body = self.body
         if isinstance(body, dict) and isinstance(body.get("error"), dict):
             body = body["error"]
@@ -61,12 +59,12 @@ class Http:
     """The server's HTTP interface, usable from several event loops.
 
     Attributes:
-        product: what the server is, "SGLang" say; for messages.
-        url: its address.
+        product: name for messages, such as "SGLang".
+        url: address of the server.
     """
 
     def __init__(self, product: str, url: str, api_key: str = "", admin_key: str = "", *, socket: str = "") -> None:
-        """``socket``: path of the Unix socket that it listens on; the address is then only for messages."""
+        """``socket``: path of the server's Unix socket; the address is then only for messages."""
         self.product = product
         self.url = url
         self._socket = socket
@@ -83,9 +81,9 @@ class Http:
         key: str = "",
         method: str = "",
     ) -> Answer:
-        """POST a body, or GET without one, unless there is another ``method``.
+        """POST a body, or GET without a body, unless ``method`` is set.
 
-        Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: it broke off), TimeoutError.
+        Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: the connection broke), TimeoutError.
         """
         method = method or ("GET" if body is None else "POST")
         limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
@@ -100,10 +98,10 @@ class Http:
             raise self._broken(error) from error
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """POST a body and yield the events of the answer. Closing it ends the connection, and with it the request.
+        """POST a body and yield the events of the answer. Closing the generator ends the connection and the request.
 
-        Raises as :meth:`call` does, without a limit on the time; ENGINE_FAILED with what the server answered instead of
-        events, its status in the metadata; and ANSWER_INVALID (UNKNOWN) for an event that is none.
+        Raises as :meth:`call`, without a time limit; ENGINE_FAILED for an answer without events, with the status in the
+        metadata; and ANSWER_INVALID (UNKNOWN) for an invalid event.
         """
         try:
             async with await self._posted(path, _written(body)) as response:
@@ -128,9 +126,10 @@ class Http:
     async def forward(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Pass a request on, and yield the answer as it comes. Closing it ends the connection, and with it the request.
+        """Pass a request on, and yield the answer as it comes. Closing the generator ends the connection and the
+        request.
 
-        Raises as :meth:`call` does, without a limit on the time.
+        Raises as :meth:`call`, without a time limit.
         """
         headers = {**headers, "Accept-Encoding": "identity"}
         if key := self._keys[False]:
@@ -149,10 +148,10 @@ class Http:
     async def _forwarded(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes
     ) -> aiohttp.ClientResponse:
-        """The beginning of an answer.
+        """Send a request and return the beginning of its answer.
 
-        Sent again, once, over a new connection: the server may have closed a kept one. uvicorn does that without
-        a word after an answer during which something failed.
+        If a kept connection breaks, send the request once more over a new connection. uvicorn silently closes a
+        connection after an answer with a failure.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         how: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": False, "data": body or None}
@@ -166,8 +165,9 @@ class Http:
             return await session.request(method, url, **{**how, "headers": {**headers, "Connection": "close"}})
 
     async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
-        """The beginning of an answer. What could not be written is written again: under load the server may have closed
-        the connection that was to be used again, and this process not have seen it yet.
+        """POST a body and return the beginning of the answer. A body that could not be written is written again.
+
+        Under load the server may have closed the kept connection before this process notices.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         how: dict[str, Any] = {"headers": self._headers(admin=False), "timeout": limit, "allow_redirects": False}
@@ -176,11 +176,11 @@ class Http:
         except aiohttp.ClientOSError as error:
             if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
                 raise
-            await asyncio.sleep(0)  # the loop sees those that were closed
+            await asyncio.sleep(0)  # the loop sees closed connections
             return await self._session().post(self.url + path, data=data, **how)
 
     async def close(self) -> None:
-        """Give the connections back, those of other loops too."""
+        """Close the connections of all loops."""
         here = asyncio.get_running_loop()
         for (loop, *_), session in self._sessions.items():
             if loop is here:
@@ -192,9 +192,11 @@ class Http:
         self._sessions.clear()
 
     def _session(self, *, once: bool = False, flow: bool = False) -> aiohttp.ClientSession:
-        """``once``: over connections of their own. uvicorn closes the one over which it has answered that something
-        failed, and does not say so: of a call that met it then nothing would be known. ``flow``: answers are read no
-        faster than they are passed on, and as they were sent.
+        """Return a session. ``once``: a new connection for each call. ``flow``: answers are read no faster than they
+        are passed on, and stay as sent.
+
+        uvicorn silently closes the connection of an answer about a failure. A later call on that connection would have
+        an unknown outcome.
         """
         key = asyncio.get_running_loop(), once, flow
         if key not in self._sessions:
@@ -239,7 +241,7 @@ def _written(body: dict[str, Any] | None) -> bytes | None:
 
 
 async def _answer(response: aiohttp.ClientResponse) -> Answer:
-    """One that leads elsewhere is a refusal: what is there has not been told what was asked here."""
+    """Return the answer. A redirect is a refusal: its destination has not received the request."""
     if 300 <= response.status < 400:
         return Answer(response.status, f"HTTP {response.status}: it leads to {response.headers.get('Location', '')}")
     return Answer(response.status, _parse(await response.read()))

@@ -1,4 +1,4 @@
-"""rlctl's packages on the path of an engine whose environment does not have them."""
+"""rlctl's packages on the path of an engine with an environment that lacks them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SHARED = (Path(rlctl.__file__).parent, Path(rlctl_servers.__file__).parent)
 
 
 def link_packages(directory: Path, package: Path, entry_points: Mapping[str, str] | None = None) -> Path:
-    """Make a folder for PYTHONPATH with rlctl, rlctl_servers and an engine's ``package``, and nothing else.
+    """Make a folder for PYTHONPATH with only rlctl, rlctl_servers and an engine's ``package``.
 
-    ``entry_points``: group → "name = module:function", told to ``importlib.metadata`` as an installed rlctl tells them.
+    ``entry_points``: group → "name = module:function", visible to ``importlib.metadata`` as from an installed rlctl.
     """
     path = directory / "packages"
     path.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""An engine server as a child process, which does not outlive this one."""
+"""An engine server as a child process that ends with this process."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ import os, signal, sys
 os.read(0, 1)  # nothing is written: it returns when the stage server has ended, however
 os.killpg(int(sys.argv[1]), signal.SIGKILL)
 """
-"""Processes of the server's own do not all end with the first of them: vLLM's, while it starts, do not."""
+"""Kills the server's processes after the stage server's end. vLLM's processes outlive its first process during
+a start.
+"""
 
 
 class ServerProcess(abc.ABC):
-    """A launched server. Its own processes end when the first of them does.
+    """A launched server. Its other processes end with its first process.
 
     Attributes:
-        http: how to talk to it.
+        http: calls to the server.
     """
 
     def __init__(self, http: Http, python: str, start_s: float) -> None:
-        """``python``: interpreter that the product is installed for; ``start_s``: longest time until it is ready."""
+        """``python``: interpreter of the product's environment; ``start_s``: longest time until the server is ready."""
         self.http = http
         self.product = http.product
         self._python = python
@@ -52,43 +54,43 @@ class ServerProcess(abc.ABC):
 
     @abc.abstractmethod
     def command(self) -> Sequence[str]:
-        """What the interpreter is told. Called once, just before it is."""
+        """Return the arguments of the interpreter. Called once, just before the launch."""
 
     @abc.abstractmethod
     def environment(self) -> Mapping[str, str]:
-        """Environment variables beside those of this process."""
+        """Return variables to add to the environment of this process."""
 
     @abc.abstractmethod
     async def ready(self) -> bool:
-        """Whether it serves. Raises ENGINE_FAILED when another server answers in its place."""
+        """Return whether the server serves. Raises ENGINE_FAILED if a different server answers in its place."""
 
     def inherited(self) -> Sequence[int]:
-        """File descriptors that it gets from this process."""
+        """Return the file descriptors that the server inherits."""
         return ()
 
     def redacted(self, line: str) -> str:
-        """A line of its log as others may read it. From a thread of its own."""
+        """Return a log line without secrets. Runs on a thread of its own."""
         return line
 
     def settled(self) -> None:  # noqa: B027
-        """It is ready: what it needed only to start can go."""
+        """Release resources of the start. Called when the server is ready."""
 
     def ended(self) -> None:  # noqa: B027
-        """It has ended: what it leaves behind can go. From a thread of its own, perhaps before it was settled."""
+        """Remove the remains of an ended server. Runs on a thread of its own, perhaps before :meth:`settled`."""
 
     def let_go(self) -> None:  # noqa: B027
-        """It has been stopped: give back what was held for it."""
+        """Release the resources of a stopped server."""
 
     @property
     def pid(self) -> int:
-        """Its process id, 0 before it runs."""
+        """Return the process id, or 0 before the launch."""
         return self._popen.pid if self._popen is not None else 0
 
     async def start(self, on_end: Callable[[RlctlError], None]) -> None:
-        """Launch it and wait until it is ready. ``on_end`` is told, from another thread, if it ends by itself.
+        """Launch the server and wait until it is ready. ``on_end`` is called on a separate thread if the server ends by
+        itself.
 
-        Raises ENGINE_FAILED with the end of its log, FIELD_INVALID for an argument that it does not know,
-        DEADLINE_EXCEEDED.
+        Raises ENGINE_FAILED with the end of the log, FIELD_INVALID for an unknown argument, DEADLINE_EXCEEDED.
         """
         self._launch(on_end)
         deadline = asyncio.get_running_loop().time() + self._start_s
@@ -103,10 +105,10 @@ class ServerProcess(abc.ABC):
             await asyncio.sleep(LOOK_S)
 
     async def stop(self) -> None:
-        """End it, at once when it does not go by itself: a deadlocked one does not react."""
-        self._ended.set()  # nobody is to be told
+        """End the server, and kill it after TERM_S: a deadlocked server does not react."""
+        self._ended.set()  # on_end is not called
         if self._popen is not None:
-            # To the first of its processes only: the end of the others looks like a crash to it, which it looks into.
+            # Only the first process: it takes the end of its children for a crash and investigates.
             self._popen.terminate()
             await asyncio.to_thread(self._wait, TERM_S)
             self._signal(signal.SIGKILL)
@@ -115,15 +117,15 @@ class ServerProcess(abc.ABC):
         self.let_go()
 
     def kill(self) -> None:
-        """End it and all of its processes at once; ``on_end`` is told."""
+        """Kill all processes of the server at once; ``on_end`` is called."""
         self._signal(signal.SIGKILL)
 
     def log_lines(self) -> list[str]:
-        """The last lines of its log that say something."""
+        """Return the last log lines that are not blank."""
         return [line for line in list(self._tail) if line.strip()]
 
     def failure(self) -> RlctlError:
-        """Why it ended, from the end of its log."""
+        """Return the error for the server's end, from the end of its log."""
         lines = self.log_lines()
         for line in lines:
             if "unrecognized arguments:" in line:
@@ -154,7 +156,7 @@ class ServerProcess(abc.ABC):
         self._reader.start()
 
     def _read(self, name: str, on_end: Callable[[RlctlError], None]) -> None:
-        """Pass its log on, and notice its end."""
+        """Pass the server's log on, and notice its end."""
         popen = self._popen
         assert popen is not None
         assert popen.stdout is not None
@@ -172,7 +174,7 @@ class ServerProcess(abc.ABC):
             on_end(self.failure())
 
     def _unwatch(self) -> None:
-        """The server has ended: its process group's number may be another's soon."""
+        """Stop the watcher of an ended server, before the number of its process group is used again."""
         watcher = self._watcher
         if watcher is not None:
             assert watcher.stdin is not None
@@ -195,7 +197,7 @@ class ServerProcess(abc.ABC):
 
 
 def cores_of(ranks: int) -> str:
-    """This process's cores, shared out over ranks: "0,1|2,3". Where there are fewer than ranks, some share one."""
+    """Divide this process's cores among ranks: "0,1|2,3". If there are fewer cores than ranks, ranks share cores."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(len(cores) // ranks, 1)
     shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
@@ -203,7 +205,7 @@ def cores_of(ranks: int) -> str:
 
 
 def flags(named: Mapping[str, str]) -> list[str]:
-    """Arguments by name as a command line has them; "true" stands for a flag."""
+    """Return a command line with arguments by name; "true" stands for a flag."""
     arguments = []
     for name, value in named.items():
         arguments.append(f"--{name.replace('_', '-')}")
@@ -213,7 +215,7 @@ def flags(named: Mapping[str, str]) -> list[str]:
 
 
 def _words(value: str) -> list[str]:
-    """A list, "[1, 2]", as an argument takes several values; anything else as it is."""
+    """Split a JSON list, "[1, 2]", into values; return other text as a single value."""
     if value.startswith("["):
         with contextlib.suppress(ValueError):
             return [word if isinstance(word, str) else json.dumps(word) for word in json.loads(value)]

@@ -19,13 +19,13 @@ LOOK_S = 2.0
 PROBE_S = 10.0
 UNREACHABLE_LOOKS = 3
 SILENT_S = 90.0
-"""A server that takes connections and does not answer is busy, for a while."""
+"""Seconds after which a server that accepts connections without an answer is no longer busy but wedged."""
 
 
 async def told_at(product: str, url: str, path: str, api_key: str) -> dict[str, Any]:
-    """The JSON object that a server answers a GET with; {} where what is there has no such answer.
+    """Return the JSON object of a server's answer to a GET, or {} for another answer.
 
-    Raises UNREACHABLE, and FIELD_INVALID for no http address, or where it does not take the key.
+    Raises UNREACHABLE, and FIELD_INVALID for an invalid address or a refused key.
     """
     http = Http(product, address({"url": url}, ()), api_key)
     try:
@@ -45,15 +45,15 @@ class Server(abc.ABC):
     """One server.
 
     Attributes:
-        http: how to talk to it.
-        launched: it is a child of this process.
-        probe: path of a call that shows that its front answers, and neither generates nor waits.
+        http: calls to the server.
+        launched: the server is a child of this process.
+        probe: path of a call that shows that the front answers, and neither generates nor waits.
     """
 
     probe: ClassVar[str]
 
     def __init__(self, process: ServerProcess | None, http: Http, on_end: Callable[[RlctlError], None]) -> None:
-        """``process``: None for one that runs already. ``on_end`` is told, from any thread, when it is gone."""
+        """``process``: None for an attached server. ``on_end`` is called, from any thread, when the server is gone."""
         self.http = http
         self.launched = process is not None
         self._process = process
@@ -62,22 +62,22 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     async def refuse_unready(self) -> None:
-        """Raise why a server that runs already cannot be attached to."""
+        """Raise if a running server cannot be attached to."""
 
     def refuse_ill(self, answer: Answer) -> None:  # noqa: B027
-        """Raise UNREACHABLE where a front that answers the probe says that there is no server behind it any more."""
+        """Raise UNREACHABLE if the front answers the probe, but the server behind it is gone."""
 
     @property
     def pid(self) -> int:
-        """Process id of a launched one, else 0."""
+        """Return the process id of a launched server, else 0."""
         return self._process.pid if self._process else 0
 
     def log_lines(self) -> list[str]:
-        """The last lines that a launched one has logged."""
+        """Return the last log lines of a launched server."""
         return self._process.log_lines() if self._process else []
 
     async def start(self) -> None:
-        """Launch it, or see that it is there and generating."""
+        """Launch the server, or check that an attached server is reachable and generating."""
         if self._process is not None:
             await self._process.start(self._on_end)
         else:
@@ -93,7 +93,7 @@ class Server(abc.ABC):
         self._watch = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
-        """End a launched one; let go of an attached one."""
+        """End a launched server, or disconnect from an attached server."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -103,12 +103,11 @@ class Server(abc.ABC):
             await self.http.close()
 
     def kill(self) -> None:
-        """End a launched one at once."""
         if self._process is not None:
             self._process.kill()
 
     async def _look(self) -> None:
-        """Notice a server that is gone, or whose front does not answer."""
+        """Report a server that is gone, or whose front is silent."""
         now = asyncio.get_running_loop().time
         name = f"{self.http.product} at {self.http.url}"
         heard, unreachable, why = now(), 0, ""

@@ -1,4 +1,4 @@
-"""What every engine server's facts are told as."""
+"""Facts of engine servers as messages of the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlctl.v1.verbs_pb2 import ServerInfo
 from rlctl.version import __version__
 
 WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
-"""Verbs that write base weights; the last one carries adapters too."""
+"""Verbs that write base weights. UpdateWeightsFromTensor carries adapters too."""
 
 _SECRET = ("key", "password", "token", "secret")
 _PLAIN = (str, int, float, bool)
@@ -33,7 +33,7 @@ _PLAIN = (str, int, float, bool)
 def server_info(
     name: str, version: str, node: str, pid: int, uptime_s: float, settings: Iterable[tuple[str, Any]]
 ) -> ServerInfo:
-    """How a server was started, its keys and whatever is no plain value left out. ``uptime_s`` in seconds."""
+    """Return how a server was started, without keys and values that are not plain. ``uptime_s`` in seconds."""
     shown = {key: value for key, value in settings if not _secret(key)}
     info = ServerInfo(
         engine=name,
@@ -49,14 +49,14 @@ def server_info(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON has the value, and no key can be hidden in it."""
+    """Return whether JSON has the value and no key can be hidden in it."""
     if isinstance(value, list):
         return all(_is_plain(each) for each in value)
     return isinstance(value, _PLAIN) and (not isinstance(value, float) or math.isfinite(value))
 
 
 def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iterable[str]) -> dict[str, str]:
-    """Why verbs cannot be done whose routes a version does not have; ``product``: with its version."""
+    """Return the verbs without their routes, with the reason. ``product``: name and version."""
     there = set(routes)
     absent = {verb: [route for route in paths if route not in there] for verb, paths in needed.items()}
     return {verb: f"{product} has no {', '.join(paths)}" for verb, paths in absent.items() if paths}
@@ -65,9 +65,9 @@ def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iter
 def without_levels(
     levels: Collection[VerificationLevel.ValueType], *, answers_for_ranks: bool, unproven: str = ""
 ) -> dict[str, str]:
-    """Why a server's updates cannot be verified at the levels that are not among these.
+    """Return why a server's updates cannot be verified at the missing levels.
 
-    ``unproven``: why it is not known that its loads repeat (:mod:`rlctl_servers.updates.reload_trial`).
+    ``unproven``: why loads may not repeat (:mod:`rlctl_servers.updates.reload_trial`).
     """
     reasons = {
         VERIFICATION_LEVEL_NONE: "its ranks' digests or a probe must prove an update"
@@ -85,13 +85,13 @@ def without_levels(
 def levels_of(
     *, ranks: bool, world_size: int, readable: bool, probes: bool, unproven: str
 ) -> list[VerificationLevel.ValueType]:
-    """The levels at which a server's updates are verified. ``ranks``: rlctl runs in the server's ranks.
+    """Return the levels at which a server's updates are verified. ``ranks``: rlctl runs in the server's ranks.
 
-    ``readable``: its model digest can be had; ``probes``: it can be probed; ``unproven``: why it is not known that its
-    loads repeat. Then bytes that arrived prove no update.
+    ``readable``: the model digest can be read; ``probes``: the server can be probed; ``unproven``: why loads may not
+    repeat. In that case bytes that arrived prove no update.
     """
     return [
-        # One answer for several ranks is no evidence for each of them.
+        # A single answer for several ranks is no evidence for each rank.
         *([VERIFICATION_LEVEL_NONE] if ranks or world_size == 1 else []),
         *([VERIFICATION_LEVEL_RECEIVED] if ranks and not unproven else []),
         *([VERIFICATION_LEVEL_REPLICA, VERIFICATION_LEVEL_EXPECTED] if readable else []),
@@ -109,8 +109,9 @@ def stage_layout(
     ep_size: int,
     store: tuple[str, int],
 ) -> StageLayout:
-    """The layout of a server on a node. ``places``: rank, device and host id of each rank; ``store``: of rank 0, where
-    groups in which it sends its weights meet; ("", 0): it sends none.
+    """Return the layout of a server on a node. ``places``: rank, device and host id of each rank.
+
+    ``store``: address at rank 0 where groups for sending its weights meet; ("", 0): the server sends no weights.
     """
     return StageLayout(
         tp_size=tp_size,

@@ -1,4 +1,4 @@
-"""What the states of all engine servers have in common. Pure: no I/O, no time."""
+"""State that all engine servers have. Pure: no I/O, no time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ServerState:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing new is generated: requests that are active are frozen or held back."""
+        """Return whether nothing new is generated. Active requests are frozen or held back."""
         return self.holding or self.paused != PAUSE_MODE_UNSPECIFIED
 
     def refuse_continue(self, *, updating: bool) -> None:
-        """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on: it would end some servers."""
+        """Raise MEMORY_RELEASED or ILLEGAL_STATE if generation must not continue, which would end some servers."""
         if self.released:
             names = (MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in sorted(self.released))
             raise Reason.MEMORY_RELEASED.error(f"released: {', '.join(names)}; generation needs every region")

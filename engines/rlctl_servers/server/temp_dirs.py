@@ -1,4 +1,4 @@
-"""Directories of launched servers for their temporary files: what a killed stage server leaves is found and removed."""
+"""Directories for temporary files of launched servers. The remains of killed stage servers are removed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import ClassVar
 
 FRESH_S = 60.0
-"""A directory that is younger may not be locked yet."""
+"""Age in seconds up to which a directory may not be locked yet."""
 
 
 class Scratch:
-    """The directory of one server, locked while this process or the server lives: one that is not is an orphan.
+    """The directory of one server, locked while this process or the server lives. An unlocked directory is an orphan.
 
     Attributes:
-        prefix: what the names of all of its kind begin with.
+        prefix: common beginning of the names.
         path: the directory, for its owner only.
         lock: a file descriptor that the server inherits.
     """
@@ -26,14 +26,14 @@ class Scratch:
     prefix: ClassVar[str]
 
     def __init__(self) -> None:
-        """Make one, and remove those whose stage server was killed, and their servers with it."""
+        """Make a directory. Remove the directories of stage servers that were killed together with their servers."""
         self._remove_orphans()
         self.path = Path(tempfile.mkdtemp(prefix=self.prefix))
         self.lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove everything. The server must have ended; harmless to call again."""
+        """Remove the directory of an ended server. A repeat has no effect."""
         if self.lock >= 0:
             self._clear(self.path)
             os.close(self.lock)
@@ -41,7 +41,7 @@ class Scratch:
 
     @classmethod
     def _clear(cls, directory: Path) -> None:
-        """Remove a directory whose server has ended, and what else that has left."""
+        """Remove the directory and other remains of an ended server."""
         shutil.rmtree(directory, ignore_errors=True)
 
     @classmethod
@@ -52,12 +52,12 @@ class Scratch:
                     continue
                 lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except OSError:
-                continue  # somebody else's, or just removed
+                continue  # of a different user, or just removed
             try:
                 if os.fstat(lock).st_uid == os.getuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     cls._clear(directory)
             except OSError:
-                pass  # it lives
+                pass  # still in use
             finally:
                 os.close(lock)

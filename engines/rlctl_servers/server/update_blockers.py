@@ -1,8 +1,8 @@
-"""Settings with which a server keeps, copies or moves weights or KV entries where a load or a flush does not reach.
+"""Settings that keep, copy or move weights or KV entries out of reach of a load or a flush.
 
-Each plug-in has a list of them, read from the source of the version that it was tested with. A server with one of them
-serves the weights that it started with, and takes no others: the verbs that write are UNSUPPORTED, with the setting. So
-are adapters beside a store of KV entries: vLLM's ExampleConnector, for one, looks entries up by token ids alone.
+Each plug-in has a list of such settings, read from the source of its tested version. A server with such a setting
+serves only the weights of its start: the verbs that write are UNSUPPORTED, with the setting. Adapters are UNSUPPORTED
+beside a store of KV entries: vLLM's ExampleConnector, for instance, looks entries up by token ids alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _OFF = ("", "0", "0.0", "-1", "none", "null", "off", "false")
 
 @dataclass(frozen=True)
 class Keeper:
-    """A setting.
+    """A setting that prevents updates.
 
     Attributes:
         name: the argument's name.
-        why: what it does, after its name.
-        on: values that do it; empty: all but those that turn a setting off.
+        why: effect of the setting, after its name.
+        on: values with the effect; empty: all but the values that turn a setting off.
         off: further values that turn it off.
     """
 
@@ -36,7 +36,7 @@ class Keeper:
     off: tuple[str, ...] = ()
 
     def set_to(self, value: object) -> bool:
-        """Whether a setting of this value does it."""
+        """Return whether a setting of this value has the effect."""
         text = str(value if value is not None else "").lower()
         if self.on:
             return text in self.on
@@ -44,15 +44,16 @@ class Keeper:
 
     @property
     def stores(self) -> bool:
-        """Whether it stores KV entries. Entries of an adapter then outlive it, and may be taken for another's."""
+        """Return whether the setting stores KV entries. Entries of an adapter then outlive it, and may serve a
+        different adapter.
+        """
         return self.why == STORE
 
     @property
     def reason(self) -> str:
-        """Why a server with this setting takes no weights."""
         return f"{self.name} {self.why}"
 
 
 def keepers_in(keepers: Iterable[Keeper], settings: Mapping[str, object]) -> list[Keeper]:
-    """Those of the keepers that settings, by the names of arguments, turn on."""
+    """Return the keepers that are turned on in settings by argument name."""
     return [keeper for keeper in keepers if keeper.name in settings and keeper.set_to(settings[keeper.name])]
