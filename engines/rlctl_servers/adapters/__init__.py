@@ -1,4 +1,4 @@
-"""LoRA adapters at a server: loaded beside the served one, swapped by the commit.
+"""LoRA adapters at a server: loaded beside the serving adapter, swapped by the commit.
 
 Imports: rlctl_servers.updates, rlctl_servers.requests, rlctl.engine, rlctl.contract, rlctl.weights.
 

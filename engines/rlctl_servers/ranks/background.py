@@ -1,4 +1,4 @@
-"""A thread of a rank for what must not hold up the engine's steps: receive into a shadow copy, digest it."""
+"""A thread of a rank for work that must not delay the engine's steps: fill a shadow copy, digest it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Work = Callable[[], bytes]
 
 
 class Background:
-    """The thread, which starts with the first work. Work is done in the order of :meth:`submit`.
+    """The thread, started with the first work. Work is done in the order of :meth:`submit`.
 
     All ranks of a server get their calls in the same order, so work may wait for the same work of the other ranks.
     """
@@ -29,7 +29,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work) -> Future[bytes]:
-        """Do some work after the work that was submitted before."""
+        """Run work after all work that was submitted before."""
         future: Future[bytes] = Future()
         self._queue.put((work, future))
         if self._thread is None:
@@ -52,4 +52,4 @@ class Background:
                 if not isinstance(error, RlctlError):
                     log.exception("rlctl: work in the background")
                 future.set_exception(without_frames(error))  # the frames refer to a shadow copy
-            del work, future  # which also do
+            del work, future  # these refer to a shadow copy too

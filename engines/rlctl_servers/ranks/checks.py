@@ -44,7 +44,7 @@ def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange,
 
 
 def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[str]) -> dict[str, str]:
-    """Hex digests of the rank's own parts, by checkpoint name; ``every``: digests of full tensors that are computed."""
+    """Return hex digests of the rank's own parts, by checkpoint name. ``every``: known digests of full tensors."""
     parts = {
         name: shard
         for name, shard in held.shards.items()

@@ -1,7 +1,7 @@
-"""Numbers as digits that survive every copy and every cast that a loader may do.
+"""Numbers as digits that survive every copy and every cast of a loader.
 
 A digit is a small integer. An integer up to 2/eps is exact in a float dtype: 256 in bfloat16, 16 in float8_e4m3fn.
-Digits may be negative, which nearly doubles the base: 513 for bfloat16, 33 for float8_e4m3fn.
+Digits may be negative, so the base is nearly twice as large: 513 for bfloat16, 33 for float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encodable(dtype: torch.dtype) -> bool:
-    """Whether tensors of the dtype can contain digits. False for bool, complex, powers of two and packed dtypes."""
+    """Return whether tensors of the dtype can contain digits. False for bool, complex, powers of two and
+    packed dtypes.
+    """
     return dtype in _INTEGERS or dtype in _FLOATS
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bit patterns, as a view: equality of NaN, and of dtypes without arithmetic."""
+    """Return the elements' bit patterns as a view, to compare NaN and dtypes without arithmetic."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 @dataclass(frozen=True)
 class Code:
-    """Integers in a positional system whose digits are ``low`` to ``high``; 0 has the digits 0.
+    """Integers in a positional system with digits from ``low`` to ``high``; 0 has the digits 0.
 
     Attributes:
         low: smallest digit, at most 0.
@@ -50,7 +52,7 @@ class Code:
 
     @classmethod
     def exact_in(cls, dtypes: Iterable[torch.dtype]) -> Code:
-        """The largest code whose digits are exact in all these dtypes, each of which is encodable."""
+        """Return the largest code with digits that are exact in all these dtypes. Each dtype must be encodable."""
         low, high = -_LIMIT, _LIMIT
         for dtype in dtypes:
             if dtype in _INTEGERS:
@@ -62,11 +64,10 @@ class Code:
 
     @property
     def base(self) -> int:
-        """Number of digits."""
         return self.high - self.low + 1
 
     def length(self, largest: int) -> int:
-        """Number of digits of the integers from 0 to ``largest``; none for 0 alone."""
+        """Return the number of digits of the integers from 0 to ``largest``; 0 for 0 alone."""
         count = reach = 0
         while reach < largest:
             reach = reach * self.base + self.high
@@ -74,24 +75,26 @@ class Code:
         return count
 
     def index_length(self, size: int) -> int:
-        """Number of digits of ``size`` indices, counted from :meth:`first_index` on; none for a single one."""
+        """Return the number of digits of ``size`` indices, counted from :meth:`first_index` on; 0 for a single
+        index.
+        """
         count = 0
         while self.base**count < size:
             count += 1
         return count
 
     def first_index(self, length: int) -> int:
-        """The smallest integer of so many digits, which represents index 0: so indices use all digits."""
+        """Return the smallest integer of ``length`` digits. It represents index 0, so that indices use all digits."""
         return self.low * sum(int(self.base**place) for place in range(length))
 
     def digit(self, numbers: torch.Tensor, place: int) -> torch.Tensor:
-        """The digit of each number at a place; place 0 counts ones."""
+        """Return the digit of each number at a place, from 0 for the lowest."""
         for _ in range(place):
             numbers = (numbers - self._ones(numbers)) // self.base
         return self._ones(numbers)
 
     def decode(self, values: torch.Tensor) -> torch.Tensor:
-        """Digits as int64, on the CPU; INVALID for a value that is no digit."""
+        """Return digits as int64 on the CPU; INVALID for a value that is no digit."""
         exact = values.detach().to("cpu", torch.float64).clamp(self.low - 1, self.high + 1).nan_to_num(self.high + 1)
         digits = exact.to(torch.int64)
         valid = (exact == digits) & (exact >= self.low) & (exact <= self.high)
@@ -102,7 +105,7 @@ class Code:
 
 
 def constant(meta: TensorMeta, value: int, device: torch.device) -> torch.Tensor:
-    """A tensor of this description, filled with one digit; with zero bits if its dtype cannot contain digits."""
+    """Return a tensor of this description filled with a digit, or with zero bits if its dtype cannot contain digits."""
     if not encodable(meta.dtype):
         size = (*meta.shape, meta.dtype.itemsize)
         return torch.zeros(size, dtype=torch.uint8, device=device).view(meta.dtype).view(meta.shape)
@@ -111,7 +114,7 @@ def constant(meta: TensorMeta, value: int, device: torch.device) -> torch.Tensor
 
 
 def ramp(meta: TensorMeta, dim: int, digits: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of this description whose elements contain the digit of their index along ``dim``."""
+    """Return a tensor of this description. Each element contains the digit of its index along ``dim``."""
     line = digits.to(device, torch.float64).to(meta.dtype)
     line = line.view([-1 if each == dim else 1 for each in range(len(meta.shape))])
     return line.expand(meta.shape).clone(memory_format=torch.contiguous_format)

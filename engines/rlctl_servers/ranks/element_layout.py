@@ -1,29 +1,29 @@
-"""Where each element of each checkpoint tensor lies in the parameters of one rank.
+"""The place of each element of each checkpoint tensor in the parameters of one rank.
 
-:func:`find_layout` loads tensors whose elements contain their own position, through the engine's loaders, and reads
-the parameters. No knowledge of the engine is needed: fused, cut, transposed, padded, interleaved and expert layouts
-come out of the same procedure. The result (:class:`Layout`) is plain data, and gives views of the parameters.
+:func:`find_layout` loads tensors whose elements contain their own position, through the engine's loaders, and reads the
+parameters. No knowledge of the engine is needed: fused, cut, transposed, padded, interleaved and expert layouts come
+out of the same procedure. The result (:class:`Layout`) is plain data, and gives views of the parameters.
 
 **Everything that the loaders write is overwritten**, padding included. The caller loads the true weights again.
 Parameters that no loader writes keep their values.
 
-Passes. One pass loads every tensor once, one after the other; nothing of the size of the model is stored.
+Passes. Each pass loads every tensor once, in turn; nothing of the size of the model is stored.
 
-1. A probe, with one constant. Parameters that change are the loaders' own, and are then filled with zeros.
-2. The tensors' numbers, from 1 on, one digit in each pass. 0 remains where no loader writes: padding.
+1. A probe with a constant. Parameters that change belong to the loaders, and are then filled with zeros.
+2. The tensors' numbers, from 1 on, one digit in each pass. 0 remains in padding, which no loader writes.
 3. The index along each dimension of each tensor, one digit in each pass.
 
 A digit is exact in every dtype of the reference and of the parameters (:mod:`.element_codes`). The base is 513 for
 bfloat16: 131,584 tensors have two digits, 263,169 indices as well. So a model whose largest tensor is 151,936 x 4,096
-takes 1 + 2 + 4 passes. The base is 33 as soon as one parameter is float8_e4m3fn: 17,968 tensors have three digits,
-35,937 indices as well. The number of passes depends on the reference and on the parameters' dtypes only.
+takes 1 + 2 + 4 passes. The base is 33 if any parameter is float8_e4m3fn: 17,968 tensors have three digits, 35,937
+indices as well. The number of passes depends on the reference and on the parameters' dtypes only.
 
 Exactness. Nothing is inferred from samples. After a pass of numbers, a parameter is split where any two neighbouring
 elements differ, so every element of a cell has the number of its cell. After a pass of indices, each part of a
-parameter is compared, element by element, with its digits along the dimensions that they depend on. So each element of
-a view has the tensor's number, and its index along every dimension. A layout that is no pattern of strided boxes,
-or values that are no digits, give an :class:`Omission`. An engine that computes with what it loads, and happens to
-turn digits into other valid digits, is beyond this: :func:`prove` compares the views with the true tensors.
+parameter is compared, element by element, with its digits along the dimensions of the index. So each element of a view
+has the tensor's number, and its index along every dimension. A layout that is no pattern of strided boxes, or values
+that are no digits, give an :class:`Omission`. An engine that computes with loaded values, and happens to turn digits
+into other valid digits, is beyond this: :func:`prove` compares the views with the true tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rlctl_servers.ranks.element_codes import INVALID, Code, bits_of, constant, 
 from rlctl_servers.ranks.element_regions import Axis, Grid, NotLinear, Piece, Region, fingerprint, join, merged, regions
 
 LoadAll = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""Loads full tensors by checkpoint name, as one load of a whole checkpoint: with what the engine does around it."""
+"""Loads full tensors by checkpoint name, like a load of a whole checkpoint with the engine's steps around it."""
 Parameters = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors of the rank that loaders write, by name, as they are in memory now."""
 
@@ -54,16 +54,16 @@ _SAMPLES = 4096
 
 
 class Omitted(enum.Enum):
-    """Why a tensor has no views."""
+    """Reasons for a tensor without views."""
 
     ABSENT = "absent"
-    """No parameter of this rank contains an element of it."""
+    """No parameter of this rank contains an element of the tensor."""
     UNSEEN = "unseen"
-    """No element of it was seen, but some parameters contain values that no tensor explains."""
+    """No element of the tensor was seen, but some parameters contain values that no tensor explains."""
     NOT_LINEAR = "not linear"
-    """Its elements are no pattern of strided boxes: repacked, quantised or permuted."""
+    """Its elements form no pattern of strided boxes: repacked, quantised or permuted."""
     CUT_TWICE = "cut twice"
-    """The rank stores a part that is cut along several dimensions, which is no slice."""
+    """The rank stores a part that is cut along several dimensions, and so is no slice."""
     NOT_ENCODABLE = "not encodable"
     """Its dtype cannot contain digits."""
 
@@ -73,8 +73,8 @@ class Omission:
     """A tensor without views.
 
     Attributes:
-        kind: why, for programs.
-        text: why, for people.
+        kind: reason for programs.
+        text: reason for people.
     """
 
     kind: Omitted
@@ -83,13 +83,7 @@ class Omission:
 
 @dataclass(frozen=True)
 class ParameterForm:
-    """What a parameter must be for pieces to fit.
-
-    Attributes:
-        shape: its shape.
-        stride: its strides.
-        dtype: its dtype.
-    """
+    """The shape, strides and dtype that pieces need in a parameter."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -97,17 +91,16 @@ class ParameterForm:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> ParameterForm:
-        """The form of a parameter at hand."""
         return cls(tuple(parameter.shape), parameter.stride(), parameter.dtype)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a parameter the views cover.
+    """Coverage of a parameter by the views.
 
     Attributes:
         elements: number of its elements.
-        covered: of these, elements of tensors with views.
+        covered: number of its elements that belong to tensors with views.
         loaded: whether any loader writes the parameter.
         padding: parts that no tensor fills, as indices by dimension. Not listed for a parameter without grid.
     """
@@ -135,7 +128,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one rank stores the checkpoint's tensors. Fits as long as the parameters keep names, shapes and strides.
+    """Places of the checkpoint's tensors at one rank. Valid while the parameters keep names, shapes and strides.
 
     Attributes:
         metas: the reference.
@@ -154,11 +147,13 @@ class Layout:
     passes: tuple[PassTime, ...]
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
-        """The tensors of a single piece, as views of these parameters. Raises as :meth:`bind_all` does."""
+        """Return the tensors of a single piece, as views of these parameters. Raises as :meth:`bind_all`."""
         return {name: shards[0] for name, shards in self.bind_all(parameters).items() if len(shards) == 1}
 
     def bind_all(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[Shard, ...]]:
-        """All pieces as views of these parameters. Raises INTERNAL if a parameter is missing or has another form."""
+        """Return all pieces as views of these parameters. Raises INTERNAL if a parameter is missing or has a different
+        form.
+        """
         for name in {piece.parameter for pieces in self.pieces.values() for piece in pieces}:
             form = ParameterForm.of(parameters[name]) if name in parameters else None
             if form != self.parameters[name]:
@@ -185,10 +180,10 @@ def find_layout(
     aliases: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Layout:
-    """Find where this rank stores the reference's tensors; overwrites the weights.
+    """Find the places of the reference's tensors at this rank. Overwrites the weights.
 
-    ``aliases``: names of tied tensors, each with the name of the tensor that represents it. ``device``: of the tensors
-    that are loaded. Raises ENGINE_FAILED, or the loaders' own RlctlError, with outcome DIRTY when loading fails.
+    ``aliases``: names of tied tensors, each with the name of its representative. ``device``: device of the loaded
+    tensors. Raises ENGINE_FAILED, or the loaders' own RlctlError, with outcome DIRTY if loading fails.
     """
     rank = _Rank(list(reference.values()), load_all, parameters, torch.device(device))
     loaded = rank.probe()
@@ -203,9 +198,9 @@ def find_layout(
 def prove(
     layout: Layout, parameters: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]
 ) -> dict[str, Omission]:
-    """Compare all views with the checkpoint that is loaded, bit for bit; returns the tensors that differ.
+    """Compare all views with the loaded checkpoint, bit for bit. Return the tensors that differ.
 
-    ``read`` gives the full tensor of a name.
+    ``read`` returns the full tensor of a name.
     """
     differing = {}
     for name, shards in layout.bind_all(parameters).items():
@@ -225,9 +220,9 @@ class _Rank:
     """Loads and reads of one rank.
 
     Attributes:
-        metas: the reference; the tensor's number is its place plus 1.
-        device: of the tensors that are loaded.
-        forms: the parameters that are searched, each memory once.
+        metas: the reference; a tensor's number is its place plus 1.
+        device: device of the loaded tensors.
+        forms: the searched parameters, each memory once.
         passes: durations so far.
     """
 
@@ -251,22 +246,22 @@ class _Rank:
         self._sums = self._fingerprints()
 
     def code(self, names: Iterable[str]) -> Code:
-        """Digits for the reference and these parameters."""
+        """Return the digits for the reference and these parameters."""
         dtypes = {meta.dtype for meta in self.metas if encodable(meta.dtype)}
         return Code.exact_in(dtypes | {self.forms[name].dtype for name in names})
 
     def probe(self) -> set[str]:
-        """Load a constant; the parameters that changed."""
+        """Load a constant, and return the parameters that changed."""
         high = self.code(self.forms).high
         with self.read_after("probe", lambda _number, meta: constant(meta, high, self.device)):
             return self.changed()
 
     def changed(self, besides: Set[str] = frozenset()) -> set[str]:
-        """The parameters, ``besides`` these, whose contents differ from those at the start."""
+        """Return the parameters, except ``besides``, with other contents than at the start."""
         return {name for name, total in self._fingerprints(besides).items() if total != self._sums[name]}
 
     def now(self) -> dict[str, torch.Tensor]:
-        """The parameters as they are in memory, each with at least one dimension and each element once."""
+        """Return the parameters in memory, each with at least one dimension and each element once."""
         parameters = self._parameters()
         result = {}
         for name, form in self.forms.items():
@@ -280,7 +275,7 @@ class _Rank:
 
     @contextlib.contextmanager
     def read_after(self, kind: str, encode: Encode) -> Iterator[None]:
-        """Load every tensor, as encoded, and measure that and the reading inside the context."""
+        """Load every tensor as encoded. Measure the load, and the reading inside the context."""
         start = time.perf_counter()
         loading = ""
 
@@ -312,11 +307,7 @@ class _Rank:
 
 
 class _Search:
-    """One search in the parameters that loaders write.
-
-    Attributes:
-        code: digits.
-    """
+    """One search in the parameters that loaders write."""
 
     def __init__(self, rank: _Rank, loaded: set[str]) -> None:
         self.code = rank.code(loaded)
@@ -351,7 +342,7 @@ class _Search:
         return Layout(metas, pieces, omissions, dict(self._rank.forms), coverage, tuple(self._rank.passes))
 
     def _find_parts(self) -> None:
-        """The passes of numbers."""
+        """Find the parts of the parameters with passes of numbers."""
         grids: dict[str, list[Grid]] = {name: [] for name in sorted(self._loaded)}
         samples: dict[str, list[torch.Tensor]] = {name: [] for name in grids}
         count = len(self._rank.metas)
@@ -380,7 +371,7 @@ class _Search:
         return constant(meta, digits[number], self._rank.device)
 
     def _find_indices(self) -> None:
-        """The passes of indices."""
+        """Add the indices to the parts with passes of indices."""
         plans = [
             [(dim, place) for dim, length in enumerate(meta.shape) for place in range(self.code.index_length(length))]
             for meta in self._rank.metas
@@ -413,7 +404,6 @@ class _Search:
         return ramp(meta, dim, lines[key], self._rank.device)
 
     def _pieces(self, number: int, meta: TensorMeta, now: Mapping[str, torch.Tensor]) -> tuple[Piece, ...] | Omission:
-        """The pieces of a tensor."""
         if not encodable(meta.dtype):
             return Omission(Omitted.NOT_ENCODABLE, f"its dtype {meta.dtype} cannot contain digits")
         for name in sorted(self._scattered):
@@ -478,7 +468,7 @@ def _normal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements of a tensor of this shape every time: all, or some at random places."""
+    """Return the same elements of every tensor of this shape: all, or some at random places."""
     if tensor.numel() <= _SAMPLES:
         return tensor.flatten()
     generator = torch.Generator().manual_seed(0)
@@ -487,7 +477,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(digits: Sequence[torch.Tensor], base: int) -> set[int]:
-    """The numbers whose digits these are; those with an invalid one are skipped."""
+    """Return the numbers with these digits, except numbers with an invalid digit."""
     valid = torch.stack(list(digits)).ne(INVALID).all(dim=0)
     total = sum(each[valid] * base**place for place, each in enumerate(digits))
     assert isinstance(total, torch.Tensor)

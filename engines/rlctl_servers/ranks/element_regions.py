@@ -1,7 +1,8 @@
 """Patterns of digits in parameters, compared element by element and kept in little memory.
 
-A :class:`Grid` is a parameter whose values change only along a few planes of each dimension. A :class:`Region` is the
-part of a parameter that comes from one checkpoint tensor, and becomes the :class:`Piece` objects of that tensor.
+A :class:`Grid` is a parameter with values that change only along a few planes of each dimension. A :class:`Region` is
+the part of a parameter that comes from a single checkpoint tensor, and becomes the :class:`Piece` objects of that
+tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from rlctl.weights.tensor.slices import Slice
 from rlctl_servers.ranks.element_codes import INVALID, bits_of
 
 MOST_CELLS = 1 << 20
-"""Cells of a grid. A parameter with more is no pattern of boxes."""
+"""Largest number of cells of a grid. A parameter with more cells is no pattern of boxes."""
 MOST_REGIONS = 1 << 16
-"""Regions of a parameter."""
+"""Largest number of regions of a parameter."""
 MOST_POSITIONS = 1 << 22
-"""Positions that the index along one dimension of a tensor may depend on."""
+"""Largest number of positions that the index along a dimension of a tensor may depend on."""
 MOST_PIECES = 256
-"""Pieces of one tensor."""
+"""Largest number of pieces of a tensor."""
 _CHUNK = 1 << 24
 
 Array: TypeAlias = numpy.ndarray
@@ -42,7 +43,7 @@ class Grid:
 
     Attributes:
         starts: first index of each cell, by dimension.
-        values: one value for each cell.
+        values: value of each cell.
     """
 
     starts: tuple[Array, ...]
@@ -50,7 +51,7 @@ class Grid:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, decode: Decode) -> Grid | None:
-        """The coarsest grid of a parameter's digits; None if it has too many cells. Every element is compared."""
+        """Return the coarsest grid of a parameter's digits, or None for too many cells. Every element is compared."""
         bits = bits_of(parameter)
         starts: list[torch.Tensor] = []
         cells = 1
@@ -66,7 +67,6 @@ class Grid:
         return cls(tuple(each.cpu().numpy() for each in starts), decode(corners).numpy())
 
     def refined(self, starts: Sequence[Array]) -> Array:
-        """The values on a finer grid."""
         values = self.values
         for dim, (own, finer) in enumerate(zip(self.starts, starts, strict=True)):
             values = values.take(numpy.searchsorted(own, finer, side="right") - 1, axis=dim)
@@ -74,7 +74,7 @@ class Grid:
 
 
 def join(digits: Sequence[Grid], base: int) -> Grid | None:
-    """The grid of the numbers whose digits these are; INVALID where one of them is. None: too many cells."""
+    """Return the grid of the numbers with these digits, INVALID for an invalid digit. None: too many cells."""
     starts = [
         numpy.unique(numpy.concatenate([grid.starts[dim] for grid in digits])) for dim in range(len(digits[0].starts))
     ]
@@ -88,7 +88,7 @@ def join(digits: Sequence[Grid], base: int) -> Grid | None:
 
 @dataclass(frozen=True)
 class Axis:
-    """Indices of one dimension of a parameter: an arithmetic progression.
+    """Indices of a dimension of a parameter: an arithmetic progression.
 
     Attributes:
         start: first index.
@@ -101,7 +101,7 @@ class Axis:
     count: int
 
     def of(self, dim: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor with these indices of a dimension."""
+        """Return the part of a tensor with these indices of a dimension."""
         if (self.start, self.step, self.count) == (0, 1, tensor.shape[dim]):
             return tensor
         part = tensor.narrow(dim, self.start, (self.count - 1) * self.step + 1)
@@ -110,11 +110,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a checkpoint tensor and where a rank stores it.
+    """A box of a checkpoint tensor and its place at a rank.
 
     Attributes:
         parameter: name of the parameter.
-        offset: element of the parameter's storage, counted from the parameter's first, that is the box's first.
+        offset: distance of the box's first element from the parameter's first element, in the storage.
         start: first index of the box, by dimension of the tensor.
         size: number of indices of the box, by dimension of the tensor.
         stride: distance of two elements in the storage, by dimension of the tensor.
@@ -127,11 +127,11 @@ class Piece:
     stride: tuple[int, ...]
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The box as a view of the parameter."""
+        """Return the box as a view of the parameter."""
         return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
 
     def slice(self, shape: tuple[int, ...]) -> Slice | None:
-        """The box as a slice of a tensor of this shape; None if it is cut along several dimensions."""
+        """Return the box as a slice of a tensor of this shape, or None if it is cut along several dimensions."""
         cut = [dim for dim, length in enumerate(shape) if self.size[dim] != length]
         if len(cut) > 1:
             return None
@@ -140,14 +140,14 @@ class Piece:
 
 @dataclass
 class Region:
-    """The part of a parameter that comes from one tensor.
+    """The part of a parameter that comes from a single tensor.
 
     Attributes:
         parameter: name of the parameter.
-        number: number of the tensor; 0: of none, INVALID: values that no loaded tensor has.
+        number: number of the tensor; 0: no tensor, INVALID: values that no loaded tensor has.
         axes: indices of the part, by dimension of the parameter.
         indices: index of each element in the tensor, by dimension of the tensor. An array has the dimensions of the
-            part, and length 1 along each dimension that it does not depend on.
+            part, and length 1 along each dimension without effect on the index.
         failure: why the part is not linear; empty while it may be.
     """
 
@@ -159,13 +159,12 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(axis.count for axis in self.axes)
 
     def add_digits(self, parameter: torch.Tensor, dim: int, weight: int, shift: int, decode: Decode) -> None:
-        """Read the digits of the index along ``dim``; every element is compared.
+        """Read the digits of the index along ``dim``. Every element is compared.
 
-        ``weight``: value of a 1 at the digits' place. ``shift``: what is added to the index besides.
+        ``weight``: value of a 1 at the digits' place. ``shift``: number that is added to the index.
         """
         if self.failure:
             return
@@ -182,7 +181,9 @@ class Region:
         self.indices[dim] = self.indices.get(dim, 0) + digits * weight + shift
 
     def pieces(self, shape: tuple[int, ...], strides: Sequence[int]) -> Iterator[Piece]:
-        """The part as boxes of a tensor of this shape. ``strides``: those of the parameter. Raises NotLinear."""
+        """Yield the part as boxes of a tensor of this shape. ``strides``: strides of the parameter. Raises
+        NotLinear.
+        """
         if self.failure:
             raise NotLinear(self.failure)
         for dim, length in enumerate(shape):
@@ -200,7 +201,7 @@ class Region:
             yield Piece(self.parameter, base + sum(box.offset for box in choice), start, size, stride)
 
     def _components(self, dims: int) -> list[tuple[list[int], list[int]]]:
-        """Dimensions of the parameter and of the tensor, grouped such that no index depends on two groups."""
+        """Group the dimensions of the parameter and of the tensor such that no index depends on two groups."""
         groups: list[tuple[list[int], list[int]]] = [
             ([axis], []) for axis, each in enumerate(self.axes) if each.count > 1
         ]
@@ -213,7 +214,6 @@ class Region:
         return groups
 
     def _boxes(self, axes: list[int], dims: list[int], steps: Sequence[int]) -> list[_Box]:
-        """The boxes of one group."""
         if len(axes) == len(dims) == 1 and steps[axes[0]] > 0:
             line = self.indices[dims[0]].reshape(-1)
             if (line[1:] - line[:-1] == 1).all():
@@ -239,7 +239,9 @@ class Region:
         return [self._joint_box(dims, indices, offsets)]
 
     def _runs(self, index: Array, offsets: Array) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Runs of one dimension: offset, and start, length and stride. Repetitions of an index start further runs."""
+        """Yield runs of a dimension: offset, and start, length and stride. Repetitions of an index start
+        further runs.
+        """
         order = numpy.lexsort((offsets, index))
         index, offsets = index[order], offsets[order]
         first = numpy.searchsorted(index, index, side="left")
@@ -259,7 +261,7 @@ class Region:
                 yield int(where[0]), (int(at[0]), len(at), stride)
 
     def _joint_box(self, dims: list[int], indices: list[Array], offsets: Array) -> _Box:
-        """The single box of several dimensions of the tensor that depend on the same dimensions of the parameter."""
+        """Return the single box of several tensor dimensions that depend on the same dimensions of the parameter."""
         starts = [int(index.min()) for index in indices]
         sizes = [int(index.max()) - start + 1 for index, start in zip(indices, starts, strict=True)]
         failure = NotLinear(f"dimensions {dims} are no box of {self.parameter}")
@@ -286,23 +288,23 @@ class Region:
 
 @dataclass(frozen=True)
 class _Box:
-    """Start, size and stride of some dimensions of a tensor, and the offset that they add."""
+    """Start, size and stride of some dimensions of a tensor, and their offset."""
 
     offset: int
     spans: dict[int, tuple[int, int, int]]
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A number that changes with the contents, in all likelihood: the sum of the bit patterns."""
+    """Return the sum of the bit patterns, a number that in all likelihood changes with the contents."""
     bits = bits_of(tensor)
     if bits.is_contiguous() and bits.nbytes % 8 == bits.storage_offset() * bits.element_size() % 8 == 0:
         return int(bits.flatten().view(torch.int64).sum())
-    # torch converts all that it adds up first; in chunks that takes little memory.
+    # torch converts all addends first; in chunks that takes little memory.
     return sum(int(bits[start:stop].sum(dtype=torch.int64)) for start, stop in _chunks(bits))
 
 
 def regions(parameter: str, numbers: Grid, shape: tuple[int, ...]) -> list[Region] | None:
-    """The parts of a parameter, by number; None if there are too many. Values that are no number have INVALID."""
+    """Return the parts of a parameter, by number, or None for too many. Values that are no number have INVALID."""
     values = numbers.values
     axes: list[list[list[Axis]]] = []
     for dim, starts in enumerate(numbers.starts):
@@ -323,7 +325,7 @@ def regions(parameter: str, numbers: Grid, shape: tuple[int, ...]) -> list[Regio
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, adjacent ones as one where that is one view."""
+    """Return the pieces, adjacent pieces joined if the result is a single view."""
     result = list(pieces)
     for dim in range(len(result[0].size) if result else 0):
         waiting = sorted(result, key=lambda piece: (piece.parameter, piece.start[dim], piece.offset))
@@ -357,7 +359,7 @@ def _joined(one: Piece, two: Piece, dim: int) -> Piece | None:
 
 
 def _progressions(index: Array, offsets: Array) -> Iterator[tuple[int, int]]:
-    """Start and stop of runs in which the index grows by 1 and the offset by a constant that is not negative."""
+    """Yield start and stop of runs in which the index grows by 1 and the offset by a constant that is not negative."""
     steps = numpy.diff(offsets)
     steps[(numpy.diff(index) != 1) | (steps < 0)] = -1
     start = 0
@@ -371,7 +373,7 @@ def _progressions(index: Array, offsets: Array) -> Iterator[tuple[int, int]]:
 
 
 def _axes(positions: Array) -> Iterator[Axis]:
-    """Ascending indices as arithmetic progressions."""
+    """Yield ascending indices as arithmetic progressions."""
     start = 0
     steps = numpy.diff(positions)
     while start < len(positions):
@@ -385,14 +387,14 @@ def _axes(positions: Array) -> Iterator[Axis]:
 
 
 def _distinct(values: Array, dim: int) -> tuple[Array, Array]:
-    """The distinct slices along a dimension, and which of them each slice is."""
+    """Return the distinct slices along a dimension, and the class of each slice."""
     rows = numpy.moveaxis(values, dim, 0).reshape(values.shape[dim], -1)
     _, firsts, classes = numpy.unique(rows, axis=0, return_index=True, return_inverse=True)
     return values.take(firsts, axis=dim), classes.reshape(-1)
 
 
 def _changes(bits: torch.Tensor, dim: int) -> torch.Tensor:
-    """Whether any element differs from its predecessor along a dimension, by index less 1."""
+    """Return whether any element differs from its predecessor along a dimension, by index less 1."""
     length = bits.shape[dim] - 1
     one, two = bits.narrow(dim, 1, length), bits.narrow(dim, 0, length)
     result = torch.zeros(length, dtype=torch.bool, device=bits.device)
@@ -411,7 +413,7 @@ def _changes(bits: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _independent_part(part: torch.Tensor) -> torch.Tensor:
-    """The part at index 0 of every dimension that its elements do not depend on; every element is compared."""
+    """Return the part at index 0 of every dimension that its elements do not depend on. Every element is compared."""
     bits = bits_of(part)
     first = bits[(0,) * bits.ndim]
     corner = [bits[(0,) * dim + (slice(None),) + (0,) * (bits.ndim - dim - 1)] for dim in range(bits.ndim)]
@@ -424,7 +426,7 @@ def _independent_part(part: torch.Tensor) -> torch.Tensor:
 
 
 def _repeats(bits: torch.Tensor, depends: Sequence[bool]) -> bool:
-    """Whether the elements depend on no other dimensions than these."""
+    """Return whether the elements depend on these dimensions only."""
     expected = bits
     for dim, kept in enumerate(depends):
         expected = expected if kept else expected.narrow(dim, 0, 1)
@@ -433,7 +435,7 @@ def _repeats(bits: torch.Tensor, depends: Sequence[bool]) -> bool:
 
 
 def _chunks(bits: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of dimension 0 of about ``_CHUNK`` elements."""
+    """Yield ranges of dimension 0 of about ``_CHUNK`` elements."""
     rows = max(1, _CHUNK // max(1, bits[0].numel()))
     for start in range(0, len(bits), rows):
         yield start, min(len(bits), start + rows)

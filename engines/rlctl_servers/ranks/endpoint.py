@@ -1,6 +1,6 @@
 """Calls as a rank's engine carries them: messages in base64 text, errors as data.
 
-Nothing is raised to the engine, whose scheduler or worker would end with it.
+No exception reaches the engine, since its scheduler or worker would end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlctl_servers.ranks.rank import Rank
 log = logging.getLogger(__name__)
 
 KEPT = 16
-"""How many calls in the background a rank remembers."""
+"""Number of background calls that a rank remembers."""
 
 
 class Endpoint:
-    """Where the calls to one rank arrive."""
+    """Receives the calls to one rank."""
 
     def __init__(self, model: Callable[[], RankModel]) -> None:
         """``model`` is called with the first call: the engine has loaded by then."""
@@ -34,12 +34,11 @@ class Endpoint:
         self._later: dict[str, tuple[str, Future[bytes]]] = {}
 
     def call(self, number: str, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
-        """Carry a verb out at this rank.
+        """Carry out a verb at this rank.
 
-        ``request`` is its message, "answer" that of the result, both serialised, in base64. An error is "error", an
-        ``ErrorDetail``, with its "outcome". "number" is that of the call, by which answers are told apart. "later"
-        says that the verb is being carried out in the background: POLL, whose request is the call's number, asks for
-        its answer.
+        ``request`` and "answer" are the serialised messages of request and result, in base64. An error is "error", an
+        ``ErrorDetail``, with its "outcome". "number" is the number of the call, and tells answers apart. "later" means
+        that the verb runs in the background: POLL, with the call's number as its request, asks for the answer.
         """
         return {"number": number, **self._answer(number, verb, request, update_id, timeout_s)}
 
@@ -61,7 +60,7 @@ class Endpoint:
         return self._poll(number)
 
     def _poll(self, number: str) -> dict[str, Any]:
-        """The answer of a call that was begun. The answer is kept, since another rank may not be done."""
+        """Return the answer of a call that was begun. The answer is kept, since other ranks may not be done."""
         if number not in self._later:
             return failed(Reason.INTERNAL.error(f"call {number} is not known at this rank", outcome=OUTCOME_UNKNOWN))
         verb, future = self._later[number]
@@ -84,6 +83,5 @@ def _answered(answer: bytes) -> dict[str, Any]:
 
 
 def failed(error: RlctlError) -> dict[str, Any]:
-    """An error as an answer."""
     detail = error.detail().SerializeToString()
     return {"error": base64.b64encode(detail).decode(), "outcome": int(error.outcome)}

@@ -1,4 +1,4 @@
-"""How much of the host's memory is free."""
+"""Free memory of the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """Bytes that can be allocated without swapping, as the kernel estimates; see proc_meminfo(5), MemAvailable."""
+    """Return the bytes that can be allocated without swapping, as the kernel estimates; see proc_meminfo(5),
+    MemAvailable.
+    """
     for line in _MEMINFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -16,13 +16,13 @@ from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
 
 class RankModel(LoadHooks, abc.ABC):
-    """The engine's model at one rank. All methods run in the engine's own thread, between two steps.
+    """The engine's model at one rank. All methods run on the engine's own thread, between two steps.
 
     Attributes:
         product: the engine's name in errors.
         rank: this rank's number in its server.
         size: number of the server's ranks.
-        device: where the weights are.
+        device: device of the weights.
     """
 
     product: str
@@ -32,56 +32,57 @@ class RankModel(LoadHooks, abc.ABC):
 
     @abc.abstractmethod
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Hand a full tensor to the engine's loaders; the caller uses its memory again.
+        """Hand a full tensor to the engine's loaders. The caller reuses its memory.
 
         Raises CHECKPOINT_MISMATCH for a tensor that has no place in the model.
         """
 
     def use_loader(self, load_format: str) -> None:
-        """Have :meth:`load` use another of the engine's loaders; "": the model's own. Raises UNSUPPORTED."""
+        """Make :meth:`load` use a further loader of the engine; "": the model's own loader. Raises UNSUPPORTED."""
         if load_format:
             raise Reason.UNSUPPORTED.error(f"there is no loader {load_format!r} at this rank", field="load_format")
 
     @abc.abstractmethod
     def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
-        """Have the engine load a checkpoint. Raises the errors of the engine."""
+        """Make the engine load a checkpoint. Raises the errors of the engine."""
 
     def together(self, reference: Mapping[str, TensorMeta]) -> Sequence[tuple[str, ...]]:  # noqa: ARG002
-        """Names of tensors that the engine processes together: an update writes all of a list or none."""
+        """Return names of tensors that the engine processes together. An update writes all tensors of a list, or no
+        tensor.
+        """
         return ()
 
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
         """Find the places of the reference's tensors. Called once for each stage server, before it serves.
 
-        Raises UNSUPPORTED where the places cannot be found; ENGINE_FAILED (DIRTY) if the weights are spoilt.
+        Raises UNSUPPORTED if the places cannot be found; ENGINE_FAILED (DIRTY) if the weights are spoilt.
         """
 
     def learned(self, reference: Mapping[str, TensorMeta]) -> bool:  # noqa: ARG002
-        """Whether :meth:`learn` has nothing to do."""
+        """Return whether :meth:`learn` has nothing to do."""
         return False
 
     @property
     def confirmed(self) -> bool:
-        """Whether :meth:`confirm` was called."""
         return False
 
     def confirm(self) -> None:
-        """The parts of :meth:`held` had the digest of the checkpoint that the engine had loaded."""
+        """Record that the parts of :meth:`held` had the digest of the checkpoint that the engine had loaded."""
 
     @abc.abstractmethod
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
-        """The rank's weights, as parts of the reference's tensors. Raises UNSUPPORTED where they cannot be read."""
+        """Return the rank's weights as parts of the reference's tensors. Raises UNSUPPORTED if they cannot be read."""
 
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
-        """Where an update's tensors go. By default to :meth:`load`."""
+        """Return the destination of an update's tensors, by default :meth:`load`."""
         return LoaderMap(reference, self)
 
     def unstaged(self, reference: Mapping[str, TensorMeta]) -> str:  # noqa: ARG002
-        """Why updates cannot be staged; "": they can."""
+        """Return why updates cannot be staged, or "" if staged updates are possible."""
         return f"where {self.product} has its weights is not known"
 
     def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:  # noqa: ARG002
-        """A copy for a staged update, not allocated yet. Raises UNSUPPORTED where updates cannot be staged."""
+        """Return a copy for a staged update, not allocated yet. Raises UNSUPPORTED if updates cannot be staged."""
         raise no_shadow(self.unstaged(reference))
 
     def swap(self, load: Load, copy: Callable[[], None]) -> None:
@@ -97,7 +98,7 @@ class RankModel(LoadHooks, abc.ABC):
 
 
 def no_shadow(cause: str) -> RlctlError:
-    """The refusal of a staged update."""
+    """Return the error for an update that cannot be staged."""
     return Reason.UNSUPPORTED.error(
         f"the update cannot be staged: {cause}", field="apply", next_step="Update in place."
     )
@@ -106,24 +107,23 @@ def no_shadow(cause: str) -> RlctlError:
 class Places(ShardMap):
     """A shard map that an update is written to."""
 
-    def begin(self) -> None:
-        """An update begins."""
+    def begin(self) -> None: ...
 
     def touched(self, begun: Collection[str]) -> bool:
-        """Whether the weights have changed in this update; ``begun``: names whose placing has begun."""
+        """Return whether the weights have changed in this update. ``begun``: names of tensors with begun placement."""
         return bool(begun)
 
     def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
-        """Raise FIELD_INVALID for a tensor that must not come twice; ``names``: each with the field that names it."""
+        """Raise FIELD_INVALID for a tensor that must not come twice. ``names``: each name with its field."""
 
 
 class LoaderMap(Places):
-    """Tensors have no memory of their own: the engine's loaders take them."""
+    """Hands tensors to the engine's loaders, since tensors have no memory of their own."""
 
     def __init__(self, reference: Mapping[str, TensorMeta], model: RankModel) -> None:
         shards = {}
         for name, meta in reference.items():
-            # One element, seen in the full shape: the map wants to know device and shape of what it writes to.
+            # A single element, seen in the full shape: the map needs device and shape of its destination.
             local = torch.empty(1, dtype=meta.dtype, device=model.device).as_strided(meta.shape, (0,) * len(meta.shape))
             shards[name] = Shard(meta, local)
         super().__init__(shards, model.together(reference))
@@ -131,23 +131,21 @@ class LoaderMap(Places):
         self._loaded: set[str] = set()
 
     def begin(self) -> None:
-        """An update begins."""
         self._loaded = set()
 
     def touched(self, begun: Collection[str]) -> bool:  # noqa: ARG002
-        """Whether the loaders have taken a tensor. Before that, received bytes are in a buffer only."""
+        """Return whether the loaders have taken a tensor. Before that, received bytes are in a buffer only."""
         return bool(self._loaded)
 
     def place(self, name: str, full: torch.Tensor) -> None:
-        """Hand a full tensor to the loaders."""
         self._loaded.add(name)
         self._model.load(name, full)
 
     def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
         """Raise FIELD_INVALID for a tensor that comes twice in an update.
 
-        Loaders may count elements. They would count the repeated tensor as a missing one, and refuse it once its layer
-        is complete.
+        Loaders may count elements. They would count the repeated tensor as a missing tensor, and refuse it once its
+        layer is complete.
         """
         loaded = set(self._loaded)
         for name, field in names:
@@ -156,25 +154,25 @@ class LoaderMap(Places):
             loaded.add(name)
 
     def full_in_place(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
-        """There is no memory to receive into."""
+        """Return None, since there is no memory to receive into."""
         return None
 
 
 class MemoryMap(Places):
-    """Tensors are written where the engine computes with them.
+    """Writes tensors into the memory that the engine computes with.
 
     The loaders take tensors that are also for a draft model, or for a loader of the user.
     """
 
     def __init__(self, bind: Callable[[], Mapping[str, Shard]], loading: Callable[[], bool], model: RankModel) -> None:
-        """``bind``: the parts in the memory as it is now. ``loading``: whether the loaders are to take tensors."""
+        """``bind``: returns the parts in the present memory. ``loading``: whether the loaders take the tensors."""
         super().__init__(bind())
         self._bind = bind
         self._loading = loading
         self._model = model
 
     def begin(self) -> None:
-        """An update begins: the memory may be elsewhere than at the last one."""
+        """Bind the parts again: the memory may have moved since the last update."""
         self.shards = dict(self._bind())
 
     def place(self, name: str, full: torch.Tensor) -> None:
@@ -185,5 +183,5 @@ class MemoryMap(Places):
             super().place(name, full)
 
     def full_in_place(self, name: str) -> torch.Tensor | None:
-        """The memory itself, unless the loaders are to take tensors."""
+        """Return the memory itself, unless the loaders take the tensors."""
         return None if self._loading() else super().full_in_place(name)

@@ -17,9 +17,8 @@ class _Place:
     """Elements of a parameter.
 
     Attributes:
-        parameter: its name.
         offset: distance of the first element from the parameter's first, in elements.
-        shard: the part that they are, in the parameter that it was found in.
+        shard: the part, in the parameter of the search.
     """
 
     parameter: str
@@ -27,17 +26,17 @@ class _Place:
     shard: Shard
 
     def of(self, parameter: torch.Tensor) -> Shard:
-        """The part in a parameter of the same form."""
+        """Return the part in a parameter of the same form."""
         local = self.shard.local
         view = parameter.as_strided(local.shape, local.stride(), parameter.storage_offset() + self.offset)
         return Shard(self.shard.meta, view, self.shard.slice)
 
 
 class ParameterViews:
-    """Which elements of which parameters the parts of a rank's tensors are."""
+    """The elements of parameters that form the parts of a rank's tensors."""
 
     def __init__(self, parts: Mapping[str, Shard], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Raises UNSUPPORTED, naming it, for a part that is no view of a parameter."""
+        """Raises UNSUPPORTED, with its name, for a part that is no view of a parameter."""
         by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in parameters.items():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
@@ -50,11 +49,11 @@ class ParameterViews:
         }
 
     def written(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of the parameters that have a part of a tensor."""
+        """Return the parameters that have a part of a tensor."""
         return {name: parameters[name] for name in self._forms if name in parameters}
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> ShardMap:
-        """The parts in these parameters. Raises INTERNAL if a parameter is missing or has another form."""
+        """Return the parts in these parameters. Raises INTERNAL if a parameter is missing or has a different form."""
         for name, form in self._forms.items():
             now = ParameterForm.of(parameters[name]) if name in parameters else None
             if now != form:
@@ -73,7 +72,7 @@ def _find(name: str, part: Shard, parameters: list[tuple[str, torch.Tensor]] | t
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Distance of the last element from the first, plus one."""
+    """Return the distance of the last element from the first, plus 1."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

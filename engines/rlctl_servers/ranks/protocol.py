@@ -1,12 +1,12 @@
-"""The form of the calls to ranks; both ends import it."""
+"""The form of the calls to ranks, imported by both ends."""
 
 from __future__ import annotations
 
 PROTOCOL = 2
-"""A stage server does not drive ranks whose code has another number."""
+"""Number of the form. A stage server does not drive ranks with a different number."""
 
 POLL = "Poll"
-"""Asks for the answer of an earlier call; its request is that call's number."""
+"""Asks for the answer of an earlier call. The request is the number of that call."""
 
 LATER = "later"
-"""In an answer: the call is being carried out in the background."""
+"""In an answer: the call runs in the background."""

@@ -1,7 +1,7 @@
 """The steps of a weight update at one rank of an engine server.
 
-Groups, shared segments, checks and digests are those of every rlctl rank; the model decides where a tensor goes.
-A request is checked before its first tensor.
+Groups, shared segments, checks and digests are those of every rlctl rank; the model decides the place of a tensor. A
+request is checked before its first tensor.
 """
 
 # ruff: noqa: ARG002 (every step is given the same)
@@ -51,11 +51,11 @@ from rlctl_servers.ranks.staged_update import StagedUpdate
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-"""How long a rank tries to reach the store of a group that it is to join."""
+"""Seconds that a rank tries to reach the store of a group that it is to join."""
 
 
 class Rank:
-    """One rank of a server; calls come one after the other, in the engine's own thread."""
+    """One rank of a server. Calls run in turn, on the engine's own thread."""
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
@@ -74,9 +74,10 @@ class Rank:
         self._background_segments = SegmentReader(model.device, rank=model.rank)
 
     def call(self, number: str, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes | Future[bytes]:
-        """Carry a verb out; request and answer are serialised messages. ``number``: of the call, alike at all ranks.
+        """Carry out a verb. Request and answer are serialised messages. ``number``: number of the call, equal at all
+        ranks.
 
-        A step of a staged update is carried out in the background, and answered by a future.
+        A step of a staged update runs in the background, and is answered by a future.
         """
         self._number = number
         if verb == "Attach":
@@ -104,11 +105,11 @@ class Rank:
         return answer if isinstance(answer, Future) else _serialised(answer)
 
     def _attach(self, request: dict[str, Any]) -> bytes:
-        """Take the reference, and describe this rank. An update of an earlier stage server is given up."""
+        """Set the reference, and describe this rank. An update of an earlier stage server is given up."""
         self._give_up()
         if self._groups is not None:
             self._groups.close()
-        self._groups = Groups(address_towards(request["host"]))  # the rank may be on another node
+        self._groups = Groups(address_towards(request["host"]))  # the rank may be on a different node
         infos = (v.TensorInfo(name=n, dtype=dtype, shape=v.Shape(dims=dims)) for n, dtype, dims in request["reference"])
         self._reference = {info.name: from_proto(info) for info in infos}
         self._place()
@@ -129,8 +130,9 @@ class Rank:
         return json.dumps(me).encode()
 
     def _meet(self, request: dict[str, Any], timeout_s: float) -> bytes:
-        """Take the address where the ranks meet. Returns "digest", the model digest of their weights or "", and
-        "unstaged", why updates cannot be staged.
+        """Set the address where the ranks meet.
+
+        Return "digest", the model digest of their weights or "", and "unstaged", why updates cannot be staged.
         """
         digest = self._learn(request, timeout_s)
         try:
@@ -201,7 +203,7 @@ class Rank:
         self._groups.leave(request.group_name)
 
     def _send(self, request: v.SendWeightsRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
-        """Bring full tensors together at rank 0, which broadcasts them."""
+        """Gather full tensors at rank 0 and broadcast them."""
         stream = self._announced.parse(request.buckets, request.group_name)
         if any(bucket.parts for _, bucket in stream):
             raise Reason.UNSUPPORTED.error("an engine server's ranks send full tensors, no parts", field="buckets")
@@ -218,7 +220,7 @@ class Rank:
         return report
 
     def _broadcast(self, name: str, full: torch.Tensor | None) -> None:
-        """Send a tensor, at the rank that has it."""
+        """Broadcast a tensor, at the rank that has it."""
         assert self._groups is not None
         if full is None:
             return
@@ -234,7 +236,7 @@ class Rank:
     def _prepare(
         self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float
     ) -> v.WeightsReport | Future[bytes]:
-        """Open an update; an open one is given up. The stage server has checked whether it may be opened."""
+        """Open an update, and give an open update up. The stage server has checked whether it may be opened."""
         self._give_up()
         full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
         load = Load(update_id, full, request.selector)
@@ -286,7 +288,9 @@ class Rank:
     def _from_disk(
         self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float
     ) -> v.WeightsReport | Future[bytes]:
-        """Load a checkpoint that the stage server has compared with the reference, and reports on."""
+        """Load a checkpoint that the stage server has compared with the reference. The stage server reports its
+        tensors.
+        """
         if self._staged is not None:
             return self._later(partial(self._staged_of(update_id).from_disk, request))
         self._open(update_id)
@@ -353,7 +357,7 @@ class Rank:
             return checksum(request, self._held(exchange), exchange, first_rank=self._model.rank == 0)
 
     def _read(self, request: v.CheckWeightsRequest, timeout_s: float) -> v.CheckReport:
-        """The values of a tensor's first rows. Raises FIELD_INVALID, UNSUPPORTED."""
+        """Return the values of a tensor's first rows. Raises FIELD_INVALID, UNSUPPORTED."""
         meta = self._shards.reference.get(request.tensor)
         if meta is None:
             raise unknown(request.tensor)
@@ -363,7 +367,9 @@ class Rank:
         return v.CheckReport(action=request.action, values=first_rows(request, held.shards[meta.name]))
 
     def _held(self, exchange: Exchange, only: Mapping[str, TensorMeta] | None = None) -> ShardMap:
-        """What every rank computes with, or these tensors of it; refused at all of them where one cannot say."""
+        """Return the weights that the ranks compute with, or only these tensors. If a rank cannot tell, all ranks
+        refuse.
+        """
 
         def held() -> ShardMap:
             if self._loading is not None and self._touched:
@@ -383,11 +389,10 @@ class Rank:
         return self._staged
 
     def _later(self, step: Callable[[], Message]) -> Future[bytes]:
-        """Carry a step out in the background."""
         return self._background.submit(lambda: _serialised(step()))
 
     def _judged(self, error: RlctlError) -> RlctlError:
-        """The error, with what it means for the weights."""
+        """Set the outcome of an error by its effect on the weights."""
         error.outcome = OUTCOME_DIRTY if self._touched else OUTCOME_REJECTED
         return error
 

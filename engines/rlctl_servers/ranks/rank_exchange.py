@@ -1,7 +1,7 @@
 """Exchange between the ranks of one server: each rank is called by itself, and has parts of tensors only.
 
-The engine's own groups are not used: a message that one rank missed would be taken for another one later. A group of
-the ranks' own is formed for each call, and ends by the call's deadline even if a rank fails.
+The engine's own groups are not used: after a message that a rank missed, the rank would mistake later messages. The
+ranks form a group of their own for each call. It ends by the call's deadline even if a rank fails.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rlctl.weights.tensor.work import Stop
 Done = TypeVar("Done")
 
 MEET_S = 30.0
-"""How long a rank waits for the others to come: all are called at the same step of the engine."""
+"""Seconds that a rank waits for the other ranks. All ranks are called at the same step of the engine."""
 
 
 class Together:
-    """This rank among those of its server.
+    """This rank among the ranks of its server.
 
     Attributes:
-        store: where they meet; None: they do not know yet.
+        store: address where the ranks meet; None: not known yet.
     """
 
     def __init__(self, groups: Groups, rank: int, size: int) -> None:
-        """``groups``: where the groups of the ranks are kept, among the others."""
+        """``groups``: keeps the groups of the ranks, beside all other groups."""
         self.store: tuple[str, int] | None = None
         self._groups = groups
         self._rank = rank
@@ -39,10 +39,10 @@ class Together:
 
     @contextmanager
     def exchanging(self, number: str, timeout_s: float) -> Iterator[Exchange]:
-        """An exchange for one call, which has the same ``number`` at every rank. Raises GROUP_FAILED.
+        """Yield an exchange for one call, with the same ``number`` at every rank. Raises GROUP_FAILED.
 
-        It is left when the next one begins: by then all have read what was said in it. A rank that fails in the middle
-        leaves it at once, which ends the waiting of the others.
+        The exchange is left when the next exchange begins: by then all ranks have read its messages. A rank that fails
+        in the middle leaves at once, and so ends the wait of the other ranks.
         """
         if self._size == 1:
             yield LocalExchange()
@@ -59,7 +59,7 @@ class Together:
         try:
             yield GroupExchange(self._groups.get(name).process_group)
         except RlctlError:
-            raise  # all have agreed on it, or the group has failed
+            raise  # all ranks have agreed on the error, or the group has failed
         except BaseException:
             self._last = ""
             self._groups.leave(name)
@@ -67,7 +67,7 @@ class Together:
 
 
 def agreed(exchange: Exchange, act: Callable[[], Done]) -> Done:
-    """What every rank does for itself, without the others. What one of them raises, all raise."""
+    """Run a step at every rank, without the other ranks. An error of any rank is raised at all ranks."""
     stop = Stop()
     done: list[Done] = []
     try:

@@ -1,4 +1,4 @@
-"""What updates in place and staged ones have in common: take tensors in over groups, report what came."""
+"""Steps of updates in place and of staged updates: receive tensors over groups, report what came."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Announced = Sequence[tuple[str, Bucket]]
 
 
 def groups_of(announced: Announced, groups: Groups, product: str) -> dict[str, WeightGroup]:
-    """The groups of the buckets, by name. Raises UNSUPPORTED for parts of tensors, GROUP_NOT_FOUND."""
+    """Return the groups of the buckets, by name. Raises UNSUPPORTED for parts of tensors, GROUP_NOT_FOUND."""
     for index, (_, bucket) in enumerate(announced):
         if bucket.parts:
             raise Reason.UNSUPPORTED.error(f"{product} takes full tensors, no parts", field=f"buckets[{index}].format")
@@ -28,23 +28,23 @@ def groups_of(announced: Announced, groups: Groups, product: str) -> dict[str, W
 def receive(
     announced: Announced, joined: Mapping[str, WeightGroup], groups: Groups, receiver: Receiver, timeout_s: float
 ) -> ReceiveStats:
-    """Receive the buckets; ``joined``: as :func:`groups_of` returns it. Groups that have failed are dropped.
+    """Receive the buckets. ``joined``: result of :func:`groups_of`. Failed groups are dropped.
 
     Raises as :meth:`Receiver.receive`.
     """
     try:
-        # Nothing else ends the wait for a source that says nothing.
+        # Nothing else ends the wait for a silent source.
         return receiver.receive([(joined[name], bucket) for name, bucket in announced], time.monotonic() + timeout_s)
     except RlctlError as error:
         if error.reason is Reason.GROUP_FAILED:
-            # The sources of the others would wait for this rank until their timeout.
+            # The sources of the other groups would wait for this rank until their timeout.
             for name, group in joined.items():
                 groups.drop(name, group)
         raise
 
 
 def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
-    """Raise WEIGHTS_INCOMPLETE unless everything was written that the update must write."""
+    """Raise WEIGHTS_INCOMPLETE unless the update has written all tensors that it must write."""
     missing = receiver.incomplete()
     if missing:
         raise not_written(missing)
@@ -53,7 +53,7 @@ def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
 
 
 def add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:
-    """The report, with what came in addition."""
+    """Add the received tensors and times to the report."""
     report.tensors += stats.tensors
     report.bytes_received += stats.bytes_received
     report.transfer.CopyFrom(duration(seconds(report.transfer) + stats.transfer_s))

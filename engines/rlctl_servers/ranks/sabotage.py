@@ -1,7 +1,7 @@
 """A negative control of the decode check, off unless RLCTL_SERVER_SABOTAGE is set at the start of a server.
 
-``stale-decode``: decode steps compute with copies of the embedding and the norms that were made at the start, prefill
-with the weights. The bytes that updates write are right.
+``stale-decode``: decode steps compute with copies of the embedding and the norms from the start, prefill with the
+weights. The bytes that updates write are right.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ VARIABLE = "RLCTL_SERVER_SABOTAGE"
 
 
 def for_decode(model: torch.nn.Module, decodes: Callable[..., bool]) -> None:
-    """Let decode steps compute with a stale weight, where the environment asks for it.
+    """Make decode steps compute with a stale weight if the environment requests it.
 
-    ``decodes`` says, by the arguments of a forward pass, whether it is a decode step. Raises FIELD_INVALID for a value
-    that is no negative control.
+    ``decodes`` returns whether a forward pass with these arguments is a decode step. Raises FIELD_INVALID for an
+    unknown negative control.
     """
     how = os.environ.get(VARIABLE, "")
     if not how:
         return
     if how != "stale-decode":
         raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
-    # Servers pack other weights for their kernels, which then do not read the parameter.
+    # Servers pack other weights for their kernels, and these kernels do not read the parameter.
     weights = [
         weight for name, weight in model.named_parameters() if name.endswith(("embed_tokens.weight", "norm.weight"))
     ]

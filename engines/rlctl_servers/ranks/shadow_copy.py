@@ -1,6 +1,6 @@
 """A second copy of the parameters that an update writes: filled while the engine generates, copied at the commit.
 
-The copy goes into the memory that the engine computes with, so addresses stay: CUDA graphs and views keep them.
+The copy goes into the memory that the engine computes with, so addresses stay valid for CUDA graphs and views.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rlctl_servers.ranks.host_memory import available_bytes
 log = logging.getLogger(__name__)
 
 Parameters = Callable[[], Mapping[str, torch.Tensor]]
-"""The parameters that tensors are written to, by name, each memory once, as they are in memory now."""
+"""The parameters of the written tensors, by name, each memory once, as they are in memory now."""
 
 Bind = Callable[[Mapping[str, torch.Tensor]], ShardMap]
 """The parts of the checkpoint's tensors in parameters of the same forms. Raises INTERNAL for other forms."""
 
 RESERVE = 10
-"""The fraction of a device's memory, as a divisor, that a copy leaves free: the engine's steps allocate as well."""
+"""Divisor of a device's memory. A copy leaves this fraction free, since the engine's steps allocate as well."""
 
 
 class ShadowCopy:
     """The copy. :meth:`allocate` runs beside generation, :meth:`swap` between two steps.
 
     Attributes:
-        shards: the parts of the checkpoint's tensors in the copy; none before :meth:`allocate`.
+        shards: the parts of the checkpoint's tensors in the copy; empty before :meth:`allocate`.
     """
 
     def __init__(self, parameters: Parameters, bind: Bind, *, device: torch.device, ranks: int) -> None:
-        """``ranks``: how many ranks share the host's memory. Raises INTERNAL for parameters of other forms."""
+        """``ranks``: number of ranks that share the host's memory. Raises INTERNAL for parameters of other forms."""
         bind(parameters())
         self.shards = ShardMap({})
         self._parameters = parameters
@@ -45,9 +45,9 @@ class ShadowCopy:
         self._copies: dict[str, torch.Tensor] = {}
 
     def allocate(self, proceed: Callable[[], None]) -> None:
-        """Take memory, and copy the present weights: an update may leave elements as they are.
+        """Allocate memory and copy the present weights: an update may leave elements unchanged.
 
-        ``proceed`` raises when the copy is not needed any more. Raises MEMORY_FULL.
+        ``proceed`` raises if the copy is no longer needed. Raises MEMORY_FULL.
         """
         parameters = self._parameters()
         device, pinned = self._place(sum(tensor.nbytes for tensor in parameters.values()))
@@ -63,15 +63,15 @@ class ShadowCopy:
         self.shards = self._bind(self._copies)
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """The memory that the engine computes with. Raises INTERNAL when its form is not that of the copy."""
+        """Return the memory that the engine computes with. Raises INTERNAL if its form is not that of the copy."""
         parameters = self._parameters()
         self._bind(parameters)
         return {name: parameters[name] for name in self._copies}
 
     def swap(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy everything into the memory of :meth:`targets`, and compare where that takes no transfer.
+        """Copy everything into the memory of :meth:`targets`, and compare if that takes no transfer.
 
-        The digest was that of the copy; the comparison makes it that of the weights. Raises INTERNAL.
+        The digest is that of the copy; the comparison extends it to the weights. Raises INTERNAL.
         """
         for name, target in targets.items():
             target.copy_(self._copies[name], non_blocking=True)
@@ -83,7 +83,7 @@ class ShadowCopy:
                 raise Reason.INTERNAL.error(f"the parameter {name} differs from the shadow copy after the swap")
 
     def _place(self, nbytes: int) -> tuple[torch.device, bool]:
-        """Where there is room: on the parameters' device, else in page-locked memory of the host."""
+        """Choose a place with room: the parameters' device, else page-locked memory of the host."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             if nbytes + total // RESERVE <= free:

@@ -1,6 +1,6 @@
-"""A staged update at one rank: received into a shadow copy beside generation, digested there, swapped at the commit.
+"""A staged update at one rank: received into a shadow copy during generation, digested there, swapped at the commit.
 
-All steps but the swap run in the rank's background thread. What fails before the swap leaves the weights as they are.
+All steps but the swap run on the rank's background thread. A failure before the swap leaves the weights unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StagedUpdate:
     """One update. :meth:`swap` and :meth:`abandon` belong to the engine's thread, the other steps to the background.
 
     Attributes:
-        load: the update, as the engine's hooks see it.
+        load: the update for the engine's hooks.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StagedUpdate:
         reader: SegmentReader,
         together: Together,
     ) -> None:
-        """``reader``, ``together``: of the background thread."""
+        """``reader``, ``together``: used by the background thread."""
         self.load = load
         self._model = model
         self._shadow = shadow
@@ -69,17 +69,15 @@ class StagedUpdate:
         request = self._request
         receiver.begin(self.load.update_id, kind, digest=request.digest_received, key=request.digest_key)
         self._receiver = receiver
-        self._proceed()  # abandon() may have interrupted the receiver before this one
+        self._proceed()  # abandon() may have interrupted the earlier receiver
         return self._report
 
     def from_groups(self, announced: Announced, timeout_s: float) -> v.WeightsReport:
-        """Take buckets in over groups."""
         with self._filling():
             joined = groups_of(announced, self._groups, self._model.product)
             return add(self._report, receive(announced, joined, self._groups, self._receiver, timeout_s))
 
     def from_segments(self, request: v.UpdateWeightsFromTensorRequest) -> v.WeightsReport:
-        """Copy tensors out of shared segments."""
         with self._filling():
             if request.load_format not in ("", FLATTENED):
                 raise Reason.UNSUPPORTED.error(
@@ -111,7 +109,7 @@ class StagedUpdate:
             return self._report
 
     def seal(self) -> v.WeightsReport:
-        """Nothing more comes. Raises WEIGHTS_INCOMPLETE."""
+        """Complete the copy; later writes are refused. Raises GROUP_FAILED, WEIGHTS_INCOMPLETE."""
         if self._sealed:
             return self._report
         with self._filling():
@@ -124,13 +122,15 @@ class StagedUpdate:
             return self._report
 
     def check(self, request: v.CheckWeightsRequest, number: str, timeout_s: float) -> v.CheckReport:
-        """Digest the copy. ``number``: of the call, alike at all ranks."""
+        """Digest the copy. ``number``: number of the call, equal at all ranks."""
         refuse_check(request)
         with self._together.exchanging(number, timeout_s) as exchange:
             return checksum(request, self._shadow.shards, exchange, first_rank=self._model.rank == 0)
 
     def swap(self) -> v.WeightsReport:
-        """Copy the sealed copy into the weights. Raises ILLEGAL_STATE, INTERNAL; ENGINE_FAILED (DIRTY) past a write."""
+        """Copy the sealed copy into the weights. Raises ILLEGAL_STATE, INTERNAL; ENGINE_FAILED (DIRTY) after a
+        write.
+        """
         if not self._sealed:
             raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
         targets = self._shadow.targets()
@@ -161,7 +161,7 @@ class StagedUpdate:
 
     @contextmanager
     def _filling(self) -> Iterator[None]:
-        """A step that writes the copy only. Its failure leaves the served weights as they are."""
+        """Run a step that writes only the copy. Its failure leaves the served weights unchanged."""
         self._proceed()
         if self._sealed:
             raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")

@@ -1,7 +1,7 @@
-"""Checkpoints that an engine server is to load: what it would load without a word is refused before it hears of it.
+"""Checks of a checkpoint before an engine server loads it.
 
-SGLang and vLLM load a checkpoint of another architecture whose tensors have the same names, skip names that they do not
-know and keep what they find no name for, all with success; and a load that fails half-way may end them.
+SGLang and vLLM load a checkpoint of a different architecture with equal tensor names, skip unknown names, and keep
+tensors that the checkpoint lacks, all with success. A load that fails half-way may end the server.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _VOLATILE = (
     *("_name_or_path", "transformers_version", "_diffusers_version", "torch_dtype", "dtype", "use_cache"),
     *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map", "pretraining_tp"),
 )
-"""Entries of a config that may differ between checkpoints of one model."""
+"""Entries of a config that may differ between checkpoints of a model."""
 
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
-    """The model digest of what lies on disk, hex."""
+    """Return the model digest of a checkpoint on disk, hex."""
     digest = ModelDigest()
     for name in checkpoint.metas:
         digest.add(name, checkpoint.read(name))
@@ -47,7 +47,9 @@ def digest_of(checkpoint: Checkpoint) -> str:
 
 
 def digest_at(path: str) -> str:
-    """The model digest of the checkpoint in a directory, hex. Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
+    """Return the model digest of the checkpoint in a directory, hex. Raises CHECKPOINT_NOT_FOUND,
+    CHECKPOINT_MISMATCH.
+    """
     checkpoint = open_checkpoint(path)
     try:
         return digest_of(checkpoint)
@@ -56,8 +58,8 @@ def digest_at(path: str) -> str:
 
 
 def compare_configs(path: str, config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
-    """Raise CHECKPOINT_MISMATCH where a config says of a model what the one that it was started with does not."""
-    # What only one of them has is a default that another version of the library writes out.
+    """Raise CHECKPOINT_MISMATCH if a config contradicts the config of the engine's first checkpoint."""
+    # An entry of only one config is a default that a different version of the library writes out.
     names = sorted((reference.keys() & config.keys()) - set(_VOLATILE) | {"architectures", "model_type"})
     different = [
         f"{name} is {config.get(name)!r} instead of {reference.get(name)!r}"
@@ -71,8 +73,9 @@ def compare_configs(path: str, config: Mapping[str, Any], reference: Mapping[str
 
 
 def refuse_pattern(path: str, *, field: str) -> None:
-    """Raise CHECKPOINT_MISMATCH for a directory whose name the servers' ``glob`` takes for a pattern: they would look
-    for its files in the directories that match.
+    """Raise CHECKPOINT_MISMATCH for a directory name that the servers' ``glob`` takes for a pattern.
+
+    The servers would look for its files in matching directories.
     """
     if glob.has_magic(path):
         raise Reason.CHECKPOINT_MISMATCH.error(
@@ -86,7 +89,7 @@ class Checkpoints:
     """The checkpoints of one engine.
 
     Attributes:
-        reference: the tensors that updates carry, by name: those of the checkpoint that the engine was started with.
+        reference: the tensors of every update, by name, from the checkpoint of the engine's start.
     """
 
     def __init__(self, product: str, model_path: str, allowed_roots: tuple[str, ...]) -> None:
@@ -103,7 +106,7 @@ class Checkpoints:
 
     @property
     def dtype(self) -> str:
-        """The dtype that most of the first checkpoint's bytes are in, "float32" say; "" when weights are quantised."""
+        """Return the dtype of most bytes of the first checkpoint, such as "float32"; "" for quantised weights."""
         sizes: Counter[torch.dtype] = Counter()
         for meta in self.reference.values():
             sizes[meta.dtype] += meta.nbytes
@@ -112,12 +115,13 @@ class Checkpoints:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Contents of the first checkpoint's config.json."""
+        """Return the content of the first checkpoint's config.json."""
         return self._config
 
     def attached(self, path: str, *, updated: bool = False) -> str:
-        """The checkpoint that a server which runs already says that it has loaded: the first, or one that an update has
-        had it read. ``updated``: rlctl has updated it. Raises CHECKPOINT_MISMATCH, and as :meth:`open`.
+        """Return the checkpoint that a running server has loaded: the first checkpoint, or a checkpoint of an update.
+
+        ``updated``: rlctl has updated the server. Raises CHECKPOINT_MISMATCH, and as :meth:`open`.
         """
         if os.path.realpath(path) == os.path.realpath(self._model_path):
             return self._model_path
@@ -129,13 +133,13 @@ class Checkpoints:
         return path
 
     def resolve(self, path: str, *, field: str) -> str:
-        """Where a path leads; its files are to be read. Raises PATH_NOT_ALLOWED, CHECKPOINT_MISMATCH."""
+        """Resolve the path of a checkpoint to be read. Raises PATH_NOT_ALLOWED, CHECKPOINT_MISMATCH."""
         resolved = self._roots.resolve_checkpoint(path, field=field)
         refuse_pattern(resolved, field=field)
         return resolved
 
     def open(self, path: str, load_format: str, target_modules: object = ()) -> Checkpoint:
-        """A checkpoint that the server can be told to load; the caller closes it.
+        """Open a checkpoint that the server can load. The caller closes it.
 
         Raises PATH_NOT_ALLOWED, UNSUPPORTED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
         """
@@ -157,7 +161,7 @@ class Checkpoints:
         return checkpoint
 
     def inspect(self, path: str, load_format: str, target_modules: object) -> CheckpointReport:
-        """What a load would find; raises what it would raise before its first byte."""
+        """Return the findings of a load. Raises the errors of a load before its first byte."""
         checkpoint = self.open(path, load_format, target_modules)
         checkpoint.close()
         manifest = read_manifest(Path(checkpoint.path), blame="model_path")
@@ -169,9 +173,9 @@ class Checkpoints:
         )
 
     def pull(self, request: PullWeightsRequest, timeout_s: float) -> PullReport:
-        """Bring a local directory to a published version, beside generation. Raises as :func:`pull_within`."""
+        """Bring a local directory to a published version during generation. Raises as :func:`pull_within`."""
         return pull_within(self._roots, request, self._model_path, Patience(time.monotonic() + timeout_s, self._stop))
 
     def stop(self) -> None:
-        """End pulls that are under way."""
+        """End the pulls that are under way."""
         self._stop.set()

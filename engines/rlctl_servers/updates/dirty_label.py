@@ -1,4 +1,4 @@
-"""The label of a server that outlives its stage server, while its weights are of no version."""
+"""Label of a server that outlives its stage server, while its weights have no version."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from rlctl_servers.updates.version_labels import TRYING, WRITING
 class Name(Protocol):
     """Gives the server a label. Raises as :meth:`rlctl_servers.server.admin_calls.Control.must`."""
 
-    async def __call__(self, label: str, call: Call) -> None:
-        """Give it."""
+    async def __call__(self, label: str, call: Call) -> None: ...
 
 
 class Marking:
-    """Whoever attaches to a server next goes by its label: half-written weights must not have that of whole ones."""
+    """Marks a server with half-written weights. The next stage server trusts the label, so a version's label would be
+    wrong.
+    """
 
     def __init__(self, name: Name, label: Callable[[], str] | None) -> None:
-        """``label``: the server's present one, where it outlives this process; None: it does not."""
+        """``label``: returns the present label of a server that outlives this process; None: the server does not."""
         self._name = name
         self._label = label
         self._marked = False
@@ -28,11 +29,11 @@ class Marking:
 
     @property
     def spoilt(self) -> bool:
-        """Whether weights are of no version, and no update is open that says so."""
+        """Return whether the weights have no version and no open update explains this."""
         return self._spoilt
 
     async def mark(self, call: Call) -> bool:
-        """Before the first byte; returns whether that had still to be said."""
+        """Mark the server before the first byte. Return whether the mark was new."""
         if self._label is None or self._marked:
             return False
         await self._name(WRITING, call)
@@ -40,21 +41,23 @@ class Marking:
         return True
 
     async def begin_trial(self, call: Call) -> None:
-        """Before the load of a trial (:mod:`rlctl_servers.updates.reload_trial`). Until it has passed the weights are
-        of no version, and the server's loads are not proven.
+        """Mark the server before the load of a trial (:mod:`rlctl_servers.updates.reload_trial`).
+
+        Until the trial has passed, the weights have no version and the server's loads are unproven.
         """
         if self._label is not None:
             await self._name(TRYING, call)
             self._marked = True
 
     async def spoil(self, call: Call) -> None:
-        """Before weights are spoilt by something else than an update."""
+        """Mark the server before anything but an update spoils the weights."""
         await self.mark(call)
         self._spoilt = True
 
     async def aborted(self, call: Call, *, dirty: bool) -> None:
-        """An update has ended without a version; ``dirty``: it may have written something, and nobody else's end of an
-        update makes that whole.
+        """Record that an update has ended without a version. Restore the label of intact weights.
+
+        ``dirty``: the update may have written weights. Only a commit repairs this, not the end of a later update.
         """
         self._spoilt |= dirty
         if self._marked and not self._spoilt and self._label is not None:
@@ -62,5 +65,5 @@ class Marking:
             self._marked = False
 
     def committed(self) -> None:
-        """An update has given the server its version's label."""
+        """Record that an update has given the server its version's label."""
         self._marked = self._spoilt = False

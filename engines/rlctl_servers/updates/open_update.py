@@ -1,4 +1,4 @@
-"""The update that is open at an engine, and whether a call belongs to it."""
+"""The open update of an engine, and the check whether a call belongs to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Open = TypeVar("Open", bound=HasUpdateId)
 
 
 def opened(update: Open | None, call: Call) -> Open:
-    """The open update, when the call belongs to it. Raises UPDATE_NOT_FOUND, UPDATE_FENCED."""
+    """Return the open update if the call belongs to it. Raises UPDATE_NOT_FOUND, UPDATE_FENCED."""
     if update is None:
         raise Reason.UPDATE_NOT_FOUND.error(f"update {call.update_id or '(none)'} is not open at this engine")
     if update.update_id != call.update_id:

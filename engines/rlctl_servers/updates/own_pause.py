@@ -1,4 +1,4 @@
-"""The pause of a server that an update needs."""
+"""The pause of a server during an update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pausable(Protocol):
 
 
 class OwnPause:
-    """Pauses a server for an update, where the fleet has not paused it."""
+    """Pauses a server for an update, unless the fleet has paused it."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class OwnPause:
         hold: Callable[[Call], Awaitable[None]],
         let_go: Callable[[Call], Awaitable[None]],
     ) -> None:
-        """``hold``: pause the server unless it is paused. ``let_go``: end that pause unless something else needs it."""
+        """``hold`` pauses the server unless it is paused. ``let_go`` ends that pause unless it is still needed."""
         self._state = state
         self._hold = hold
         self._let_go = let_go
 
     async def begin(self, call: Call) -> None:
-        """Pause, and keep the pause until :meth:`end`, also past a resume of memory. Raises what ``hold`` raises."""
+        """Pause until :meth:`end`, also past a resume of memory. Raises as ``hold``."""
         await self._hold(call)
         self._state.updating = True
 
     async def end(self, call: Call) -> None:
-        """End the pause, unless something else needs it. Raises what ``let_go`` raises."""
+        """End the pause unless it is still needed. Raises as ``let_go``."""
         self._state.updating = False
         await self._let_go(call)

@@ -22,14 +22,15 @@ from rlctl_servers.ranks.protocol import LATER, POLL, PROTOCOL
 from rlctl_servers.server.admin_calls import Control, time_left
 
 LEAVING_S = 2.0
-"""How much earlier than its caller a rank gives up, so that its answer still arrives."""
+"""Seconds by which a rank ends before its caller, so that its answer still arrives."""
 
 POLL_FIRST_S, POLL_S = 0.002, 0.05
-"""How long after a call in the background its answer is asked for; twice as long each time, up to the second."""
+"""Seconds until the answer of a background call is polled: the first value, doubled each time up to the second."""
 
 MOST_GATHERED = 1_000_000_000
-"""Largest model, in elements, that is read back where its tensors are cut over ranks: bringing them together takes some
-seconds for each 4 GB, at every check, and nothing is generated meanwhile."""
+"""Largest model, in elements, that is read back if its tensors are cut over ranks. Gathering them takes some seconds
+for each 4 GB, at every check, and nothing is generated meanwhile.
+"""
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -39,8 +40,8 @@ class Met:
     """Result of the ranks' search for the places of the tensors.
 
     Attributes:
-        digest: model digest of their weights; "" where they cannot read them, or the model is too large to be gathered.
-        unstaged: why updates cannot be staged; "": they can.
+        digest: model digest of the weights; "" if they cannot be read, or the model is too large to be gathered.
+        unstaged: why updates cannot be staged, or "".
     """
 
     digest: str = ""
@@ -56,19 +57,20 @@ class RankCalls(abc.ABC):
 
     @abc.abstractmethod
     async def _send(self, arguments: dict[str, Any], call: Call) -> Sequence[Any]:
-        """Have every rank carry a call out; returns the answers of :meth:`rlctl_servers.ranks.endpoint.Endpoint.call`.
+        """Send a call to every rank. Return the answers of :meth:`rlctl_servers.ranks.endpoint.Endpoint.call`.
 
-        Raises UNSUPPORTED where rlctl's code is not in the server, ENGINE_FAILED (UNKNOWN) where the server fails.
+        Raises UNSUPPORTED if rlctl's code is not in the server, ENGINE_FAILED (UNKNOWN) if the server fails.
         """
 
     async def attach(self, reference: Mapping[str, TensorMeta], host: str, call: Call) -> list[dict[str, Any]]:
-        """Descriptions of the ranks, in their order; none where rlctl's code is not in the server.
+        """Return the descriptions of the ranks, in order; an empty list if rlctl's code is not in the server.
 
-        ``host``: address under which the ranks' host is reached. Each description: rank, size, device, host_id, pid,
-        rlctl (its version), store (of rank 0: the address at which groups with this source meet), learned (the rank
-        knows the places of the reference's tensors), confirmed (their digest was once that of the checkpoint).
+        ``host``: address towards which each rank chooses its own address. Each description: rank, size, device,
+        host_id, pid, protocol, rlctl (its version), store (of rank 0: the address at which groups with this source
+        meet), learned (the rank knows the places of the reference's tensors), confirmed (their digest was once that of
+        the checkpoint).
 
-        Raises UNSUPPORTED for ranks with another version's code, ANSWER_INVALID.
+        Raises UNSUPPORTED for ranks with a different protocol, ANSWER_INVALID.
         """
         metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
         body = json.dumps({"reference": metas, "host": host}).encode()
@@ -92,7 +94,7 @@ class RankCalls(abc.ABC):
     async def meet(
         self, ranks: Sequence[Mapping[str, Any]], reference: Mapping[str, TensorMeta], call: Call, expected: str = ""
     ) -> Met:
-        """Connect the ranks that :meth:`attach` has described, and have them find the places of the tensors.
+        """Connect the ranks that :meth:`attach` has described, and let them find the places of the tensors.
 
         ``expected``: digest of the checkpoint on disk.
         """
@@ -104,9 +106,9 @@ class RankCalls(abc.ABC):
         return Met(digests.pop() if len(digests) == 1 else "", next(filter(None, (e["unstaged"] for e in said)), ""))
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
-        """The answer of every rank, in their order.
+        """Return the answer of every rank, in order.
 
-        Raises the error of the first rank that failed. The outcome is DIRTY if another rank has changed something.
+        Raises the error of the first rank that failed. The outcome is DIRTY if a different rank has changed something.
         """
         answers = await self._call(verb, request.SerializeToString(), call)
         good = _good(answers, mutates=VERBS[verb].mutates(request))
@@ -116,14 +118,14 @@ class RankCalls(abc.ABC):
         number, answers = await self._call_now(verb, request, call)
         pause_s = POLL_FIRST_S
         while any(answer.get(LATER) for answer in answers):
-            # The ranks are at it in the background: the engine goes on, and other calls reach them.
+            # The ranks work in the background: the engine continues, and other calls reach the ranks.
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, POLL_S)
             _, answers = await self._call_now(POLL, number.encode(), call)
         return answers
 
     async def _call_now(self, verb: str, request: bytes, call: Call) -> tuple[str, list[dict[str, Any]]]:
-        async with self._turn:  # a call's time at the ranks begins when the engine hands it to them
+        async with self._turn:  # a call's time at the ranks begins when the engine passes it on
             return await self._exchange(verb, request, call)
 
     async def _exchange(self, verb: str, request: bytes, call: Call) -> tuple[str, list[dict[str, Any]]]:
@@ -143,7 +145,7 @@ class RankCalls(abc.ABC):
 
 
 def out_of_step(control: Control, cause: str = "one has failed") -> RlctlError:
-    """Give a server up whose ranks' answers belong to earlier calls; the error to raise."""
+    """Declare the server lost because rank answers belong to earlier calls. Return the error to raise."""
     product = control.http.product
     return control.lost(
         Reason.ENGINE_FAILED.error(
@@ -155,7 +157,7 @@ def out_of_step(control: Control, cause: str = "one has failed") -> RlctlError:
 
 
 def _good(answers: list[dict[str, Any]], *, mutates: bool = True) -> list[dict[str, Any]]:
-    """The answers, when no rank has failed. ``mutates``: a rank that has not failed has changed something."""
+    """Return the answers, or raise if a rank has failed. ``mutates``: the other ranks have changed something."""
     failed = [(number, answer) for number, answer in enumerate(answers) if "error" in answer]
     if not failed:
         return answers

@@ -1,12 +1,12 @@
-"""The trial at an engine's start: does a second load of its checkpoint compute what the first load did?
+"""The trial of loads at an engine's start: a second load of the checkpoint must compute the same values as the first.
 
-A server loads weights once when it starts and again with every update. A step that the server does at the first load
-only (the packing of a kernel's weights, say) leaves an update wrong, although every byte has arrived. Where parameters
-are read back as the engine computes with them, each update proves itself. Elsewhere the checkpoint is loaded a second
-time at the start, and log probabilities and greedy tokens of one short prompt are compared. At an SGLang whose ranks
-find the places of a checkpoint's elements by loading, that search is the second load.
+A server loads weights at its start and again with every update. A step of the first load only, such as the packing of a
+kernel's weights, leaves an update wrong although every byte has arrived. If parameters are read back as the engine
+computes with them, each update proves itself. Otherwise the checkpoint is loaded a second time at the start, and log
+probabilities and greedy tokens of a short prompt are compared. SGLang's ranks may find the places of a checkpoint's
+elements by loading; that search is then the second load.
 
-The trial loads equal weights. It does not show a load that leaves a derived value as it was: a probe or the decode
+The trial loads equal weights. It does not show a load that leaves a derived value unchanged: a probe or the decode
 check does.
 """
 
@@ -25,14 +25,14 @@ RUNS = 3
 """Runs of the prompt on each side: kernels that are not deterministic differ from run to run."""
 
 TOLERANCE = 1e-4
-"""Largest difference of log probabilities beyond that of the runs before the second load."""
+"""Largest difference of log probabilities, beyond the difference of the runs before the second load."""
 
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 8
 
 
 INVENTED = "it was not started with its checkpoint's safetensors files, so no second load was compared with the first"
-"""Why there is no trial of a server whose load format makes weights up, or reads other files."""
+"""Reason for a missing trial: the load format makes weights up, or reads other files."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Refuted:
 
     Attributes:
         why: the reason.
-        loaded: the second load was begun: the weights are no longer those of the checkpoint.
+        loaded: the second load was begun, so the weights are no longer the checkpoint's.
     """
 
     why: str
@@ -53,13 +53,13 @@ Compute = Callable[[Sequence[int], int], Awaitable[Computed]]
 
 
 def refuse_tried(label: str, product: str, url: str) -> None:
-    """Raise ENGINE_FAILED for a server whose label says that a trial of it did not pass."""
+    """Raise ENGINE_FAILED for a server with the label of a trial that did not pass."""
     if label == TRYING:
         raise spoilt(Refuted("an earlier trial of it did not end, or did not pass", loaded=True), product, url)
 
 
 def spoilt(refuted: Refuted, product: str, url: str) -> RlctlError:
-    """The error for an attached server that did not pass the trial: its weights have no version."""
+    """Return the error for an attached server that did not pass the trial: its weights have no version."""
     return Reason.ENGINE_FAILED.error(
         f"{product} at {url} takes no updates: {refuted.why}; its weights were not the checkpoint's, or a step "
         "of its first load is not repeated",
@@ -70,16 +70,16 @@ def spoilt(refuted: Refuted, product: str, url: str) -> RlctlError:
 
 
 def prompt(limits: Limits) -> list[int]:
-    """Token ids spread over the lower half of the vocabulary: placeholders of pictures are in the upper one."""
+    """Return token ids spread over the lower half of the vocabulary. Placeholders of pictures are in the upper half."""
     half = max(limits.vocab_size // 2, 1)
     count = max(min(PROMPT_TOKENS, limits.longest_prompt - OUTPUT_TOKENS), 1)
     return [(index * 7919 + 3) % half for index in range(count)]
 
 
 async def trial(limits: Limits, compute: Compute, load: Callable[[], Awaitable[None]]) -> Refuted | None:
-    """Load a second time and compare; None: the second load computes what the first one did.
+    """Load a second time and compare. Return None if the second load computes the same values as the first.
 
-    Raises what ``compute`` and ``load`` raise when the server does not answer, or is gone.
+    Raises the errors of ``compute`` and ``load`` if the server does not answer or is gone.
     """
     tokens = prompt(limits)
     before = []
@@ -100,8 +100,8 @@ async def trial(limits: Limits, compute: Compute, load: Callable[[], Awaitable[N
 
 
 def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
-    """Difference between the runs before and after the load; "": no more than between the runs before it."""
-    # Not that of the runs after the load: a load that leaves garbage may compute something else each time.
+    """Describe the difference between the runs before and after the load; "" if it is as small as before the load."""
+    # The runs after the load are no measure: a load that leaves garbage may compute different values each time.
     noise = max((_distance(a, b) for a in before for b in before), key=_nan_last)
     apart = min((_distance(a, b) for a in before for b in after), key=_nan_last)
     if not apart <= noise + TOLERANCE:  # NaN is no proof
@@ -116,7 +116,9 @@ def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
 
 
 def _distance(one: Computed, other: Computed) -> float:
-    """Largest difference of the prompt's log probabilities, and of the output's as long as it is the same."""
+    """Return the largest difference of log probabilities of the prompt, and of the output through its first different
+    token.
+    """
     same = len(one.logprobs) - len(one.tokens)
     for mine, theirs in zip(one.tokens, other.tokens, strict=False):
         same += 1

@@ -1,10 +1,11 @@
 """Weight updates of one server: prepare, write and commit, at every rank.
 
-Over groups and out of shared segments rlctl's code in the ranks takes tensors in. From disk the engine loads by itself,
-and may end when a checkpoint does not fit; so a checkpoint is compared here first with the one that the engine was
-started with. The server is paused while an update in place is open, by a pause of the fleet or by the update itself:
-nothing may be computed with weights that are half-written. A staged update is received into shadow copies while the
-server generates; it is paused for the copy into the weights at the commit.
+rlctl's code in the ranks receives tensors over groups and from shared segments. From disk the engine loads by itself,
+and may end if a checkpoint does not fit. So the checkpoint is first compared with the checkpoint of the engine's start.
+
+The server is paused while an update in place is open, by a pause of the fleet or by the update itself: nothing may be
+computed with half-written weights. A staged update is received into shadow copies while the server generates. The
+server is paused for the copy into the weights at the commit.
 """
 
 from __future__ import annotations
@@ -61,27 +62,27 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply", bound=Message)
 
 ServerLoad = Callable[[str, UpdateWeightsFromDiskRequest, Call], Awaitable[None]]
-"""Has the server itself load the checkpoint in a directory. Raises ENGINE_FAILED with outcome DIRTY."""
+"""Makes the server itself load the checkpoint in a directory. Raises ENGINE_FAILED with outcome DIRTY."""
 
 
 class Ranks(Protocol):
-    """What carries a verb out at every rank."""
+    """Carries out a verb at every rank."""
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
-        """The answer of every rank, in their order."""
+        """Return the answer of every rank, in order."""
 
 
 @dataclass
 class OpenUpdate:
-    """The update that is open.
+    """The open update.
 
     Attributes:
-        taken: tensors have come, or may have.
+        taken: tensors have arrived, or may have.
         loaded: a checkpoint was loaded.
-        dirty: something may have been written.
-        selector: the models that the update is for.
+        dirty: weights may have been written.
+        selector: the models of the update.
         checkpoint: directory that a staged update was read from, or "".
-        staged: it is received into a shadow copy, and leaves what serves alone until its commit.
+        staged: the update fills a shadow copy, and leaves the serving weights alone until its commit.
     """
 
     update_id: str
@@ -96,11 +97,11 @@ class OpenUpdate:
 
 
 class Updates:
-    """The weight updates of one server; one verb at a time.
+    """The weight updates of one server. One verb runs at a time.
 
     Attributes:
-        checkpoint: path of the checkpoint that was loaded last.
-        marking: the label of the server while its weights are of no version.
+        checkpoint: path of the last loaded checkpoint.
+        marking: the label of the server while its weights have no version.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class Updates:
         draft: bool = False,
         loaders: Sequence[str] = (),
     ) -> None:
-        """``ranks``: None where the server takes no tensors in. ``server_load``: the load of a server whose ranks do
-        not load checkpoints for rlctl. ``label``: as :class:`Marking` takes it. ``draft``: there is a draft model.
-        ``loaders``: load formats of tensors in memory that the server was started with.
+        """``ranks``: None if the server takes no tensors. ``server_load``: loads a checkpoint if the ranks do not load
+        for rlctl. ``label``: see :class:`Marking`. ``draft``: there is a draft model. ``loaders``: load formats of
+        tensors in memory from the server's start.
         """
         self.marking = Marking(self.name, label)
         self.checkpoint = ""
@@ -138,26 +139,25 @@ class Updates:
 
     @property
     def open(self) -> bool:
-        """Whether an update is open."""
         return self._update is not None
 
     @property
     def staged(self) -> bool:
-        """Whether an update is open that leaves the weights that serve alone until its commit."""
+        """Return whether an open update leaves the serving weights alone until its commit."""
         return self._update is not None and self._update.staged
 
     @property
     def in_place(self) -> bool:
-        """Whether an update is open that writes the weights that serve."""
+        """Return whether an open update writes the serving weights."""
         return self.open and not self.staged
 
     @property
     def whole(self) -> bool:
-        """Whether the weights are those of a version: none is being written, and none has left a mixture."""
+        """Return whether the weights are those of a version, neither half-written nor a mixture."""
         return not self.in_place and not self.marking.spoilt
 
     def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
-        """Raise why such an update cannot be opened now, whatever runs."""
+        """Raise if this update cannot be opened now, whether or not requests run."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
         if request.apply == APPLY_MODE_STAGED:
@@ -167,7 +167,7 @@ class Updates:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
 
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
-        """Open an update; the same one again starts anew. A staged one leaves the server generating."""
+        """Open an update; a repeat with the same id starts anew. A staged update leaves the server generating."""
         self.refuse(request, call)
         before, staged = self._update, request.apply == APPLY_MODE_STAGED
         if not staged:
@@ -186,7 +186,6 @@ class Updates:
         return self._update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> list[RankResult]:
-        """Take buckets in over groups, at every rank."""
         if request.load_format == FLATTENED:
             flattened = UpdateWeightsFromDistributedRequest()
             flattened.CopyFrom(request)
@@ -202,7 +201,7 @@ class Updates:
         return await self._take("UpdateWeightsFromDistributed", request, call)
 
     async def from_tensor(self, request: UpdateWeightsFromTensorRequest, call: Call) -> list[RankResult]:
-        """Copy tensors out of shared segments, at every rank."""
+        """Copy tensors out of shared segments at every rank."""
         if request.engine_payloads:
             raise Reason.UNSUPPORTED.error(
                 "a payload of an engine's own form cannot be checked without running it; put the tensors into segments",
@@ -223,7 +222,7 @@ class Updates:
         return await self._take("UpdateWeightsFromTensor", request, call)
 
     async def received(self, timeout_s: float) -> bool:
-        """Wait until nothing is being received; returns whether that came about."""
+        """Wait until the ranks receive nothing. Return False if ``timeout_s`` ends first."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -231,7 +230,9 @@ class Updates:
         return True
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> list[RankResult] | WeightsReport:
-        """Load a checkpoint that was compared with the reference; one report where the server loads for its ranks."""
+        """Load a checkpoint after a comparison with the reference. Return a single report if the server loads for its
+        ranks.
+        """
         update = opened(self._update, call)
         self._refuse_selector(request.options.selector, "options.selector")
         if self._draft and not {update.selector, request.options.selector} <= {
@@ -263,7 +264,9 @@ class Updates:
             raise _spared(error) from error
 
     async def commit(self, request: CommitUpdateRequest, label: str, call: Call) -> list[RankResult] | WeightsReport:
-        """Close the update; the server's label for the version comes last. Refuses when a tensor was not written."""
+        """Close the update. The server's label for the version is set last. Raises WEIGHTS_INCOMPLETE for a missing
+        tensor.
+        """
         update = opened(self._update, call)
         reports: list[WeightsReport] | None = None
         if self._ranks is not None and update.staged:
@@ -279,7 +282,7 @@ class Updates:
             if not update.loaded:
                 raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
             await self._close(call)
-        self.marking.committed()  # a label that was given although its answer is lost must not outlive the next write
+        self.marking.committed()  # a label with a lost answer must not outlive the next write
         await self.name(label, call, outcome=OUTCOME_DIRTY)
         self._update = None
         self.checkpoint = update.checkpoint or self.checkpoint
@@ -291,7 +294,9 @@ class Updates:
         return self._loaded(update) if reports is None else self._each(reports)
 
     async def load_again(self, checkpoint: str, call: Call) -> None:
-        """The load of the trial at the start: an update from disk that leaves the server's label to its outcome."""
+        """Run the load of the trial at the start: an update from disk. The outcome of the trial decides about the
+        label.
+        """
         await self.marking.begin_trial(call)
         await self.prepare(PrepareUpdateRequest(), call)
         try:
@@ -302,7 +307,7 @@ class Updates:
         await self.commit(CommitUpdateRequest(), TRYING, call)
 
     async def abort(self, call: Call) -> None:
-        """Close the update; what it wrote stays. Confirms when none is open."""
+        """Close the update; written weights stay. Confirms also if no update is open."""
         if self._update is not None:
             opened(self._update, call)
             await self._close(call)
@@ -311,7 +316,6 @@ class Updates:
         await self._pause.end(call)
 
     async def name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
-        """Give the server a label."""
         body = {"new_version": label, "abort_all_requests": False}
         await self._control.must("/update_weight_version", body, call=call, outcome=outcome)
 
@@ -364,7 +368,7 @@ class Updates:
             raise
 
     async def _drop_copies(self, call: Call) -> None:
-        """Have the ranks that made a shadow copy drop it, where another one could not make its own."""
+        """Let the ranks drop their shadow copies after a rank could not make its own."""
         try:
             await self._close(call)
         except RlctlError as error:
@@ -384,7 +388,7 @@ class Updates:
                     f"{request.model_path} has digest {digest}, {request.expected_digest} was expected",
                     field="expected_digest",
                 )
-        time_left(call, "a load")  # reading may take as long as there was
+        time_left(call, "a load")  # reading may have taken all the time
         if update.staged:
             await self._load_aside(update, stored, request, call)
             return
@@ -412,7 +416,7 @@ class Updates:
     async def _load_aside(
         self, update: OpenUpdate, stored: Checkpoint, request: UpdateWeightsFromDiskRequest, call: Call
     ) -> None:
-        """Have the ranks read a checkpoint into their shadow copies."""
+        """Let the ranks read a checkpoint into their shadow copies."""
         assert self._ranks is not None
         loading = UpdateWeightsFromDiskRequest(model_path=stored.path, options=request.options)
         self._idle.clear()
@@ -434,7 +438,7 @@ class Updates:
         ]
 
     async def interrupt(self, call: Call) -> None:
-        """End the receiving into shadow copies. An abort follows."""
+        """End the receive into shadow copies. An abort follows."""
         if self.staged and not self._idle.is_set():
             await self._drop_copies(call)
 
@@ -457,9 +461,7 @@ class Updates:
 
 
 def _spared(error: RlctlError) -> RlctlError:
-    """The error of a step that writes shadow copies only: also where other ranks have done it, nothing that serves has
-    changed.
-    """
+    """Return the error of a step that writes shadow copies only. The serving weights are unchanged at all ranks."""
     if error.outcome == OUTCOME_DIRTY:
         error.outcome = OUTCOME_REJECTED
     return error

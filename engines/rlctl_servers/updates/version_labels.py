@@ -1,4 +1,4 @@
-"""Which version the server's own labels stand for."""
+"""Versions behind the server's own labels."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import Sample
 
 WRITING = "being written@0"
-"""The label, of the form of :meth:`Stamps.of`, of a server that others may attach to while an update writes to it: they
-must not take its weights for those that it was started with.
+"""Label of a server during an update, in the form of :meth:`Stamps.of`, if other stage servers may attach to the
+server: they must not take its weights for the weights of its start.
 """
 
 TRYING = "being tried@0"
-"""The label of such a server while the trial at the attach runs, and after one that failed
-(:mod:`rlctl_servers.updates.reload_trial`). Every other label of the form of :meth:`Stamps.of` says that the trial has
-passed: no update begins before it.
+"""Label of such a server during the trial at the attach, and after a failed trial
+(:mod:`rlctl_servers.updates.reload_trial`). Every other label in the form of :meth:`Stamps.of` proves that the trial
+has passed: no update begins before it.
 """
 
 
 class Stamps:
-    """Which version the server's own labels stand for. From any thread."""
+    """Versions by the server's own labels. For any thread."""
 
     def __init__(self, label: str) -> None:
-        """``label``: the server's at its start."""
+        """``label``: label of the server at its start."""
         self.label = label
         self._kv_label = label
         self._versions: dict[str, WeightVersion] = {label: WeightVersion()}
 
     @staticmethod
     def of(version: WeightVersion) -> str:
-        """The server's label for a version: the trainer's labels may come again, sequences do not."""
+        """Return the server's label for a version. The trainer's labels may repeat, sequences do not."""
         return f"{version.label}@{version.sequence}"
 
     @staticmethod
     def ours(label: str) -> bool:
-        """Whether a label that a server has is one of :meth:`of`: it has been updated by rlctl."""
+        """Return whether a label has the form of :meth:`of`: rlctl has updated the server."""
         return label.rpartition("@")[2].isdigit() and "@" in label
 
     def bind(self, version: WeightVersion, label: str = "") -> None:
-        """From now on a label, by default the present one, stands for this version."""
+        """Bind a label, by default the present label, to this version."""
         kept = WeightVersion()
         kept.CopyFrom(version)
         self._versions[label or self.label] = kept
 
     def flushed(self) -> None:
-        """From now on no KV entry of an earlier version is left."""
+        """Record that no KV entry of an earlier version remains."""
         self._kv_label = self.label
 
     @property
     def present(self) -> WeightVersion:
-        """The version that the server is at."""
+        """Return the version of the present label."""
         return self._versions[self.label]
 
     @property
     def oldest_kv(self) -> WeightVersion:
-        """The version that the oldest KV entries may be of."""
+        """Return the oldest version that a KV entry may have."""
         return self._versions[self._kv_label]
 
     def version(self, label: str) -> WeightVersion | None:
-        """The version, or None for a label that rlctl did not give."""
+        """Return the version, or None for a label that rlctl did not set."""
         return self._versions.get(label)
 
     def version_since(self, label: str, since: WeightVersion) -> WeightVersion:
-        """The version of an answer that began at ``since``.
+        """Return the version of an answer that began at ``since``.
 
-        Raises ENGINE_FAILED for an earlier version, and for a label that rlctl did not set: another client drives the
-        server, or it was started anew behind a proxy, and then has the label and the weights again that it had at
-        first.
+        Raises ENGINE_FAILED for an earlier version, and for a label that rlctl did not set. Then a different client
+        drives the server, or the server was restarted behind a proxy, with the label and the weights of its first
+        start.
         """
         version = self.version(label)
         if version is None or version.sequence < since.sequence:
@@ -81,9 +81,9 @@ class Stamps:
         return version
 
     def spans(self, sample: Sample, told: Iterable[Mapping[str, Any]], since: WeightVersion) -> None:
-        """Say in a sample which version each stretch of it is of; ``told``: the server's spans, version, start, end.
+        """Record the versions of a sample's spans. ``told``: the server's spans with version, start and end.
 
-        ``since``: the version that the server was at when the sample began. Raises as :meth:`version_since`.
+        ``since``: version of the server when the sample began. Raises as :meth:`version_since`.
         """
         for span in told:
             if span["end"] <= span["start"]:
@@ -92,11 +92,11 @@ class Stamps:
             sample.versions.add(version=version, start=span["start"], end=min(span["end"], sample.completion_tokens))
 
     def kv_of(self, sample: Sample, since: WeightVersion) -> None:
-        """Say in a sample, once its cached tokens are known, where it attends to older KV entries than its own.
+        """Record where a sample, once its cached tokens are known, attends to KV entries older than its version.
 
-        ``since``: the version that its cache salt names. Entries of earlier versions are out of its reach.
+        ``since``: the version in its cache salt. Entries of earlier versions are out of reach.
         """
         oldest = max(self.oldest_kv, since, key=lambda version: version.sequence)
         for made in sample.versions:
             if oldest.sequence < made.version.sequence and (made.start or sample.cached_tokens):
-                made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for
+                made.kv_version.CopyFrom(oldest)  # no flush since, as requested
