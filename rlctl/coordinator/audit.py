@@ -1,4 +1,4 @@
-"""The audit: changes and denied calls, with their callers. It outlasts the record of operations."""
+"""The audit: changes and denied calls, with callers. The audit outlasts the record of operations."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ log = logging.getLogger(__name__)
 KIND = "audit"
 
 MOST = 100_000
-"""Records that are kept, some 25 MB."""
+"""Most records, about 25 MB."""
 
 MOST_DENIALS = 10_000
-"""Records of denied calls that are kept: callers without any right must not push changes out."""
+"""Most records of denied calls, so that callers without any right cannot displace changes."""
 
 KEPT_S = 90 * 86_400.0
-"""How long a record is kept."""
+"""Lifetime of a record, in seconds."""
 
 MOST_SLOTS = 16
-"""Slots that a record names."""
+"""Most slots that a record names."""
 
 
 class Audit:
-    """The records, oldest first. An operation's end is recorded by the journal write that records the operation."""
+    """The records, oldest first. The journal write of an operation's end includes the audit record."""
 
     def __init__(
         self,
@@ -47,18 +47,17 @@ class Audit:
         self._most = most
         self._most_denials = most_denials
         self._records: dict[str, bytes] = {}
-        """By key, which begins with the time; as bytes, which take a fifth of the memory of messages."""
+        """By key. A key begins with the time. Bytes take a fifth of the memory of messages."""
         self._denials: dict[str, None] = {}
         """Keys of the records of denied calls, oldest first."""
 
     def load(self) -> None:
-        """Take in what the journal holds."""
         self._records = dict(self._journal.read(KIND))
         records = ((key, parsed(KIND, key, body, AuditRecord)) for key, body in self._records.items())
         self._denials = dict.fromkeys(key for key, record in records if record.denied)
 
     def ended(self, operation: Operation) -> list[Put | Delete]:
-        """Add an operation that has ended; the changes of the journal. Steps of an update belong to the update."""
+        """Add an ended operation. Returns the journal's changes. Steps of an update belong to the update."""
         if operation.update_id not in ("", operation.operation_id):
             return []
         record = AuditRecord(
@@ -77,7 +76,7 @@ class Audit:
         return self._add(record, operation.operation_id)
 
     async def record(self, record: AuditRecord) -> None:
-        """Add a record of the present time. What the journal does not take is logged."""
+        """Add a record of the present time. Logs a failure of the journal."""
         record.time.CopyFrom(self._clock.wall())
         try:
             await self._journal.write(self._add(record, self._clock.new_id()))
@@ -85,7 +84,7 @@ class Audit:
             log.warning("%s of %s is not in the audit: %s", record.method, record.caller.principal, error)
 
     def newest_first(self, request: ListAuditRecordsRequest) -> Iterator[tuple[str, AuditRecord]]:
-        """The records that a request selects, with their keys."""
+        """Yield the records that a request selects, with keys."""
         since = request.since.ToNanoseconds() if request.HasField("since") else 0
         for key, body in reversed(self._records.items()):
             if request.page_token and key >= request.page_token:

@@ -1,6 +1,6 @@
 """Journals while no coordinator runs: verify, restore, compact.
 
-A journal is sound where a coordinator takes it in: the code of its start decides.
+A journal is sound if a coordinator can load the file. The code of the coordinator's start decides.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ KINDS = ("fleet", "slot", "admitted", "model", "pause", "update", "operation", "
 
 
 AUDIT_KEPT_S = 1e11
-"""Longer than any audit: how long a coordinator keeps its records is not in its journal."""
+"""Longer than any lifetime of audit records. The journal does not contain the lifetime."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a sound journal holds.
+    """Content of a sound journal.
 
     Attributes:
-        size: bytes of its file, without its log.
-        epoch: epoch of the last coordinator that had it.
+        size: bytes of the file, without the log.
+        epoch: epoch of the last coordinator of the journal.
         records: number of records by kind.
         versions: published version of each model, as LABEL#SEQUENCE.
-        newest: id of its newest operation; "": it has none.
+        newest: id of the newest operation; "": no operations.
     """
 
     size: int
@@ -49,9 +49,9 @@ class Contents:
 
 
 def verify(path: Path) -> Contents:
-    """Check every page of a journal, and take it in as a coordinator does at its start: in a copy, nothing is written.
+    """Check every page of a journal, and load a copy as a coordinator does at the start. Writes nothing to the journal.
 
-    Raises JOURNAL_FAILED: it is damaged, or in use.
+    Raises JOURNAL_FAILED if the journal is missing, damaged or in use.
     """
     if not path.exists():
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: there is no such file")
@@ -77,17 +77,17 @@ def verify(path: Path) -> Contents:
 
 
 def restore(backup: Path, path: Path) -> Path | None:
-    """Put a verified copy of a backup in the place of a journal. Returns where the old file is kept; None: none.
+    """Replace a journal by a verified copy of a backup. Returns the path of the old file, if there is any.
 
-    Numbers never go back: epoch and sequences are those that the old file had reached, where that can be read, and ids
-    of operations that are not newer than now are refused unless they are on record. Raises JOURNAL_FAILED, without a
-    change, where the backup is not sound or a coordinator has the journal open.
+    Numbers never decrease: epoch and sequences continue from a readable old file. Ids of operations older
+    than now are refused unless they are on record. Raises JOURNAL_FAILED, without a change, if the backup is not sound
+    or a coordinator has the journal open.
     """
     verify(backup)
     reached = FleetRecord()
     if path.exists():
         files.refuse_used(path)
-        with contextlib.suppress(RlctlError):  # it may be damaged: that is what backups are for
+        with contextlib.suppress(RlctlError):  # backups also replace damaged files
             reached = read_reached(path)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -99,9 +99,10 @@ def restore(backup: Path, path: Path) -> Path | None:
 
 
 def compact(path: Path, *, retained: int = RETAINED) -> tuple[int, int, int]:
-    """Drop the operations that a coordinator would drop, and give the room of deleted records back.
+    """Drop the operations that a coordinator would drop, and free the space of deleted records.
 
-    Returns (dropped operations, bytes before, bytes after). Raises JOURNAL_FAILED: it is damaged, or in use.
+    Returns (dropped operations, bytes before, bytes after). Raises JOURNAL_FAILED if the journal is missing, damaged or
+    in use.
     """
     if not path.exists():
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: there is no such file")
@@ -116,7 +117,7 @@ def compact(path: Path, *, retained: int = RETAINED) -> tuple[int, int, int]:
 
 
 async def _loaded(journal: SqliteJournal, retained: int = RETAINED) -> Coordinator:
-    """A coordinator with the content of a journal, without links to stages."""
+    """Return a coordinator with the content of a journal, without links to stages."""
     coordinator = Coordinator(journal, _NoDialer(), SystemClock(), retained=retained, audit_kept_s=AUDIT_KEPT_S)
     await coordinator.load()
     return coordinator

@@ -1,4 +1,4 @@
-"""The metrics of a coordinator: events as its observer, the fleet as it stands at each scrape."""
+"""The metrics of a coordinator: events as observer, and the state of the fleet at each scrape."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from rlctl.v1.journal_pb2 import OperationRecord
 from rlctl.v1.results_pb2 import OperationState, Phase, PhaseKind
 
 OTHER_OPERATIONS = (TRAINERS_UPDATE, "CommitWeightUpdate", "HealStage")
-"""Verbs of operations beside those of the table of verbs."""
+"""Verbs of operations outside of the table of verbs."""
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 
 
 class CoordinatorMetrics(Observer):
-    """Counts events, and serves them with the state of a coordinator."""
+    """Counts events, and serves counts and the state of a coordinator."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -51,16 +51,15 @@ class CoordinatorMetrics(Observer):
                 self._exposition.create(m.OPERATIONS, verb, state)
 
     async def start(self, coordinator: Coordinator, listen: str) -> str:
-        """Serve; returns the bound address. Raises FIELD_INVALID."""
+        """Serve the metrics. Returns the bound address. Raises FIELD_INVALID."""
         self._coordinator = coordinator
         return await self._exposition.start(listen)
 
     async def stop(self) -> None:
-        """End the server."""
         await self._exposition.stop()
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
-        """Count an operation and the phases of its timeline."""
+        """Count an operation and the phases of the timeline."""
         del traceparent
         operation = record.operation
         verb, state = operation.verb, OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower()
@@ -95,7 +94,7 @@ class CoordinatorMetrics(Observer):
         self._exposition.count(m.QUARANTINES, model, reason)
 
     def measured(self, methods: Mapping[str, Unary | Streaming]) -> dict[str, Unary | Streaming]:
-        """The methods of the service, with the times and errors of unary ones counted."""
+        """Return the methods of the service. Times and errors of unary methods are counted."""
         streams = {method.name for method in SERVICE.methods if method.server_streaming}
         return {name: method if name in streams else self._measured(name, method) for name, method in methods.items()}
 
@@ -115,7 +114,7 @@ class CoordinatorMetrics(Observer):
         return call
 
     def journal(self, journal: Journal) -> Journal:
-        """The journal, with its writes measured."""
+        """Return a journal that measures writes."""
         return _MeasuredJournal(journal, self._exposition, self._clock)
 
     def _state(self) -> Iterator[Sample]:
@@ -177,7 +176,6 @@ class _MeasuredJournal:
         self.held = journal.held
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
-        """Make the changes durable, all or none."""
         started = self._clock.now()
         try:
             await self._journal.write(changes)

@@ -1,4 +1,4 @@
-"""The coordinator as a process: its service at one address, its journal in one file."""
+"""The coordinator as a process: a service at an address, with the journal in a file."""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_STREAMS = {"WatchFleet": 256, "WatchOperation": 256, "BackupJournal": 2}
-"""Most open streams of the callers of one host. An unread stream keeps a copy of the fleet or of the journal."""
+"""Most open streams of the callers of a host. An unread stream keeps a copy of the fleet or of the journal."""
 
 _PART_BYTES = 1 << 20
 
 _OFTEN = ("RegisterStage", "RenewLease", "ConfirmFleet", "GetOperation", "ListOperations", "GetFleet")
-"""Asked again and again by programs. Of stages that are refused the coordinator tells by itself."""
+"""RPCs that programs repeat often, so that refusals are not logged here. The coordinator logs refused stages itself."""
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """How a coordinator is started.
+    """Configuration of a coordinator.
 
     Attributes:
         journal: file of the journal.
-        listen: where it binds; port 0 takes any.
-        token: the fleet's bearer token; it guards the coordinator and is sent to the stages.
-        insecure: bind where others can reach it though there is no token.
-        serving_lease_s: how long a stage may serve without hearing from it.
-        heal_by_hand: models whose late joiners and restarted engines wait until somebody asks for a heal; others are
-            brought to the published version without being asked.
-        topology: the slots that may be filled, beside those that an operator admits; None: every slot.
-        graces: how long is waited for trainers that may be gone.
+        listen: address to bind; port 0 takes any free port.
+        token: the fleet's bearer token, to guard the coordinator and to send to the stages.
+        insecure: bind a public address without a token.
+        serving_lease_s: serving lease of a stage, in seconds.
+        heal_by_hand: models whose late joiners and restarted engines are healed only on request. Other models are
+            healed automatically.
+        topology: slots that may be filled, besides slots that an operator admits; None: every slot.
+        graces: waits for trainers that may be gone.
         tls: certificate of a coordinator; None for plain text.
-        metrics: ``host:port`` where Prometheus reads metrics; port 0 takes any. "": there are none.
-        access_file: further principals, with their scopes.
-        audit_kept_s: how long a record of the audit is kept.
+        metrics: ``host:port`` for Prometheus; port 0 takes any free port. "": no metrics.
+        access_file: further principals and scopes.
+        audit_kept_s: lifetime of an audit record, in seconds.
     """
 
     journal: Path
@@ -88,10 +88,10 @@ class CoordinatorConfig:
 
 
 class CoordinatorServer:
-    """A coordinator with its server.
+    """A coordinator with a server.
 
     Attributes:
-        denials: refused calls, which are recorded in the audit.
+        denials: refused calls, for the audit.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -130,7 +130,7 @@ class CoordinatorServer:
         )
 
     async def start(self) -> None:
-        """Take over the fleet that the journal describes, then serve. The journal is closed where that fails."""
+        """Take over the fleet of the journal, then serve. Closes the journal after a failure."""
         try:
             await self.coordinator.start()
             if self._metrics is not None:
@@ -158,7 +158,7 @@ class CoordinatorServer:
         task.add_done_callback(self._recording.discard)
 
     async def backup_journal(self, request: coordinator_pb2.BackupJournalRequest) -> AsyncIterator[Message]:
-        """Copy the journal into a temporary file, and send that."""
+        """Copy the journal into a temporary file, and send this file."""
         await self.coordinator.audit.record(_audit_record("BackupJournal", request))
         try:
             with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
@@ -168,7 +168,7 @@ class CoordinatorServer:
                     await asyncio.shield(copying)
                 except asyncio.CancelledError:
                     with contextlib.suppress(Exception):
-                        await copying  # its thread writes into the directory
+                        await copying  # the thread of the copy writes into the directory
                     raise
                 with copy.open("rb") as file:
                     while data := await asyncio.to_thread(file.read, _PART_BYTES):
@@ -180,7 +180,7 @@ class CoordinatorServer:
             ) from error
 
     async def stop(self) -> None:
-        """Take no new calls, end what is open, close the journal."""
+        """Refuse new calls, end open streams and operations, close the journal."""
         self.coordinator.roster.close()
         await self._server.stop()
         await self._stop_metrics()
@@ -195,7 +195,7 @@ class CoordinatorServer:
 
 
 def _metrics(clock: Clock) -> CoordinatorMetrics:
-    """Raises UNSUPPORTED where prometheus_client is not installed."""
+    """Return the metrics. Raises UNSUPPORTED without prometheus_client."""
     refuse_without_library()
     from rlctl.coordinator.metrics import CoordinatorMetrics  # loads prometheus_client
 
@@ -212,13 +212,13 @@ def _traces() -> OperationTraces | None:
 
 
 class _Refusals:
-    """Logs what was asked for and is refused. A caller that asks again and again is told of once."""
+    """Logs refused calls. An immediate repeat of a refusal is not logged."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def told(self, name: str, method: Unary) -> Unary:
-        """The method, with its refusals logged."""
+        """Return the method with logged refusals."""
 
         async def call(request: Message, remaining_s: float | None) -> Message:
             try:
@@ -234,7 +234,9 @@ class _Refusals:
 
 
 def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Streaming]:
-    """Implementations of the service: the table's verbs, and a method of the coordinator for each other RPC it has."""
+    """Return the implementations of the service: verbs of the table, and a method of the coordinator for each other
+    RPC.
+    """
     refusals = _Refusals()
     implementations: dict[str, Any] = {
         verb.name: refusals.told(verb.name, coordinator.verb) for verb in offered_by("CoordinatorService")
@@ -281,7 +283,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
 
 
 def _for_followers(method: Streaming, denials: Denials) -> Streaming:
-    """WatchFleet; only callers with a scope for it may have the coordinator wait for them."""
+    """Restrict ``watch_id`` of WatchFleet to callers with a scope, since the coordinator waits for such watches."""
     needs = Method("WatchFleet with watch_id", FOLLOWS)
 
     def call(request: Any, remaining_s: float | None) -> AsyncIterator[Message]:
@@ -298,7 +300,7 @@ def _for_followers(method: Streaming, denials: Denials) -> Streaming:
 def _of_own_slot(
     method: Callable[[Any], Awaitable[Message]], slot: Callable[[Any], str]
 ) -> Callable[[Any], Awaitable[Message]]:
-    """The method; a stage with a certificate may call it for its own slot only."""
+    """Restrict a method to the own slot of a stage with a certificate."""
 
     async def call(request: Any) -> Message:
         identity = caller()
@@ -310,7 +312,7 @@ def _of_own_slot(
 
 
 def _audited(coordinator: Coordinator, name: str, method: Unary) -> Unary:
-    """The method, with each change that it made in the audit."""
+    """Record each change by a method in the audit."""
 
     async def call(request: Any, remaining_s: float | None) -> Message:
         answer = await method(request, remaining_s)
@@ -337,7 +339,7 @@ def _audit_record(name: str, request: Any) -> coordinator_pb2.AuditRecord:
 
 
 def _allowed(coordinator: Coordinator, denials: Denials, name: str, method: Unary) -> Unary:
-    """The method, for callers whose scopes cover the models and the adapter of the request."""
+    """Restrict a method to callers whose scopes cover the models and the adapter of the request."""
     needs = Method(name, COORDINATOR_RPCS[name])
 
     async def call(request: Message, remaining_s: float | None) -> Message:

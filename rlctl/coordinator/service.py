@@ -80,24 +80,22 @@ log = logging.getLogger(__name__)
 ASK_S = 5.0
 
 STOP_S = 4.0
-"""What runs may take so long when the coordinator stops: with the time in which calls are answered (``GRACE_S``), less
-than launchers wait. An operation's own time may be hours, that of a pause that drains say.
-"""
+"""Time for running operations to end when the coordinator stops. With the time for answers (``GRACE_S``) this is less
+than launchers wait. The deadline of an operation may be hours, for example of a pause with mode drain."""
 
 TOO_HIGH = 1 << 62
-"""An epoch that no fleet reaches. A coordinator does not follow a stage to it: stages obey no epoch above twice this
-one, and the journal would keep it forever.
-"""
+"""An epoch that no fleet reaches. A coordinator does not exceed a stage's epoch of this size: stages
+obey no epoch above twice this number, and the journal would keep the epoch forever."""
 
 MOST_REFUSED = 100
 """Most refused slots that are logged."""
 
 REPLY_S = 0.5
-"""Kept back of a call's own deadline, at most a tenth of it, so that the answer arrives before the caller leaves."""
+"""Seconds of a call's deadline, at most a tenth, kept so that the answer arrives before the caller disconnects."""
 
 
 class Coordinator:
-    """One fleet. Every public coroutine is one RPC, or one of the table's verbs."""
+    """One fleet. Every public coroutine is an RPC, or carries out a verb of the table."""
 
     def __init__(
         self,
@@ -113,18 +111,23 @@ class Coordinator:
         graces: Graces | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
-        joiners and restarted engines wait until somebody asks, where others are brought to the published version;
-        ``retained``: ended operations that are kept; ``topology``: admitted slots, beside the slots on record and
-        slots that an operator admits. None: every slot. ``graces``: times to wait for trainers that may be dead.
-        ``observer``: receives events.
+        """Make a coordinator without links.
+
+        Args:
+            lease_s: serving lease of a stage.
+            heal_by_hand: models whose late joiners and restarted engines are healed only on request. Other models are
+                healed automatically.
+            retained: number of ended operations that are kept.
+            topology: admitted slots, besides slots on record and slots that an operator admits; None: every slot.
+            graces: waits for trainers that may be dead.
+            observer: receives events.
         """
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
         self._raising = asyncio.Lock()
         self._refused: set[str] = set()
-        """Refused slots with their addresses, as logged."""
+        """Refused slots and addresses, as logged."""
         self.roster = Roster(journal, clock, observer)
         self.admitted_slots = AdmittedSlots(journal, topology)
         self.audit = Audit(journal, clock, audit_kept_s)
@@ -166,7 +169,7 @@ class Coordinator:
         )
 
     async def start(self) -> None:
-        """Take over: what is on record, then the links to the stages."""
+        """Load the journal, then connect to the stages."""
         await self.load()
         for slot in list(self.roster.slots.values()):
             if not slot.record.retired:
@@ -176,7 +179,7 @@ class Coordinator:
         log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
 
     async def load(self) -> None:
-        """Take in what the journal holds, under a higher epoch than every coordinator before. Nothing is sent."""
+        """Load the journal, under a higher epoch than every coordinator before. Nothing is sent."""
         for key, body in self._journal.read("fleet"):
             record = parsed("fleet", key, body, FleetRecord)
             self.roster.epoch, self.roster.first_sequence = record.fleet_epoch, record.first_sequence
@@ -189,9 +192,7 @@ class Coordinator:
         self.keys.load()
 
     async def _take_over(self, seen: int) -> None:
-        """Raise the epoch above one that was seen, durably; links that stand were made under the old one and are made
-        again.
-        """
+        """Raise the epoch above a seen epoch, durably. Links under the former epoch are closed and dialled again."""
         async with self._raising:
             if seen < self.roster.epoch:
                 return
@@ -201,13 +202,16 @@ class Coordinator:
             await self._peers.disconnect()
 
     async def end_of_reign(self) -> NoReturn:
-        """Wait until the journal is another's, then raise JOURNAL_FAILED: this coordinator commands no more."""
+        """Wait until a different coordinator owns the journal, then raise JOURNAL_FAILED. This coordinator then
+        commands nothing.
+        """
         await self._peers.succeeded.wait()
         raise self._peers.succeeded_error()
 
     async def stop(self) -> None:
-        """Abort open updates, wait a moment for what runs, close the links. What needed them still has no outcome then
-        that anybody will hear of: it ends UNKNOWN.
+        """Abort open updates, wait for running operations, close the links.
+
+        Operations without a result then end UNKNOWN.
         """
         await self._lifting.stop()
         await self.updates.stop()
@@ -216,13 +220,13 @@ class Coordinator:
         await self.operations.stop(STOP_S)
 
     def subject(self, request: Message) -> Subject | None:
-        """The models and the adapter that a request is about."""
+        """Return the models and the adapter of a request."""
         return subject_of(request, self.roster, self.operations)
 
     # The table's verbs.
 
     async def verb(self, request: Message, remaining_s: float | None = None) -> Operation:
-        """Carry out one of the table's verbs. ``remaining_s``: time that the caller itself will wait."""
+        """Carry out a verb of the table. ``remaining_s``: time until the caller's deadline."""
         check(request)
         refuse_fence(request)
         verb = of_request(request)
@@ -247,12 +251,12 @@ class Coordinator:
             await self.implicit.settle(request, targets)
             if verb.waits:
                 await self.updates.go_first(verb.name, targets, timeout_s)
-            known_run = self.operations.known(_header(request).request_id, request)  # a repeat, of which one went ahead
+            known_run = self.operations.known(_header(request).request_id, request)  # repeat of a faster call
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)
 
     async def _ask(self, verb: Verb, request: Message, timeout_s: float) -> Operation:
-        """A read: not recorded, never behind a write. Or a check of what a write would do."""
+        """Carry out a read, without a record or a wait for writes. Or validate a write (``validate_only``)."""
         targets, excluded = self._targets(verb, request)
         operation = Operation(
             header=self.roster.header(),
@@ -290,7 +294,7 @@ class Coordinator:
         if isinstance(request, DestroyWeightsUpdateGroupRequest):
             for model in {slot.model for slot in targets}:
                 self.implicit.joining.forget(model)
-        attempt = self.updates.attempt(update_id)  # another one may be planned before this is on record
+        attempt = self.updates.attempt(update_id)  # a next attempt may be planned before the operation is on record
         told = request
         if joined:
             told = type(request).FromString(request.SerializeToString())
@@ -298,7 +302,7 @@ class Coordinator:
 
         async def work(run: Run) -> None:
             if not isinstance(request, UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest):
-                run.refuse_given_up()  # of a write somebody has to tell the source
+                run.refuse_given_up()  # a cancelled write must end the wait of its source
             deadline = self._clock.now() + timeout_s
             pauses = isinstance(request, PauseGenerationRequest) and not request.adapter
             ends_serving = pauses or spoils(request)
@@ -375,7 +379,7 @@ class Coordinator:
         return targets, excluded
 
     def _refuse_unknown_adapter(self, adapter: str, targets: Sequence[Slot]) -> None:
-        """Raise ADAPTER_NOT_FOUND for an adapter that no target's model has, and of which no pause is in force."""
+        """Raise ADAPTER_NOT_FOUND for an adapter that no target or its model has, and that no pause names."""
         models = sorted({slot.model for slot in targets})
         known = {each.name for model in models for each in self.roster.models[model].record.adapters}
         held = {each.name for slot in targets if slot.report is not None for each in slot.report.adapters}
@@ -401,7 +405,7 @@ class Coordinator:
         return answer
 
     async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
-        """The operation once it has ended. It goes on when the caller leaves. Raises why it was not accepted."""
+        """Return the ended operation, which continues if the caller disconnects. Raises the cause of a refusal."""
         if wait:
             await run.ended.wait()
         if run.refused is not None:
@@ -422,12 +426,12 @@ class Coordinator:
         return await begins.begin(request, timeout_s)
 
     async def join_weight_update(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
-        """Tell a further source of an open update."""
+        """Return the plan of an open update to a further source."""
         check(request)
         return self.updates.join(request)
 
     async def retry_weight_update(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
-        """Plan another attempt at an open update."""
+        """Plan a further attempt of an open update."""
         check(request)
         return await self.updates.retry(request)
 
@@ -439,7 +443,7 @@ class Coordinator:
         return await self._answer(await self.updates.commit(request))
 
     async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
-        """Commit a batch of an update that rolls in place."""
+        """Commit a batch of a rolling update in place."""
         check(request)
         follows = await self.updates.commit_batch(request)
         if isinstance(follows, Run):
@@ -447,27 +451,24 @@ class Coordinator:
         return CommitBatchResponse(header=self.roster.header(), next=follows)
 
     async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
-        """Abort an update."""
         check(request)
         cause = from_detail(request.error) if request.error.reason else None
         run = await self.updates.abort(request.update_id, request.fencing_token, request.reason, cause)
         return await self._answer(run)
 
     async def renew_lease(self, request: RenewLeaseRequest) -> RenewLeaseResponse:
-        """Keep an update's session alive."""
         check(request)
         return self.updates.renew(request.update_id, request.fencing_token)
 
     # Operations.
 
     async def reserve_request_id(self, request: rpc.ReserveRequestIdRequest) -> rpc.ReserveRequestIdResponse:
-        """The request_id that a caller's own key stands for."""
+        """Return the request id of an idempotency key."""
         check(request)
         request_id = await self.keys.reserve(request.key, request.body_sha256)
         return rpc.ReserveRequestIdResponse(header=self.roster.header(), request_id=request_id)
 
     async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
-        """Read one operation."""
         run = self.operations.get(request.operation_id)
         answer = await self._answer(run, wait=False)
         run.write_timeline()
@@ -476,7 +477,7 @@ class Coordinator:
         return answer
 
     async def list_operations(self, request: rpc.ListOperationsRequest) -> rpc.ListOperationsResponse:
-        """Read operations, newest first."""
+        """Return operations, newest first."""
         check(request)
         size = min(request.page_size or 50, 1000)
         runs = self.operations.newest_first(request.verb, request.state, request.page_token)
@@ -488,7 +489,7 @@ class Coordinator:
         )
 
     async def list_audit_records(self, request: rpc.ListAuditRecordsRequest) -> rpc.ListAuditRecordsResponse:
-        """Read the audit, newest first."""
+        """Return audit records, newest first."""
         check(request)
         size = min(request.page_size or 50, 1000)
         page = list(itertools.islice(self.audit.newest_first(request), size + 1))
@@ -499,12 +500,12 @@ class Coordinator:
         )
 
     async def watch_operation(self, request: rpc.WatchOperationRequest) -> AsyncIterator[Operation]:
-        """Follow one operation until it ends."""
+        """Follow an operation until the end."""
         async for operation in self.operations.get(request.operation_id).watch():
             yield operation
 
     async def cancel_operation(self, request: rpc.CancelOperationRequest) -> Operation:
-        """Give up an operation where it has not started."""
+        """Cancel commands of an operation that have not started, and abort the update of the operation, if any."""
         run = self.operations.get(request.operation_id)
         if run.operation.state == OPERATION_STATE_RUNNING:
             run.give_up()
@@ -515,7 +516,7 @@ class Coordinator:
     # The fleet.
 
     async def register_stage(self, request: rpc.RegisterStageRequest) -> rpc.RegisterStageResponse:
-        """A stage joins, or comes back."""
+        """Register a stage that joins or returns."""
         check(request)
         self._refuse_unadmitted(request.registration)
         slot = await self._register(request.registration)
@@ -548,9 +549,9 @@ class Coordinator:
             raise
 
     async def _refuse_second(self, registration: StageRegistration) -> None:
-        """A living stage is not replaced: two processes would take the slot from each other for ever.
+        """Refuse a process in the slot of a living stage. Two processes would otherwise replace each other forever.
 
-        One that has gone is, as soon as its link has ended, or when somebody else is found at its own address.
+        A stage is replaced once the link has ended, or if the new process answers at the same address.
         """
         slot = self.roster.slots.get(registration.slot)
         if slot is None or slot.commander is None or slot.commander.lost or slot.record.retired:
@@ -569,9 +570,9 @@ class Coordinator:
         )
 
     async def adopt(self, address: str) -> Slot:
-        """Register a stage server that knows no coordinator: ask it who it is, then take charge of it.
+        """Register a stage server that does not register itself: inspect the server, then take it over.
 
-        Whoever held it before is fenced: this coordinator's epoch becomes higher than any that the stage has seen.
+        A former coordinator is fenced: the epoch is raised above the epoch of the stage.
         """
         attached = await self._ask_who(address)
         _refuse_epoch(attached, "")
@@ -582,7 +583,7 @@ class Coordinator:
         return await self._register(registration)
 
     async def _ask_who(self, address: str) -> Attached:
-        """What a stage server says of itself to somebody who does not take charge of it."""
+        """Inspect a stage server without a take-over."""
         commander = Commander(await self._dialer.dial(address), self._clock)
         receiving = asyncio.create_task(commander.run())
         try:
@@ -595,47 +596,45 @@ class Coordinator:
             await asyncio.gather(receiving, return_exceptions=True)
 
     async def deregister_stage(self, request: rpc.DeregisterStageRequest) -> rpc.DeregisterStageResponse:
-        """A stage leaves for good."""
+        """Retire a slot."""
         slot = self.roster.slot(request.slot)
         if request.boot_id and request.boot_id != slot.record.registration.boot_id:
             raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
         async with contextlib.AsyncExitStack() as planned:
             if not request.force:
-                # Else an update that is being planned could have it as a target.
+                # Otherwise an update in planning could have the stage as a target.
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
             await self.roster.retire(slot)
-            slot.gone = slot.gone or bool(request.boot_id)  # it says so itself
+            slot.gone = slot.gone or bool(request.boot_id)  # the stage itself deregisters
         if slot.commander is not None:
             await slot.commander.close()
         return rpc.DeregisterStageResponse(header=self.roster.header())
 
     async def get_fleet(self, request: rpc.GetFleetRequest) -> Fleet:
-        """Read the fleet."""
         fleet = self.roster.fleet(request.model)
         fleet.contract_version, fleet.rlctl_version = CONTRACT_VERSION, __version__
         return fleet
 
     async def list_versions(self, request: rpc.ListVersionsRequest) -> rpc.ListVersionsResponse:
-        """Read the published versions of a model."""
+        """Return the published versions of a model."""
         check(request)
         record = self.roster.model(request.model).record
         return rpc.ListVersionsResponse(header=self.roster.header(), versions=versions.history(record))
 
     async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
-        """Follow the fleet."""
         check(request)
         async for event in self.roster.watch(request.model, request.watch_id):
             yield event
 
     async def confirm_fleet(self, request: rpc.ConfirmFleetRequest) -> rpc.ConfirmFleetResponse:
-        """A watch has taken in what it was told."""
+        """Confirm events of a watch."""
         check(request)
         self.roster.followers.confirm(request.watch_id, request.revision)
         return rpc.ConfirmFleetResponse(header=self.roster.header())
 
     async def set_stage_enabled(self, request: rpc.SetStageEnabledRequest) -> Fleet:
-        """Set the operator's flag."""
+        """Set the operator's mark on stages."""
         check(request)
         slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         if not request.header.validate_only:
@@ -646,7 +645,7 @@ class Coordinator:
         return self.roster.fleet()
 
     async def report_engine_failure(self, request: rpc.ReportEngineFailureRequest) -> rpc.ReportEngineFailureResponse:
-        """Record a launcher's report of why a slot is empty."""
+        """Record a launcher's report of the cause of an empty slot."""
         check(request)
         slot = self.roster.slot(request.slot)
         if not request.header.validate_only:
@@ -655,7 +654,6 @@ class Coordinator:
         return rpc.ReportEngineFailureResponse(header=self.roster.header())
 
     async def admit_slots(self, request: rpc.AdmitSlotsRequest) -> rpc.AdmitSlotsResponse:
-        """Admit and dismiss slots."""
         check(request)
         if not request.header.validate_only:
             await self.admitted_slots.change(request.slots, request.dismissed)
@@ -665,7 +663,7 @@ class Coordinator:
         )
 
     async def take_over_stages(self, request: rpc.TakeOverStagesRequest) -> Fleet:
-        """Take charge of stages that obey another coordinator's epoch, by order of an operator."""
+        """Take over stages that obey the epoch of a different coordinator, by order of an operator."""
         check(request)
         named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         taken = [slot for slot in named if not slot.linked]
@@ -683,7 +681,7 @@ class Coordinator:
         return self.roster.fleet()
 
     async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
-        """Set who heals a model's stages."""
+        """Switch automatic heals of a model on or off."""
         check(request)
         if not request.header.validate_only:
             self.updates.set_healing(request.model, by_hand=request.by_hand)
@@ -697,7 +695,7 @@ class Coordinator:
         return await self._answer(await self.updates.heal(request, timeout_s), replayed=known)
 
     async def _reported(self, slot: Slot) -> None:
-        """A stage said something new: a first version may follow, its digest, or an update that nobody owns."""
+        """Take in a report of a stage: publish a first version or a first digest, and clear orphans."""
         async with self.roster.publishing:
             model = self.roster.models[slot.model]
             record = versions.first_version(model, slot, self._clock.wall())
@@ -710,7 +708,7 @@ class Coordinator:
 
 
 def _refuse_epoch(attached: Attached, field: str) -> None:
-    """Raise EPOCH_FENCED for a stage that obeys an epoch that this coordinator must not follow, or return."""
+    """Raise EPOCH_FENCED for a stage whose epoch this coordinator must not exceed."""
     held = attached.report.fleet_epoch
     if held >= TOO_HIGH:
         raise Reason.EPOCH_FENCED.error(

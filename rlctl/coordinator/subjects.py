@@ -1,4 +1,4 @@
-"""The models and the adapter that a request is about, for the decision whether its caller may make it."""
+"""The models and the adapter of a request, for the decision whether the caller may make the request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SELECTING = frozenset({"header", "model", "update_id", "operation_id"})
 """Fields that select a part of the fleet."""
 
 _UNFENCED = (BeginWeightUpdateRequest, UpdateWeightsFromDiskRequest, LoadAdapterRequest)
-"""Requests that open an update of their own: no update that is open can be theirs."""
+"""Requests that open an update, and so belong to no open update."""
 
 
 def refuse_fence(request: Message) -> None:
@@ -41,11 +41,10 @@ def refuse_fence(request: Message) -> None:
 
 
 def subject_of(request: Message, roster: Roster, operations: Operations) -> Subject | None:
-    """The subject of a request as the fleet is now. A request without a target is about every model. A
-    request of a type without targets has no subject.
+    """Return the subject of a request in the present fleet. Without a target, the subject is every model.
 
-    The subject includes every model that the coordinator may change for the request. Each field therefore counts here
-    for the requests for which the coordinator reads it.
+    A request of a type without targets has no subject. The subject includes every model that the coordinator may change
+    for the request. Each field therefore counts for exactly the requests for which the coordinator reads the field.
     """
     fields = request.DESCRIPTOR.fields_by_name
     if _SELECTING.isdisjoint(fields):
@@ -64,11 +63,12 @@ def subject_of(request: Message, roster: Roster, operations: Operations) -> Subj
 
 
 def _fenced(request: Message, header: RequestHeader, update: Subject, roster: Roster) -> Subject:
-    """The subject of a request with a fence: the update, and the models that the request itself names. An update that
-    has ended counts too: the method then refuses the request, and names the reason, or returns a recorded result.
+    """Return the subject of a request with a fence: the update, and the models that the request itself names.
+
+    An ended update counts too: the method then refuses the request with the cause, or returns a recorded result.
     """
     if isinstance(request, PauseGenerationRequest | ContinueGenerationRequest):
-        # A pause is about all requests of its targets unless it names an adapter. A continue ends the pauses of the
+        # A pause is about all requests of the targets, or about an adapter. A continue ends the pauses of the
         # adapter at the target in the header.
         return Subject(update.models | _targeted(request, header, roster), adapter_of(request))
     models = update.models | _named(header.target, roster)
@@ -95,7 +95,7 @@ def _of(operation: Operation, roster: Roster) -> Subject:
 
 
 def _targeted(request: Message, header: RequestHeader, roster: Roster) -> frozenset[str]:
-    """The models of a request without an update."""
+    """Return the models of a request without an update."""
     target, named = header.target, _named(header.target, roster)
     if isinstance(request, BeginWeightUpdateRequest):
         models = _of_engine(request.model, header.for_slot if request.implicit else "", roster)
@@ -107,7 +107,7 @@ def _targeted(request: Message, header: RequestHeader, roster: Roster) -> frozen
 
 
 def _of_engine(model: str, slot: str, roster: Roster) -> frozenset[str]:
-    """The model of a request that is about a model as a whole, though it may name one of its engines."""
+    """Return the model of a request for a whole model, also if the request names a single engine."""
     return _of_slots([slot], roster) | ({model} if model else set())
 
 

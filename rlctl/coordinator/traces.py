@@ -1,4 +1,4 @@
-"""The spans of operations, made when an operation ends, from the record that GetOperation sends."""
+"""Spans of operations, made at the end of an operation from the record that GetOperation sends."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ Attributes = Mapping[str, str | int | float]
 
 
 class OperationTraces(Observer):
-    """Makes a trace of every operation, in a thread: one of a large fleet has thousands of spans."""
+    """Makes a trace of every operation, in a thread, since an operation of a large fleet has thousands of spans."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._thread = ThreadPoolExecutor(1, "rlctl traces")
 
     def stop(self) -> None:
-        """Wait for the spans of operations that have ended."""
+        """Wait for the spans of ended operations."""
         self._thread.shutdown()
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
-        """Make its spans."""
         self._thread.submit(self._trace, record, took_s, traceparent)
 
     def _trace(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
@@ -53,7 +52,9 @@ class OperationTraces(Observer):
 
 
 class _Spans:
-    """The spans of one operation. Times are nanoseconds since 1970: that of its acceptance, and spans of the record."""
+    """The spans of an operation. Times are nanoseconds since 1970: acceptance of the operation plus times of the
+    record.
+    """
 
     def __init__(self, tracer: Tracer, record: OperationRecord, took_s: float) -> None:
         self._tracer = tracer
@@ -132,7 +133,7 @@ class _Spans:
         attributes: Attributes,
         outcome: Outcome.ValueType = OUTCOME_APPLIED,
     ) -> Context:
-        """One span; returns the context of its children. A span ends with its operation at the latest."""
+        """Make a span. Returns the context for child spans. A span ends with the operation at the latest."""
         span = self._tracer.start_span(name, inside, attributes=_set(attributes), start_time=start)
         if outcome not in (OUTCOME_APPLIED, OUTCOME_SKIPPED):
             fail(span, short_name(Outcome.DESCRIPTOR, outcome).upper())
@@ -141,5 +142,5 @@ class _Spans:
 
 
 def _set(attributes: Attributes) -> Attributes:
-    """The attributes that have a value. Numbers always have one."""
+    """Return the attributes with a value. Numbers always have a value."""
     return {name: value for name, value in attributes.items() if value != ""}

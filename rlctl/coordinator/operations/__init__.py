@@ -2,7 +2,7 @@
 
 Decides whether a request is new or a repeat, and which outcome a target has when its result cannot be used. In
 ``fanout.py`` a target becomes UNKNOWN if its result does not come by the deadline (``Fanout._late``). So does a target
-whose result has another incarnation or epoch, or contradicts the results of its ranks (``Fanout._vetted``).
+whose result has a wrong incarnation or epoch, or contradicts the results of its ranks (``Fanout._vetted``).
 
 Imports: coordinator.fleet, coordinator.journal, contract, ports.
 

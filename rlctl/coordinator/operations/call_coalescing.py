@@ -1,10 +1,10 @@
 """Equal calls for single engines become one operation.
 
-A client that knows only engines calls each of them, although the weights belong to the model. The first call starts the
-operation. Each call for another engine gets the result once. A request id of the client identifies a repeat exactly.
-Without a request id, an equal body for the same engine is a repeat while the operation runs, and until a caller has
-received its result. After that it is a new operation. A call is also a new operation if it comes :data:`JOINED_S` after
-a result was delivered, or after the end of an operation whose callers have all disconnected.
+A client that addresses single engines calls each engine, although the weights belong to the model. The first call
+starts the operation. Each call for a further engine gets the result once. A request id of the client identifies a
+repeat exactly. Without a request id, an equal body for the same engine is a repeat while the operation runs, and until
+a caller has received its result. After that it is a new operation. A call is also a new operation if it comes
+:data:`JOINED_S` after a result was delivered, or after the end of an operation whose callers have all disconnected.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ JOINED_S = 60.0
 
 @dataclass(eq=False)
 class _Shared:
-    """One operation and who shares it.
+    """An operation that several calls may share.
 
     Attributes:
-        model: whose weights it is about.
-        run: the operation, once it is accepted.
-        called: engines that it was called for; "" for a call that is not for one.
-        unanswered: engines that have not got its answer.
-        answered_at: when the first call got its answer, on the clock's ``now``.
+        model: model of the calls.
+        run: the operation, once accepted.
+        called: engines with a call; "" for a call without an engine.
+        unanswered: engines without an answer.
+        answered_at: time of the first answer, on the clock's ``now``.
     """
 
     model: str
@@ -49,8 +49,8 @@ class Joined:
 
     Attributes:
         run: the operation.
-        replayed: it was accepted before this call.
-        body: what the calls that are part of it have in common.
+        replayed: the operation was accepted before this call.
+        body: common content of the calls.
     """
 
     run: Run
@@ -69,11 +69,10 @@ class Joining:
     async def run(
         self, body: Message, model: str, engines: Iterable[str], start: Callable[[], Coroutine[Any, Any, Run]]
     ) -> Joined:
-        """The operation that a call is part of.
+        """Return the operation of a call. Raises CANCELLED if the caller disconnects before acceptance.
 
-        ``body``: the request; what differs between the calls for ``engines``, beside its header, is left out of it.
-        ``start`` accepts the operation, and may take its time; what it raises all calls get. Raises CANCELLED when the
-        caller leaves before.
+        ``body``: the request, without content that differs between the calls for ``engines`` besides the header.
+        ``start`` accepts the operation, and may take long; every call gets the error.
         """
         header = body.header  # type: ignore[attr-defined]
         known = self.known(body)
@@ -98,7 +97,7 @@ class Joining:
         return Joined(run, joined, body)
 
     def known(self, body: Message) -> Run | None:
-        """The operation that a call under this request_id was part of. Raises REQUEST_ID_REUSED for another body."""
+        """Return the operation of an earlier call with this request id. Raises REQUEST_ID_REUSED for a new body."""
         return self._operations.known(body.header.request_id, body)  # type: ignore[attr-defined]
 
     def _drop_refused(self, key: bytes, shared: _Shared) -> None:
@@ -108,11 +107,11 @@ class Joining:
 
     @staticmethod
     def _joins(shared: _Shared, engine: str, *, unkeyed: bool) -> bool:
-        """Whether a call is part of an operation: its engine's own, or a repeat that cannot be told apart from it."""
+        """Whether a call is part of an operation: for the call's engine, or an indistinguishable repeat."""
         return engine in shared.unanswered and (unkeyed or engine not in shared.called)
 
     def answered(self, joined: Joined) -> None:
-        """A call has its answer, unless the transport knows that its caller has left."""
+        """Record that a call has an answer, unless the transport knows that the caller has disconnected."""
         body = joined.body
         caller, key = CALLER.get(), body_hash(body)
         shared = self._shared.get(key)
@@ -120,14 +119,16 @@ class Joining:
             return
         refused = shared.run.cancelled() or shared.run.exception() is not None
         if refused or shared.run.result() is not joined.run:
-            return  # its operation has been followed by another one of the same body
+            return  # a later operation has the same body
         shared.answered_at = min(shared.answered_at, self._clock.now())
         shared.unanswered.discard(body.header.for_slot)  # type: ignore[attr-defined]
         if not shared.unanswered:
             del self._shared[key]
 
     def forget(self, model: str) -> None:
-        """A new update of a model begins, or groups of it are left: what has ended is joined by nobody any more."""
+        """Let no further call join ended operations of a model: a new update begins, or ranks leave groups of the
+        model.
+        """
         for key, shared in list(self._shared.items()):
             if shared.model == model and _ended_at(shared.run) < float("inf"):
                 del self._shared[key]
@@ -145,7 +146,7 @@ def _ended_at(run: asyncio.Task[Run]) -> float:
 
 
 async def _started(run: asyncio.Task[Run]) -> None:
-    """Wait until an operation is accepted or refused, or nobody waits for it."""
+    """Wait until an operation is accepted or refused, or the caller disconnects."""
     caller = CALLER.get()
     if caller is None:
         await asyncio.wait({run})

@@ -1,5 +1,5 @@
-"""The fan-out of verbs in which ranks of several stages wait for each other in groups. The first failure ends the waits
-of the other ranks.
+"""Fan-out of verbs in which ranks of several stages wait for each other. The first failure ends the waits of other
+ranks.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import DestroyWeightsUpdateGroupRequest, InitWeightsUpdateGroupRequest
 
 PROBE_S = 10.0
-"""Time for every rank to find out whether it could join a group."""
+"""Time for every rank to check whether the rank can join a group."""
 
 RENDEZVOUS_S = 30.0
-"""Time for the ranks to meet once all of them can."""
+"""Time for the rendezvous, once all ranks can join."""
 
 LEAVE_S = 10.0
 
 AGAIN_S = 0.2
-"""Until a store that could not be reached is looked for again."""
+"""Wait before a store that was unreachable is tried again."""
 
 
 class Together:
-    """What some stages do together in some groups, under one operation."""
+    """Collective fan-outs of several stages in groups, under a single operation."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Together:
     async def join(
         self, request: InitWeightsUpdateGroupRequest, timeout_s: float, *, patient_s: float = 0.0
     ) -> list[StageResult]:
-        """Join every rank into a group, once each has found that it can.
+        """Join every rank into a group, once each rank can.
 
-        A group that stands under this name with another store or shape is of a source that has ended, or that forms it
-        anew: the ranks leave that one first. ``patient_s``: how long it may take until the store can be reached.
+        A group of the same name with a different store or shape belongs to an ended source, or to a source that forms
+        the group anew. The ranks leave this group first. ``patient_s``: longest wait for the store to be reachable.
         """
         probe = InitWeightsUpdateGroupRequest()
         probe.CopyFrom(request)
@@ -96,7 +96,9 @@ class Together:
         aside: bool = False,
         spares: Callable[[StageResult], bool] | None = None,
     ) -> list[StageResult]:
-        """One verb, in the order of the stages. ``spares``: failures that do not end the others."""
+        """Send a verb. Returns results in the order of the stages. ``spares``: failures that do not end the waits of
+        other ranks.
+        """
 
         def took(result: StageResult) -> None:
             self._on_result(result)
@@ -112,23 +114,23 @@ class Together:
             deadline=self._clock.now() + timeout_s,
             on_result=took,
             aside=aside,
-            again=False,  # the others would wait for it meanwhile
+            again=False,  # the other ranks would wait meanwhile
         )
         await self.left()
         return results
 
     def refuse_failed(self) -> None:
-        """Raise what the first one said that failed: what the others say follows from it."""
+        """Raise the first failure, the cause of later failures."""
         if self._failed is not None:
             raise blame(self._failed)
 
     def leave(self) -> None:
-        """Let all ranks leave the groups, and break what waits in them."""
+        """Let all ranks leave the groups. This ends the waits inside."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave())
 
     async def left(self) -> None:
-        """Wait until they have, if they were told to."""
+        """Wait for the end of a started :meth:`leave`."""
         if self._leaving is not None:
             await self._leaving
 
@@ -147,12 +149,12 @@ class Together:
 
 
 def _comes(result: StageResult) -> bool:
-    """Whether nothing is wrong but that the store does not listen yet: the stage itself says so."""
+    """Whether the only failure is a store that does not listen yet, as the stage itself reports."""
     error = result.error
     said = result.outcome == OUTCOME_REJECTED and error.field == "master_address"
     return said and error.reason == Reason.UNREACHABLE.name
 
 
 def _stands(result: StageResult) -> bool:
-    """Whether nothing is wrong but that another group of this name stands."""
+    """Whether the only failure is an existing group of the same name."""
     return result.outcome == OUTCOME_REJECTED and result.error.reason == Reason.GROUP_EXISTS.name

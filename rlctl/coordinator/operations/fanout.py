@@ -1,4 +1,4 @@
-"""Sends one verb to many stages, and returns one result for each, also after failures of link or stage."""
+"""Sends a verb to many stages, and returns one result for each, also after failures of link or stage."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from rlctl.v1.verbs_pb2 import ContinueGenerationRequest
 log = logging.getLogger(__name__)
 
 _WITHOUT_RANKS = (OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_UNKNOWN)
-"""Outcomes that a stage may answer with, or that the coordinator gives, before any rank was asked."""
+"""Outcomes of a stage, or of the coordinator, that may come without results of ranks."""
 
 
 AT_ONCE = 8
-"""So many commands are issued before those are let go out: the first stages are at work while the rest is issued."""
+"""Number of commands that are issued between two sends. The first stages then work while further commands are
+issued."""
 
 
 @contextlib.contextmanager
 def continuing(slots: Sequence[Slot], adapter: str) -> Iterator[None]:
-    """Mark stages that a ContinueGeneration addresses: they do not count as paused, whatever they report."""
+    """Mark stages that a ContinueGeneration addresses. Such stages do not count as paused, regardless of reports."""
     for slot in slots:
         slot.continuing[adapter] += 1
     try:
@@ -53,7 +54,7 @@ def continuing(slots: Sequence[Slot], adapter: str) -> Iterator[None]:
 
 
 class Fanout:
-    """Sends verbs to stages over their links."""
+    """Sends verbs to stages over the links."""
 
     def __init__(self, roster: Roster, peers: Peers, clock: Clock) -> None:
         self._roster = roster
@@ -61,7 +62,7 @@ class Fanout:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._withdrawn: dict[tuple[str, str], bool] = {}
-        """Operations' steps that are being issued: whether what is left of them is not to be sent any more."""
+        """For each step that is being issued: whether the rest must not be sent."""
 
     async def run(
         self,
@@ -76,15 +77,19 @@ class Fanout:
         again: bool = True,
         lenient: bool = False,
     ) -> list[StageResult]:
-        """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
+        """Return results in the order of ``slots``. The request is serialised once, with the fence.
 
-        ``step`` tells apart several fan-outs of one operation: commands are identified by operation, slot,
-        incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome of a
-        mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is served (groups, steps
-        of a staged update). What a read has found the stage says by its own state: the answer may be an old one.
-        ``aside``: it is such a step. ``again``: where a link breaks under the command, what became of it is asked over
-        the next one. ``lenient``: the results count also where a quarantine could not be recorded, which is tried
-        again; otherwise that is raised, since nothing may be decided that a crash would let it be forgotten for.
+        A stage whose outcome of a mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches no served
+        weights (groups, steps of a staged update). Reads quarantine no stage: the stage reports its own state, and the
+        answer may be old.
+
+        Args:
+            step: name of the fan-out within the operation. Operation, slot, incarnation and step identify a command, so
+                that a repeat after a broken link gets the recorded result.
+            aside: a step that touches no served weights.
+            again: repeat the command over the next link after a broken link.
+            lenient: return the results even if a quarantine could not be recorded; the record is retried. Otherwise
+                JOURNAL_FAILED is raised, since a crash would forget the quarantine and no decision may depend on it.
         """
         verb = of_request(request)
         started = self._clock.now()
@@ -120,10 +125,9 @@ class Fanout:
                 waiting[slot] = issued.result, command_id
                 issued.result.add_done_callback(functools.partial(settle, slot))
 
-        # No task for each stage, and no wait: of many stages, they would cost as much as their commands. But the first
-        # ones are let go out while the rest is issued. No other fan-out comes between: all stages hear of two in the
-        # same order. Under which epoch, whether the journal is still this coordinator's and whether somebody has
-        # cancelled is asked anew after each time that others may have had their say.
+        # No task or wait for each stage: these would cost as much as the commands. But the first commands are sent
+        # while the rest is issued. No other fan-out comes between, so all stages receive two fan-outs in the same
+        # order. Epoch, journal ownership and cancellation are checked again after each yield to other tasks.
         self._withdrawn[operation_id, step] = False
         marks = contextlib.ExitStack()
         if isinstance(request, ContinueGenerationRequest):
@@ -168,7 +172,7 @@ class Fanout:
         return [results[slot] for slot in slots]
 
     def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
-        """Ask stages to give up a command that they have not started; what is not sent yet is not sent at all."""
+        """Cancel commands that stages have not started. Unsent commands are not sent."""
         if (operation_id, step) in self._withdrawn:
             self._withdrawn[operation_id, step] = True
         for slot in slots:
@@ -218,8 +222,10 @@ class Fanout:
         )
 
     def _vetted(self, slot: Slot, verb: Verb, result: StageResult, *, changes: bool, mutates: bool) -> StageResult:
-        """The result, if it answers what was asked: by this incarnation of this stage, under this epoch, with one entry
-        for every rank that is no worse than the whole. Anything else is UNKNOWN and says why.
+        """Return a valid result unchanged, otherwise an UNKNOWN result with the cause.
+
+        A valid result is by this incarnation of the stage, under this epoch. There is an entry for every rank, and no
+        entry is worse than the whole.
         """
         wrong = ""
         if (result.slot, result.incarnation) != (slot.name, slot.record.incarnation):

@@ -1,8 +1,8 @@
-"""Idempotency keys of callers of other interfaces: each stands for one request id, at every gateway.
+"""Idempotency keys of HTTP callers: each key names a request id, at every gateway.
 
 The time in a request id, a UUIDv7, tells whether the id is older than all remembered operations. A key has no time. So
 the coordinator makes a request id for each new key and keeps it in the journal. All gateways, before and after a
-restart, then mean the same operation. A key that has been forgotten is a new key.
+restart, then mean the same operation. A forgotten key is a new key.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from rlctl.ports import Delete, Journal, Put
 from rlctl.v1.journal_pb2 import KeyRecord
 
 RETAINED = 50_000
-"""Keys that are kept: more than operations are, since a request may take several of those or come to none."""
+"""Number of keys that are kept: more than operations, since a key may belong to several operations or to no operation.
+"""
 
 
 class Keys:
-    """Every key by its name."""
+    """The keys, by name."""
 
     def __init__(self, journal: Journal, new_id: Callable[[], str], retained: int = RETAINED) -> None:
         self._journal = journal
         self._new_id = new_id
         self._retained = retained
         self._records: dict[str, KeyRecord] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._writing: dict[str, asyncio.Task[None]] = {}
 
     def load(self) -> None:
-        """Take in what the journal holds."""
         found = [(key, parsed("key", key, body, KeyRecord)) for key, body in self._journal.read("key")]
         self._records = dict(sorted(found, key=lambda each: each[1].request_id))
 
     async def reserve(self, key: str, body_sha256: bytes) -> str:
-        """What a key stands for. Raises REQUEST_ID_REUSED where another body came under it, JOURNAL_FAILED."""
+        """Return the request id of a key. Raises REQUEST_ID_REUSED for a second body, JOURNAL_FAILED."""
         if key not in self._records:
             writing = self._writing.get(key)
             if writing is None:
                 writing = self._writing[key] = asyncio.create_task(self._remember(key, body_sha256))
-            await asyncio.shield(writing)  # whoever else waits for it goes on when this caller leaves
+            await asyncio.shield(writing)  # other waiting callers continue if this caller disconnects
         record = self._records[key]
         if record.body_sha256 != body_sha256:
             raise Reason.REQUEST_ID_REUSED.error("the key was used for another request", field="key")
