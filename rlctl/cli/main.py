@@ -84,7 +84,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("rlctl.cli.commands.gateway", "Run HTTP dialects in front of a fleet."),
     "sidecar vllm": ("rlctl.cli.commands.sidecar", "Run SGLang's HTTP interface in front of a vLLM."),
 }
-"""Words of a command → (its module, one line of help). The command is the module's attribute of that name, with
+"""Words of a command → (its module, line of help). The command is an attribute of the module, named by the words with
 underscores: ``get stages`` is ``get_stages``.
 """
 

@@ -30,7 +30,7 @@ class FleetChoice:
     def endpoint(self, explicit: str | None) -> str:
         """Return the address of the coordinator.
 
-        Without a fleet that is up the default address, where `rlctl coordinator` listens. Raises FIELD_REQUIRED if
+        The default address, where `rlctl coordinator` listens, applies if no fleet is up. Raises FIELD_REQUIRED if
         several fleets are up, UNREACHABLE while the coordinator of the only fleet does not listen yet.
         """
         if explicit is not None:
@@ -49,8 +49,8 @@ class FleetChoice:
     def name(self, explicit: str | None, endpoint: str | None) -> str:
         """Return the name of a fleet that `rlctl up` started on this machine.
 
-        ``explicit``: the name on the command line, if any; ``endpoint``: the explicit endpoint, if any. Without a fleet
-        that is up the default name: a fleet that is down has logs. Raises FIELD_REQUIRED if several fleets are up,
+        ``explicit``: the name on the command line, if any; ``endpoint``: the explicit endpoint, if any. The default
+        name applies if no fleet is up: a fleet that is down has logs. Raises FIELD_REQUIRED if several fleets are up,
         FIELD_INVALID if no fleet of this machine is at ``endpoint``.
         """
         if explicit is not None:

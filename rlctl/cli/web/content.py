@@ -33,9 +33,7 @@ class Content:
         self._coordinator = coordinator
         self._address = address
         self._history: dict[str, Table] = {}
-        """Lines of the listed operations that have ended. The lines do not change; an operation has the results of all
-        stages.
-        """
+        """Lines of the listed ended operations, which do not change. Each operation has the results of all stages."""
 
     async def state(self) -> dict[str, Any]:
         """Return the tables, and the facts above the tables."""
