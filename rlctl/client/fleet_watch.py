@@ -61,7 +61,7 @@ class FleetView:
         return any(adapter == held.name for known in ours for held in known.adapters)
 
     def refuse_any(self, model: str) -> None:
-        """Raise FIELD_REQUIRED if no model is named and the fleet has several models with different weights."""
+        """Raise FIELD_REQUIRED if no model is named and the fleet has several: the weights of models differ."""
         if not model and len(self._models or ()) > 1:
             there = ", ".join(known.name for known in self.models)
             raise Reason.FIELD_REQUIRED.error(f"which model? There are: {there}", field="model")
