@@ -202,8 +202,8 @@ class AsyncFleet(AsyncAdmin):
     ) -> list[GenerateResponse]:
         """Call :meth:`generate` for all prompts concurrently. Returns the results in the order of the prompts.
 
-        Raises the error of the first failed prompt, after the rest have ended. With a ``seed``, prompt i gets ``seed +
-        i``: equal prompts are sampled independently, and the batch is repeatable.
+        The first failure cancels the rest and is raised after their end. With a ``seed``, prompt i gets ``seed + i``:
+        equal prompts are sampled independently, and the batch is repeatable.
         """
         prompts = batch_of(prompts)
         requests: list[Generating] = [settings.copy() for _ in prompts]
