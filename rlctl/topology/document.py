@@ -1,4 +1,4 @@
-"""YAML as a tree of values with lines. Tags that YAML 1.1 resolves to objects are refused.
+"""YAML as a tree of values with lines. Timestamps stay text; tags beyond plain scalars are problems.
 
 Duplicate keys are problems (PyYAML silently keeps the last). Aliases and merge keys work. A document that contains
 itself, is nested too deep, or grows beyond a limit through aliases is refused.

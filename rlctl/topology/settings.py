@@ -82,8 +82,9 @@ class Settings:
         return found
 
     def named(self, section: Section) -> dict[str, tuple[str, Node]]:
-        """Return (name as written, value) of overrides, by name with underscores. Two spellings of a name are a
-        problem.
+        """Return (name as written, value) of overrides, by name with underscores.
+
+        Two spellings of a name are a problem.
         """
         found: dict[str, tuple[str, Node]] = {}
         for name, node in section.get("overrides", {}).items():
