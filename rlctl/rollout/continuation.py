@@ -1,10 +1,9 @@
 """A sample over several requests. Each request continues from the tokens of the earlier requests.
 
 The generated tokens become part of the prompt, so every engine can continue a sample. Greedy output then equals the
-output of an uninterrupted run. Drawn output has the same distribution. The seed of a later request is derived from the
-seed of the sample and the number of its tokens, because the engine counts positions from 0 again. Samples with
-penalties are refused, because the engine would not count the earlier tokens as output. A stop string across a cut is
-searched here.
+output of an uninterrupted run. Drawn output has the same distribution. The engine counts positions from 0 again, so the
+seed of a later request is derived from the sample's seed and number of tokens. Samples with penalties are refused,
+because the engine would not count the earlier tokens as output. A stop string across a cut is searched here.
 """
 
 from __future__ import annotations

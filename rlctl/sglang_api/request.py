@@ -31,7 +31,7 @@ class Words:
 
     Attributes:
         product: name of the engine, for messages.
-        fields: supported body fields beyond SGLang's.
+        fields: further supported fields of a body.
         sampling: the same for ``sampling_params``.
         without: unsupported fields, with the values that request nothing.
         sampling_without: the same for ``sampling_params``.

@@ -1,4 +1,4 @@
-"""A hash ring: each key has an order of all slots. A new or removed slot changes few orders.
+"""A hash ring: each key has an order of all slots. A new or removed slot changes each order only a little.
 
 Source: Karger et al., "Consistent Hashing and Random Trees", STOC 1997.
 """

@@ -44,7 +44,7 @@ class Sessions:
         return self._homes[session].slot if session in self._homes else ""
 
     def pick(self, session: str, candidates: Sequence[str], members: Collection[str], now: float) -> str:
-        """Return the session's slot if it is a candidate, else the first candidate after the slot on the ring.
+        """Return the session's slot if it is a candidate, else the first candidate in the session's order on the ring.
 
         ``members`` are all possible slots. A new member takes over its share of the sessions, each at the next request.
         A member that is no candidate now, such as a paused stage, keeps its sessions.
