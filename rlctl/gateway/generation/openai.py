@@ -297,7 +297,7 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
 
 
 def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
-    """Raise UNSUPPORTED for a field with an effect."""
+    """Raise UNSUPPORTED for a field whose value has an effect."""
     for name, nothing in without.items():
         value = fields.take(name, object, None)
         if value is not None and value not in nothing:

@@ -58,7 +58,7 @@ WORDS = Words(
     },
     sampling_without={"beam_width": (None, 1), "stream_interval": (None,), "watermark": (None,)},
 )
-"""SGLang's fields. The engine refuses unsupported fields, naming ``engine_fields``."""
+"""Fields of SGLang that are passed on. The engine refuses unsupported fields, naming ``engine_fields``."""
 
 DONE = b"data: [DONE]\n\n"
 

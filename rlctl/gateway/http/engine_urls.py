@@ -184,11 +184,11 @@ async def updatable(call: Call) -> str:
 
 
 async def aimed(call: Call, request: Any, step: str = "") -> Any:
-    """Set request id and target of a request: the call's model, or the engine of its URL. ``step`` numbers a call's
-    requests.
+    """Set request id and target of a request: the call's model, or the engine of its URL.
 
-    Weights belong to a model. Some trainers know engines only; their calls for each engine become one operation. Raises
-    as :func:`updatable`, and FIELD_INVALID for a group of the whole fleet with ranks that do not follow the source's.
+    ``step`` distinguishes the requests of a call. Weights belong to a model. Some trainers know engines only; their
+    calls for each engine become one operation. Raises as :func:`updatable`, and FIELD_INVALID for a group of the whole
+    fleet with ranks that do not follow the source's.
     """
     header = request.header
     header.request_id, header.unkeyed = await call.request_id(step), not call.keyed

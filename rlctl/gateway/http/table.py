@@ -83,7 +83,7 @@ class Asked:
         )
 
     def model(self) -> str:
-        """Return the gateway's model, or "" for an engine URL: the coordinator knows the engine's model."""
+        """Return the gateway's model. For "" the coordinator finds the engine's model, or the only updated model."""
         return "" if self.slot else self.call.generation.settings.model
 
     async def tell(

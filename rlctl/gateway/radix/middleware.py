@@ -4,7 +4,7 @@ The middleware handles POST /generate, at the gateway and at the router in front
 trajectory gets the kept tokens. Only the rest of the prompt is tokenised, and the reply is kept in turn. POST
 /retrieve_from_text returns tokens, log probabilities and loss mask of a text. A request cut by a pause or an abort
 continues from its tokens (:mod:`rlctl.rollout.continuation`), at most ``CUTS`` times. Streams, batches and several
-samples of a prompt are not kept.
+samples of a prompt pass through unchanged.
 
 The kept trajectories belong to one gateway process: processes that share a port would each know a part.
 """

@@ -10,7 +10,7 @@ gives no log probabilities. So the generated tokens are kept by their text.
 - Of several trajectories with the same beginning the newest is found. A trajectory is dropped when a newer trajectory
   has all of its ends: a repetition or continuation of a text replaces the text.
 - Versions are numbers, decimal strings, or names. The age of a number is its distance; the age of a name is the number
-  of newer names. A trajectory has the version that was current at its insertion; prompts age as well.
+  of later versions. A trajectory has the version that was current at its insertion; prompts age as well.
 """
 
 from __future__ import annotations

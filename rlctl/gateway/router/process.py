@@ -175,7 +175,7 @@ class SglangRouter:
         """Take one step towards the wanted workers, types by URL. Return (present workers, workers being added).
 
         The router adds a worker only after the worker has answered /health, and removes a worker at once. A router
-        without workers of a type refuses all requests, so the last worker of a type is removed only after a wanted
+        without workers of a type refuses all requests. So the last worker of a type is removed only after a wanted
         worker is present. Raises OSError.
         """
         known = {worker["url"]: worker for worker in self._listed()}
