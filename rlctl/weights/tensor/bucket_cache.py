@@ -1,4 +1,4 @@
-"""Buckets as messages announce them. One update after the other announces the same ones: they are parsed once."""
+"""Cache of parsed bucket announcements. Successive updates announce equal buckets, and each is parsed once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rlctl.weights.tensor.buckets import Bucket, from_proto
 
 
 class Announced:
-    """Parses announcements, and remembers the last one. For one thread at a time."""
+    """Parser of announcements that caches the last result. For one thread at a time."""
 
     def __init__(self) -> None:
         self._message = b""
         self._parsed: Sequence[tuple[str, Bucket]] = ()
 
     def parse(self, buckets: Iterable[TensorBucket], group_name: str = "") -> Sequence[tuple[str, Bucket]]:
-        """(group, bucket) in the order of the messages; ``group_name`` is the group of those that name none.
+        """Return (group, bucket) in the order of the messages; ``group_name`` is the default group.
 
         Raises as :func:`rlctl.weights.tensor.buckets.from_proto`, with the field in the request.
         """

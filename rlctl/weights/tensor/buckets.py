@@ -1,9 +1,9 @@
-"""Which tensors travel together, and how the bytes of a packed bucket are laid out.
+"""Assignment of tensors to buckets, and the byte layout of a packed bucket.
 
-Small tensors are packed into one broadcast of bytes; a large one travels as it is, so that a receiver can take it
-straight into place. A packed bucket holds its tensors' bytes one after the other. A gap is left only where a tensor
-would otherwise start at an address that its dtype cannot be read from; a reader that knows of no gaps (SGLang's
-``flattened_bucket``) fails on exactly those buckets, so every bucket that it can read is laid out as it expects.
+Small tensors are packed into one broadcast of bytes. A large tensor is broadcast alone, so that a receiver can write it
+directly into place. A packed bucket holds the bytes of its tensors back to back. A gap is inserted only where a
+tensor's offset would not be aligned to its dtype. SGLang's ``flattened_bucket`` knows no gaps and fails on exactly
+these buckets. Every bucket without gaps has SGLang's layout.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from rlctl.v1 import verbs_pb2
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, by_name, dtype_name, parse_dtype
 
 BUCKET_BYTES = 64 << 20
-"""Most bytes that a packed bucket holds, unless tensors that must not be split need more."""
+"""Maximum bytes of a packed bucket, unless an atomic list needs more."""
 
 LARGE_BYTES = 4 << 20
-"""From this size on a tensor travels on its own."""
+"""A tensor of this size or more is a bucket of its own."""
 
 _LARGEST = (1 << 63) - 1
-"""Sizes and counts of bytes are signed 64-bit numbers in torch."""
+"""Maximum of sizes and byte counts: torch has signed 64-bit numbers."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together.
+    """Tensors that are sent together.
 
     Attributes:
-        sequence: position in the update, per source, from 0 on without gaps.
+        sequence: position in the update, per source, from 0 without gaps.
         metas: the tensors, in order.
-        flattened: packed into one broadcast of bytes; otherwise one broadcast for each tensor.
-        parts: the broadcasts are of the part that the sending rank holds, for one that holds the same part.
+        flattened: packed into a broadcast of bytes; otherwise a broadcast for each tensor.
+        parts: each broadcast has the sender's part of a tensor, for a receiver with the same part.
     """
 
     sequence: int
@@ -46,7 +46,7 @@ class Bucket:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each tensor starts in the packed bucket, in bytes."""
+        """Offset of each tensor in the packed bucket, in bytes."""
         offsets = []
         end = 0
         for meta in self.metas:
@@ -56,14 +56,13 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel: of a packed bucket its gaps included."""
+        """Bytes to send, with the gaps of a packed bucket."""
         if not self.flattened:
             return sum(meta.nbytes for meta in self.metas)
         return self.offsets[-1] + self.metas[-1].nbytes if self.metas else 0
 
     @property
     def broadcasts(self) -> list[int]:
-        """The bytes of each broadcast in which it travels."""
         return [self.nbytes] if self.flattened else [meta.nbytes for meta in self.metas]
 
 
@@ -73,21 +72,20 @@ def plan(
     bucket_bytes: int = BUCKET_BYTES,
     large_bytes: int = LARGE_BYTES,
 ) -> list[Bucket]:
-    """Put tensors into buckets, in their order; a sequence of tensors in place of one is never split.
+    """Assign tensors to buckets, in order. An inner sequence is an atomic list.
 
-    A tensor of ``large_bytes`` or more, and a sequence that has such a one, is a bucket of its own, sent tensor by
-    tensor. The others are packed, at most ``bucket_bytes`` together (a sequence that is larger makes a larger bucket);
-    one that would leave a gap behind the ones before it starts another bucket, which SGLang can read too.
-    Packing goes on past a large tensor; the buckets are in the order in which their last tensors come, and within a
-    bucket the order is kept.
+    A tensor of ``large_bytes`` or more is a bucket of its own, as is a list with such a tensor; its tensors are sent
+    one by one. Smaller tensors are packed up to ``bucket_bytes``; a larger list makes a larger bucket. A tensor that
+    would need a gap starts a new bucket, so that SGLang can read the bucket. A large tensor does not end the packing.
+    Buckets are ordered by their last tensors, and the order within a bucket is kept.
 
-    Raises FIELD_INVALID for sizes below 1 or a name that comes twice.
+    Raises FIELD_INVALID for sizes below 1 or a repeated name.
     """
     if bucket_bytes < 1 or large_bytes < 1:
         raise Reason.FIELD_INVALID.error(f"no buckets of {bucket_bytes} bytes and {large_bytes} for large tensors")
     together = [[entry] if isinstance(entry, TensorMeta) else list(entry) for entry in metas]
     by_name(meta for group in together for meta in group)
-    # Contents and format by the position of the last entry that went in.
+    # Contents and format by the position of the last entry.
     closed: dict[int, tuple[list[TensorMeta], bool]] = {}
     packing: list[TensorMeta] = []
     end = last = 0
@@ -107,30 +105,30 @@ def plan(
 
 
 def room_for(nbytes: int, buffer: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """A buffer of at least ``nbytes`` bytes on ``device``, 1-d uint8: the given one if it will do, or a new one."""
+    """Return a 1-d uint8 buffer of at least ``nbytes`` bytes on ``device``: ``buffer`` if it fits, or a new buffer."""
     if buffer is None or buffer.device != device or buffer.numel() < nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     return buffer
 
 
 def put(bucket: Bucket, index: int, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy one tensor's bytes to its place in a packed bucket's buffer.
+    """Copy the bytes of a tensor to its offset in the buffer of a packed bucket.
 
-    Raises FIELD_INVALID when its dtype or shape is not what the bucket says.
+    Raises FIELD_INVALID if dtype or shape differ from the bucket's.
     """
     meta, start = bucket.metas[index], bucket.offsets[index]
     if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
         raise Reason.FIELD_INVALID.error(f"{meta} was to be packed, not {tensor.dtype} {tuple(tensor.shape)}")
     end = 0 if index == 0 else bucket.offsets[index - 1] + bucket.metas[index - 1].nbytes
-    # A gap is filled, so that what travels never shows what the memory held before.
+    # The gap is zeroed: the broadcast must not reveal earlier contents of the memory.
     buffer[end:start].zero_()
     buffer[start : start + meta.nbytes].copy_(as_bytes(tensor))
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of a packed bucket, ``bucket.nbytes`` of them: 1-d, uint8, at the start of ``buffer`` if it will do.
+    """Return the ``bucket.nbytes`` bytes of a packed bucket: 1-d, uint8, at the start of ``buffer`` if it fits.
 
-    Raises FIELD_REQUIRED when a tensor is missing, FIELD_INVALID when one has another dtype or shape.
+    Raises FIELD_REQUIRED for a missing tensor, FIELD_INVALID for a different dtype or shape.
     """
     if absent := [meta.name for meta in bucket.metas if meta.name not in tensors]:
         raise Reason.FIELD_REQUIRED.error(f"tensors of bucket {bucket.sequence} are missing: {', '.join(absent)}")
@@ -142,9 +140,9 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tens
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a packed bucket, in order, as views of the buffer.
+    """Return the tensors of a packed bucket, in order, as views of the buffer.
 
-    Raises FIELD_INVALID when the buffer is not 1-d uint8 of at least ``bucket.nbytes`` bytes.
+    Raises FIELD_INVALID unless the buffer is 1-d uint8 of at least ``bucket.nbytes`` bytes.
     """
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < bucket.nbytes:
         raise Reason.FIELD_INVALID.error(
@@ -157,7 +155,6 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 
 def to_proto(bucket: Bucket) -> verbs_pb2.TensorBucket:
-    """The bucket as a message."""
     return verbs_pb2.TensorBucket(
         sequence=bucket.sequence,
         names=[meta.name for meta in bucket.metas],
@@ -174,10 +171,10 @@ def to_proto(bucket: Bucket) -> verbs_pb2.TensorBucket:
 
 
 def from_proto(message: verbs_pb2.TensorBucket, field: str = "buckets[0]") -> Bucket:
-    """The bucket of a message; ``field`` is where the message stands in the request.
+    """Parse a bucket; ``field`` is the field of the message in the request.
 
     Raises FIELD_REQUIRED (no names), LENGTH_MISMATCH (names, dtypes and shapes differ in number), FIELD_INVALID (an
-    empty name or one that comes twice, an unknown dtype, a tensor too large to be one), UNKNOWN_ENUM_VALUE.
+    empty or repeated name, an unknown dtype, a tensor above the size limit), UNKNOWN_ENUM_VALUE.
     """
     if not message.names:
         raise Reason.FIELD_REQUIRED.error("a bucket needs at least one tensor", field=f"{field}.names")
@@ -207,12 +204,12 @@ def from_proto(message: verbs_pb2.TensorBucket, field: str = "buckets[0]") -> Bu
 
 
 def _aligned(end: int, meta: TensorMeta) -> int:
-    """The first offset from ``end`` on that the tensor's dtype can be read from."""
+    """Return the first offset from ``end`` on that is aligned to the tensor's dtype."""
     return -(-end // meta.dtype.itemsize) * meta.dtype.itemsize
 
 
 def _end(metas: Sequence[TensorMeta], end: int) -> int:
-    """Where a packed bucket ends when these tensors follow what ends at ``end``."""
+    """Return the end of a packed bucket after these tensors are appended at ``end``."""
     for meta in metas:
         end = _aligned(end, meta) + meta.nbytes
     return end

@@ -1,9 +1,9 @@
-"""How a module's tensors and those of its checkpoint correspond.
+"""Correspondence of a module's tensors and the tensors of its checkpoint.
 
-transformers 5 keeps the experts of a layer in one three-dimensional parameter, while checkpoints hold each expert's
-matrices by themselves; some models rename on the way, too. Its own conversion mapping, which ``save_pretrained``
-follows, says what becomes of what. It is run here over tensors without memory, once: what comes out of it as a view
-says which part of which parameter a tensor of the checkpoint is. No model needs code of its own for that.
+transformers 5 keeps the experts of a layer in one three-dimensional parameter. Checkpoints hold a matrix per expert,
+and some models also rename tensors. ``save_pretrained`` follows a conversion mapping of transformers. This module runs
+the mapping once over tensors without memory. Each view in the result tells the part of the parameter that a checkpoint
+tensor is. No model needs code of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Part:
     """A tensor of the checkpoint as a part of a module's tensor.
 
     Attributes:
-        source: the module's name of the tensor that it is a part of.
+        source: name of the whole tensor in the module.
         shape: shape of the part.
-        stride: how far apart, in elements, neighbours along each dimension are in the contiguous module's tensor.
-        offset: where in it the part starts, in elements.
+        stride: strides of the part in the contiguous module's tensor, in elements.
+        offset: start of the part in the module's tensor, in elements.
     """
 
     source: str
@@ -41,7 +41,7 @@ class Part:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part, given the module's tensor: a view where that one is contiguous."""
+        """Return the part of the module's tensor: a view if the tensor is contiguous."""
         if self.shape == tuple(tensor.shape) and self.stride == torch.empty(self.shape, device="meta").stride():
             return tensor
         whole = tensor.contiguous()
@@ -49,14 +49,14 @@ class Part:
 
 
 WRAPPING = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which torch's wrappers keep a module inside of another: torch.compile, FSDP, activation checkpoints."""
+"""Names under which torch's wrappers hold an inner module: torch.compile, FSDP, activation checkpointing."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that a checkpoint is of: without wrappers of torch's, and of a module of the trainer's own that holds
-    nothing but one of transformers', that one.
+    """Return the module without wrappers: torch's, or a trainer's module with nothing but one transformers model.
 
-    Raises UNSUPPORTED for a module with adapters of PEFT's: its tensors are in no checkpoint under their names.
+    Raises UNSUPPORTED for a module with PEFT adapters: no checkpoint has tensors under its names. Also for a module
+    with FullyShardedDataParallel, for its flattened parameters.
     """
     _refuse_flat(module)
     while True:
@@ -77,7 +77,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         return module
     inside = [part for part in module.modules() if isinstance(part, modeling.PreTrainedModel)]
     if not inside or {id(t) for _, t in _state(module)} != {id(t) for _, t in _state(inside[0])}:
-        return module  # more than a wrapper: it has tensors of its own, or several models
+        return module  # not only a wrapper: the module has tensors of its own, or several models
     return unwrapped(inside[0])
 
 
@@ -92,13 +92,13 @@ def _refuse_flat(module: nn.Module) -> None:
 
 
 def checkpoint_parts(module: nn.Module, verbatim: Set[str] = frozenset()) -> dict[str, Part]:
-    """Every tensor of a module's checkpoint, by the name that it has there.
+    """Return every tensor of a module's checkpoint by its checkpoint name.
 
-    The names are those that ``save_pretrained`` writes; of a module that is not transformers' the module's own. Tied
-    tensors stand under each of their names. Those of ``verbatim`` that are names of the module's tensors keep them:
-    give the names of a checkpoint that exists. Shapes are those that the module's tensors have now.
+    The names are those of ``save_pretrained``, or the module's own if the module is not a transformers model. Tied
+    tensors appear under each name. ``verbatim`` has the names of an existing checkpoint; a name of the module in
+    ``verbatim`` is kept. Shapes are the present shapes of the module's tensors.
 
-    Raises UNSUPPORTED when the mapping computes a tensor instead of cutting it out of one.
+    Raises UNSUPPORTED if the mapping computes a tensor instead of cutting it out of a parameter.
     """
     state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in _state(module)}
     kept = {name: tensor for name, tensor in state.items() if name in verbatim}
@@ -121,21 +121,20 @@ def checkpoint_parts(module: nn.Module, verbatim: Set[str] = frozenset()) -> dic
 
 
 class ModuleSource:
-    """A module's tensors under the names of its checkpoint, as a :class:`~rlctl.weights.tensor.source.WeightSource`.
+    """A module's tensors under their checkpoint names, as a :class:`~rlctl.weights.tensor.source.WeightSource`.
 
-    Parameters come first, then the buffers that belong to the state; a DTensor is gathered when its turn comes, a
-    parameter that holds all experts of a layer once for all of them. It may be kept: each pass gives what the module
-    holds then.
+    Parameters come first, then the persistent buffers. A DTensor is gathered at its turn. A parameter with all experts
+    of a layer is gathered once. The source is reusable: each pass yields the present tensors of the module.
     """
 
     stable = True
 
     def __init__(self, module: nn.Module, names: Collection[str] | None = None, *, spares: bool = False) -> None:
-        """``names``: the tensors of the rollout checkpoint, where they are not what ``save_pretrained`` would write.
+        """Create a source; ``names`` are the tensors of the rollout checkpoint, if not as in ``save_pretrained``.
 
-        They decide whether a tied tensor is given under one name or under all of them, and whether experts stay in one
-        tensor. None: what is tied comes once, under its first name; with ``spares``, also under every other name that
-        it could have in a checkpoint. Raises as :func:`unwrapped` and :func:`checkpoint_parts` do.
+        The names decide if a tied tensor is yielded under each name, and if experts stay in one tensor. With None a
+        tied tensor is yielded once, under its first name. With ``spares`` also under every other possible checkpoint
+        name. Raises as :func:`unwrapped` and :func:`checkpoint_parts`.
         """
         module = unwrapped(module)
         self._module = module
@@ -157,7 +156,7 @@ class ModuleSource:
     def _spare(
         self, first: str, source: str, tensor: torch.Tensor, usual: tuple[str, ...], parts: dict[str, Part]
     ) -> None:
-        """Give the tensor, which comes as ``usual`` under its name ``first``, as ``source`` and as its parts too."""
+        """Yield the tensor also as ``source`` and its parts; ``usual`` are its names as the tensor ``first``."""
         whole = Part(source, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
         shape, known = self._parts[first]
         others = {name: part for name, part in ({source: whole} | parts).items() if name not in known}
@@ -165,11 +164,11 @@ class ModuleSource:
         self._parts[first] = (shape, known | others)
 
     def spares(self) -> dict[str, Spare]:
-        """Names that tensors could have in a checkpoint in place of, or beside, their usual ones; with these."""
+        """Return the other possible checkpoint names of tensors, each with the usual names."""
         return dict(self._spares)
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor's description. Raises FIELD_INVALID for a tensor without contents of its own."""
+        """Return all descriptions. Raises FIELD_INVALID for a tensor without contents or with a changed shape."""
         metas: list[TensorMeta] = []
         for tensor, parts in self._held():
             for name, part in parts.items():
@@ -178,7 +177,7 @@ class ModuleSource:
         return metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in the order of :meth:`metas`; those that are whole here are not copied."""
+        """Yield the full tensors, in the order of :meth:`metas`. Contiguous tensors that are whole are not copied."""
         for tensor, parts in self._held():
             gather = getattr(tensor, "full_tensor", None)
             full = (tensor if gather is None else gather()).detach()
@@ -186,17 +185,17 @@ class ModuleSource:
                 yield name, part.of(full)
 
     def local(self) -> Iterator[Held]:
-        """The values that this rank holds of the tensors, without gathering."""
+        """Yield the values at this rank, without gathering."""
         for tensor, parts in self._held():
             own = shard_of(tensor)
-            if own is not tensor and len(parts) > 1:  # which of the parts its values are in is not known
+            if own is not tensor and len(parts) > 1:  # the values may be in any of the parts
                 yield tuple(parts), own
                 continue
             for name, part in parts.items():
                 yield (name,), own if own is not tensor else part.of(tensor.detach())
 
     def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Part]]]:
-        """What the module holds now: ``load_state_dict(assign=True)``, say, gives it other tensors for the old ones."""
+        """Yield the present tensors of the module. ``load_state_dict(assign=True)``, for example, replaces tensors."""
         for source, tensor in _state(self._module):
             shape, parts = self._parts.get(source, ((), {}))
             if parts and tuple(tensor.shape) != shape:
@@ -210,7 +209,7 @@ class ModuleSource:
 
 
 class _Views(TorchFunctionMode):
-    """Leaves views what they are: without memory there is nothing to be gained by making them contiguous."""
+    """Keeps views: a contiguous copy of a tensor without memory has no use."""
 
     def __torch_function__(
         self,
@@ -223,8 +222,7 @@ class _Views(TorchFunctionMode):
 
 
 def _revert(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """From the module's names to the checkpoint's."""
-    # A module can be transformers' only where transformers has been imported.
+    # A module can be a transformers model only if transformers has been imported.
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
         return dict
@@ -233,7 +231,7 @@ def _revert(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, 
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then persistent buffers; tied ones under each of their names. Names say nothing of wrappers."""
+    """Yield parameters, then persistent buffers; tied tensors under each name. Names have no parts of wrappers."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield _without_wrappers(name), parameter
     for prefix, part in module.named_modules():

@@ -1,4 +1,4 @@
-"""Orders an update's reads after a trainer's work on a GPU: by events, without a wait on the host."""
+"""Ordering of an update's reads after a trainer's work on a GPU, by events, without a wait on the host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlctl.contract.errors import Reason
 
 
 class Ordering:
-    """Everything that a stream had been given when this was made; weights are read after it. From any thread."""
+    """All work enqueued on a stream before this object was made. Weights are read after it. From any thread."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        """None: there is nothing to wait for. Raises FIELD_INVALID for anything but a CUDA stream."""
+        """Record the end of the stream's work; None: no wait. Raises FIELD_INVALID for anything but a CUDA stream."""
         self._event: torch.cuda.Event | None = None
         if stream is None:
             return
@@ -25,7 +25,7 @@ class Ordering:
 
     @contextlib.contextmanager
     def after(self) -> Iterator[None]:
-        """Inside, what this thread enqueues on the stream's device comes after what that stream had been given."""
+        """Inside, order this thread's work on the stream's device after the recorded work."""
         if self._event is None:
             yield
             return
@@ -34,13 +34,13 @@ class Ordering:
             yield
 
     def settle(self) -> None:
-        """Wait until what this thread has enqueued inside :meth:`after` is done by the device."""
+        """Wait until the device has completed this thread's work from inside :meth:`after`."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
 
 def trainer_stream(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
-    """The stream that was given, or else the calling thread's current one; None in a process that uses no GPU."""
+    """Return ``stream``, or the calling thread's current stream; None in a process without GPU work."""
     if stream is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return stream
     return torch.cuda.current_stream()

@@ -1,11 +1,11 @@
-"""Digests of weights: by SHA-256, bit for bit those of SGLang-Omni's weight checker, or keyed (``keyed_digest.py``).
+"""Digests of weights: SHA-256, bit for bit as SGLang-Omni's weight checker, or keyed (``keyed_digest.py``).
 
-A tensor's SHA-256 is, in hex, that over: its name (UTF-8), its dtype ("torch.bfloat16"), its shape as Python
-writes a tuple ("(2, 3)", "(3,)", "()") and its raw bytes in C order, with nothing between them. A set of tensors is
-digested as the SHA-256 over its names in sorted order, each followed by its tensor's hex digest in ASCII.
+The digest of a tensor is the hex SHA-256 over four values without separators: name (UTF-8), dtype ("torch.bfloat16"),
+shape as a Python tuple ("(2, 3)", "(3,)", "()") and raw bytes in C order. The digest of a set of tensors is the SHA-256
+over the sorted names, each followed by its tensor's hex digest in ASCII.
 
-Over a rank's local parameters this is the *rank digest* (comparable between equal layouts); over the full tensors
-under their checkpoint names it is the *model digest* (comparable between all layouts).
+The *rank digest* covers a rank's local parameters, and is comparable between equal layouts. The *model digest* covers
+the full tensors under their checkpoint names, and is comparable between all layouts.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
 from rlctl.weights.tensor.work import Stop, usable_cores
 
 _CHUNK_BYTES = 4 << 20
-"""What a thread brings from a device to the host at a time."""
+"""Bytes that a thread copies from a device to the host at a time."""
 
 
 class TensorHash:
-    """A tensor's digest, fed piece by piece: for tensors that are never whole in one place."""
+    """An incremental digest, for tensors that are never whole in one place."""
 
     def __init__(self, meta: TensorMeta) -> None:
         self._sha256 = hashlib.sha256(f"{meta.name}{dtype_name(meta.dtype)}{meta.shape}".encode())
 
     def update(self, data: torch.Tensor) -> None:
-        """Take in the bytes that come next (any dtype, on any device)."""
+        """Add the next bytes (any dtype, on any device)."""
         for chunk in _host_chunks(as_bytes(data)):
             # hashlib reads the tensor's own memory through the buffer protocol, with the GIL released.
             self._sha256.update(chunk.numpy().data)
 
     def hexdigest(self) -> str:
-        """The digest of what came so far, 64 hex digits."""
+        """Return the digest of all bytes so far, 64 hex digits."""
         return self._sha256.hexdigest()
 
 
 def tensor_digest(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, key: bytes = b"") -> str:
-    """The digest of one tensor, 64 hex digits, or 32 with a ``key``; with ``dtype``, of the tensor cast to it."""
+    """Digest a tensor, cast to ``dtype`` if given: 64 hex digits, or 32 with a ``key``."""
     if key:
         meta = TensorMeta(name, dtype or tensor.dtype, tuple(tensor.shape))
         (contents,) = keyed_sums(key, [Shard(meta, tensor)], threads=1)
@@ -58,15 +58,17 @@ def tensor_digest(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None 
 
 
 def digest_of_bytes(meta: TensorMeta, data: torch.Tensor) -> str:
-    """The digest of the tensor that these are the bytes of (C order), 64 hex digits."""
+    """Digest the tensor with these bytes (C order): 64 hex digits."""
     hash_ = TensorHash(meta)
     hash_.update(data)
     return hash_.hexdigest()
 
 
 def part_digest(shard: Shard, key: bytes = b"") -> str:
-    """The digest of a part of a tensor, hex: by SHA-256 as of a tensor of the part's shape; with a ``key``, what the
-    part adds to the tensor's, and of a whole tensor the tensor's.
+    """Digest a part of a tensor, in hex.
+
+    By SHA-256 as a tensor of the part's shape. With a ``key`` the result is the part's summand of the tensor's digest,
+    and for a whole tensor its digest.
     """
     if not key:
         return tensor_digest(shard.meta.name, shard.local, dtype=shard.meta.dtype)
@@ -79,10 +81,10 @@ def part_digest(shard: Shard, key: bytes = b"") -> str:
 def tensor_digests(
     tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]], stop: Stop | None = None, *, key: bytes = b""
 ) -> dict[str, str]:
-    """The digest of each tensor, cast to the dtype beside it, by name; on all cores.
+    """Digest each tensor, cast to the dtype beside it, on all cores; return digests by name.
 
-    SHA-256 cannot be split over cores: each core hashes one tensor, the largest first. Raises what
-    ``stop`` is told, between two tensors.
+    SHA-256 cannot be split over cores: each core hashes one tensor, the largest first. Raises the cause of ``stop``
+    between two tensors.
     """
     stop = stop or Stop()
     if key:
@@ -104,7 +106,7 @@ def tensor_digests(
 
 
 def combine(digests: Mapping[str, str], key: bytes = b"") -> str:
-    """The digest of a set of tensors, given each one's hex digest by name, and the key that they were made with."""
+    """Digest a set of tensors from hex digests by name; ``key`` is the key of these digests."""
     sha256 = hashlib.sha256()
     for name in sorted(digests):
         sha256.update(f"{name}{digests[name]}".encode())
@@ -113,12 +115,7 @@ def combine(digests: Mapping[str, str], key: bytes = b"") -> str:
 
 @dataclass(frozen=True)
 class TensorDigestEntry:
-    """One tensor and its digest.
-
-    Attributes:
-        meta: what was digested.
-        sha256: its digest, hex.
-    """
+    """A tensor's description and its digest, hex."""
 
     meta: TensorMeta
     sha256: str
@@ -126,11 +123,11 @@ class TensorDigestEntry:
 
 @dataclass(frozen=True)
 class RankDigest:
-    """What a rank holds.
+    """Digests of a rank's tensors.
 
     Attributes:
         tensors: every tensor, in the module's order.
-        digest: the digest over all of them, hex; SGLang-Omni's ``per_gpu_checksum``.
+        digest: the digest over all tensors, hex; SGLang-Omni's ``per_gpu_checksum``.
     """
 
     tensors: list[TensorDigestEntry]
@@ -140,8 +137,8 @@ class RankDigest:
 def rank_digest(module: nn.Module, skip: Sequence[str] = (), stop: Stop | None = None) -> RankDigest:
     """Digest a module's parameters, then its buffers, every tensor object once.
 
-    Names that contain one of ``skip`` are left out. Raises what ``stop`` is told; without one, the tensors had not
-    changed until the last was digested.
+    Names that contain an entry of ``skip`` are excluded. Raises the cause of ``stop``. The last check of ``stop``
+    follows the last digest, so a result is never of tensors that changed meanwhile.
     """
     chosen = {name: tensor for name, tensor in _tensors_once(module) if not any(part in name for part in skip)}
     digests = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in chosen.items()}, stop)
@@ -152,11 +149,11 @@ def rank_digest(module: nn.Module, skip: Sequence[str] = (), stop: Stop | None =
 
 
 class ModelDigest:
-    """A model digest that grows tensor by tensor, as a source sends them.
+    """A model digest that grows tensor by tensor, as a source sends its tensors.
 
     Attributes:
         key: of a keyed digest; b"": SHA-256.
-        digests: hex digest by checkpoint name, of what was added so far.
+        digests: hex digests so far, by checkpoint name.
     """
 
     def __init__(self, key: bytes = b"") -> None:
@@ -164,15 +161,14 @@ class ModelDigest:
         self.digests: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Digest a full tensor, cast to ``dtype`` if given. A name that comes again replaces the earlier one."""
+        """Digest a full tensor, cast to ``dtype`` if given. A repeated name replaces the earlier digest."""
         self.digests[name] = tensor_digest(name, tensor, dtype=dtype, key=self.key)
 
     def add_digest(self, name: str, digest: str) -> None:
-        """Take in a tensor that was digested elsewhere (by another source, say)."""
+        """Add the digest of a tensor that was digested elsewhere, such as at another source."""
         self.digests[name] = digest
 
     def digest(self) -> str:
-        """The digest over everything that was added."""
         return combine(self.digests, self.key)
 
 
@@ -189,7 +185,7 @@ def _host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
     if data.device.type == "cpu":
         yield data
         return
-    # Page-locked: into ordinary memory a GPU copies for one thread at a time, slower than two cores hash.
+    # Page-locked: a GPU copies into pageable memory for one thread at a time, slower than two cores hash.
     room = torch.empty(min(data.numel(), _CHUNK_BYTES), dtype=torch.uint8, pin_memory=data.is_cuda)
     for start in range(0, data.numel(), _CHUNK_BYTES):
         part = data[start : start + _CHUNK_BYTES]

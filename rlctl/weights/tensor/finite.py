@@ -1,6 +1,6 @@
-"""Values that are NaN or infinite: the weights of a diverged training step.
+"""Check for NaN and infinite values: the weights of a diverged training step.
 
-A tensor is checked in the dtype that it is sent in. A value that is finite in float32 may be infinite in float16.
+A tensor is checked in its wire dtype. A finite value in float32 may be infinite in float16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlctl.weights.tensor.tensors import as_bytes, castable, dtype_name
 _SHOWN = 5
 
 _CHUNK = 1 << 24
-"""Bytes that are checked in one piece, to keep temporary tensors small."""
+"""Bytes that are checked at a time, to keep temporary tensors small."""
 
 _BAD_BITS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "torch.float8_e4m3fn": lambda bits: (bits & 0x7F) == 0x7F,
@@ -28,7 +28,7 @@ _BAD_BITS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Tests for bytes that are NaN or infinite, by dtype. Other dtypes of one byte have no such values."""
 
 Held = tuple[tuple[str, ...], torch.Tensor]
-"""Checkpoint names, and a tensor whose values go into the tensors of these names."""
+"""Checkpoint names, and a tensor with values of the tensors of these names."""
 
 
 @runtime_checkable
@@ -36,22 +36,22 @@ class LocalSource(Protocol):
     """A source that exposes the shards of this rank, without gathering."""
 
     def local(self) -> Iterator[Held] | None:
-        """All shards of this rank, or None if the source, a wrapped one say, can only gather."""
+        """Return all shards of this rank, or None if the source (or a wrapped source) can only gather."""
 
 
 def local_values(source: object) -> Iterator[Held] | None:
-    """The shards of this rank, or None if the source can only gather."""
+    """Return the shards of this rank, or None if the source can only gather."""
     return source.local() if isinstance(source, LocalSource) else None
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's part on this rank; another tensor as it is."""
+    """Return a DTensor's part on this rank, or any other tensor unchanged."""
     own = getattr(tensor, "to_local", None)
     return tensor if own is None else own()
 
 
 def is_finite(tensor: torch.Tensor, wire: torch.dtype | None = None) -> bool:
-    """Whether all values are finite; with ``wire``, also after the cast to that dtype, where that is only a cast."""
+    """Return whether all values are finite; with ``wire``, also after a cast to a castable float dtype."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -59,7 +59,7 @@ def is_finite(tensor: torch.Tensor, wire: torch.dtype | None = None) -> bool:
         return True
     if values.dtype.itemsize == 1:
         return _narrow_is_finite(values)
-    extremes = torch.stack(torch.aminmax(values))  # NaN goes through to both
+    extremes = torch.stack(torch.aminmax(values))  # NaN propagates to both
     if wire is not None and wire.is_floating_point and castable(tensor.dtype, wire):
         extremes = extremes.to(wire)
     return bool(extremes.isfinite().all())
@@ -72,7 +72,7 @@ def _narrow_is_finite(values: torch.Tensor) -> bool:
 
 
 def not_finite(held: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Names of the tensors in ``dtypes`` with a value that is not finite."""
+    """Return the names in ``dtypes`` of tensors with a value that is not finite."""
     names_not_finite = []
     for names, tensor in held:
         sent = [name for name in names if name in dtypes]
@@ -82,7 +82,6 @@ def not_finite(held: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[
 
 
 def refusal(names: Collection[str], total: int) -> RlctlError:
-    """The error for weights with NaN or infinite values."""
     ordered = sorted(set(names))
     shown = ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
     return Reason.WEIGHTS_NOT_FINITE.error(

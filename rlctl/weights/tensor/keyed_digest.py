@@ -1,21 +1,21 @@
 """The keyed digest of weights. The digests of the parts of a tensor add up to the digest of the tensor.
 
-A tensor is a matrix of bytes: its rows are all dimensions but the last, a row's bytes are those of the last dimension
-(a vector is one row, a scalar one row of one element). A row is cut into blocks of 8,192 bytes, the last one may be
-shorter. With the bytes x as signed integers of 8 bits, a tensor's digest is two integers of 64 bits, j = 0, 1:
+A tensor is a matrix of bytes. Its rows are all dimensions but the last, and the bytes of a row are those of the last
+dimension. A vector is a single row, a scalar a single row of a single element. A row is cut into blocks of 8,192 bytes;
+the last block may be shorter. With the bytes x as signed 8-bit integers, a digest is two 64-bit integers, j = 0, 1:
 
     h(r, b, l) = sum over the bytes c of block b of row r:  K(c mod 8192, l) * x(r, c)        l = 0 ... 15
     H(j) = sum over r, b:  A(j, r * blocks + b) * sum over l:  C(l, j) * h(r, b, l)           mod 2^64
 
-K are integers from -64 to 63, C and A integers of 64 bits, all of them from a key of 128 random bits. What follows:
+K are integers from -64 to 63, C and A 64-bit integers. All derive from a key of 128 random bits. Consequences:
 
-- It is a sum over elements. A rank that holds a part of a tensor digests that part where it lies, with the rows and
-  columns that it has in the full tensor. The digests of parts that tile the tensor add up to the tensor's.
-- ``h`` is a product of two matrices of small integers. Processors with instructions for int8, and GPUs, have
+- The digest is a sum over elements. A rank digests its part of a tensor in place, with the rows and columns of the
+  part in the full tensor. The digests of parts that tile the tensor add up to the tensor's.
+- ``h`` is a product of two matrices of small integers. Processors with int8 instructions, and GPUs, have
   instructions for this product. The function needs no kernel of its own.
-- Two contents that differ, and were chosen without knowledge of the key, have one digest with a chance of less than
-  2^-100 (docs/digests.md derives it). A party that knows the key can make two contents with one digest, so the key
-  is drawn for each version, and published checkpoints keep SHA-256.
+- Two different contents that were chosen without the key have equal digests with a chance of less than 2^-100
+  (docs/digests.md derives it). A party with the key can make two contents with equal digests. So the key is drawn
+  for each version, and published checkpoints keep SHA-256.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ BLOCK = 8192
 LANES = 16
 
 _CPU_BYTES = (4 << 20, 16 << 20)
-"""Bytes of one product, which fit the caches, and of one batch."""
+"""Bytes of a product (within the caches), and of a batch."""
 
 _DEVICE_BYTES = (256 << 20, 1 << 30)
 """The same on other devices. Starting work there is slow, and the work is fast."""
 
 _LINE_BYTES = 512
-"""Bytes of memory that the sums of one row take, however short it is."""
+"""Minimum bytes of memory for the sums of a row, even a short row."""
 
 _EXACT = 2048
-"""Columns of which a product in float32 is exact: 2048 * 2^6 * 2^7 = 2^24."""
+"""Columns for which a product in float32 is exact: 2048 * 2^6 * 2^7 = 2^24."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, of splitmix64
 _MIX = (-4658895280553007687, -7723592293110705685)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -56,7 +56,7 @@ _MIX = (-4658895280553007687, -7723592293110705685)  # 0xBF58476D1CE4E5B9, 0x94D
 
 @dataclass(frozen=True)
 class Sum:
-    """The digest of a tensor, or of a part of one. Sums of parts add up.
+    """The digest of a tensor, or of a part. Sums of parts add up.
 
     Attributes:
         words: two integers, each from 0 to 2^64 - 1.
@@ -66,28 +66,27 @@ class Sum:
 
     @classmethod
     def of(cls, first: int, second: int) -> Sum:
-        """Two integers, modulo 2^64."""
+        """Reduce two integers modulo 2^64."""
         return cls((first % 2**64, second % 2**64))
 
     def __add__(self, other: Sum) -> Sum:
         return Sum.of(self.words[0] + other.words[0], self.words[1] + other.words[1])
 
     def hex(self) -> str:
-        """32 hex digits."""
+        """Return 32 hex digits, 16 for each word."""
         return "".join(f"{word:016x}" for word in self.words)
 
 
 def keyed_sums(
     key: bytes, shards: Sequence[Shard], stop: Stop | None = None, *, threads: int | None = None
 ) -> list[Sum]:
-    """The digest of each part, as the part of its full tensor that it is.
+    """Digest each shard as the part of its full tensor.
 
     Args:
         key: 16 bytes.
-        shards: parts of tensors, or whole ones, on any device. What is digested is their contents cast to the full
-            tensor's dtype.
+        shards: parts of tensors, or whole tensors, on any device. The contents are cast to the full tensor's dtype.
         stop: its cause is raised between two batches (16 MiB on a CPU, 1 GiB elsewhere).
-        threads: for parts in the host's memory. None: as many as torch leaves cores idle.
+        threads: for parts in host memory. None: usable cores divided by torch's threads.
     """
     stop = stop or Stop()
     threads = threads or usable_cores() // torch.get_num_threads()
@@ -102,7 +101,7 @@ def keyed_sums(
             stop.check()
             return _digest(keys, batch)
 
-        # Work for another device is started in this thread, on its stream.
+        # Work for other devices is started in this thread, on its stream.
         used = threads if device.type == "cpu" else 1
         for found in _mapped(digest, list(_batches(shards, indexes)), used):
             for index, part in found.items():
@@ -111,7 +110,7 @@ def keyed_sums(
 
 
 def identity(key: bytes, meta: TensorMeta) -> Sum:
-    """What a full tensor's name, dtype and shape add to the digest of its contents."""
+    """Return the summand of a full tensor's name, dtype and shape in the tensor's digest."""
     text = f"{meta.name}{dtype_name(meta.dtype)}{meta.shape}".encode()
     digest = hashlib.sha256(key + text).digest()
     return Sum.of(int.from_bytes(digest[:8]), int.from_bytes(digest[8:16]))
@@ -120,7 +119,6 @@ def identity(key: bytes, meta: TensorMeta) -> Sum:
 def _mapped(
     work: Callable[[Sequence[_Rows]], dict[int, Sum]], batches: Sequence[Sequence[_Rows]], threads: int
 ) -> Iterable[dict[int, Sum]]:
-    """The result of each batch."""
     if threads <= 1 or len(batches) <= 1:
         return map(work, batches)
     with ThreadPoolExecutor(threads, "digest") as pool:
@@ -132,10 +130,9 @@ class _Rows:
     """Rows of a shard.
 
     Attributes:
-        index: the shard's place in the list.
-        shard: the shard.
-        start: number of the first row, counted within the shard.
-        held: the rows, in the dtype that the shard holds.
+        index: the shard's index in the list.
+        start: number of the first row, within the shard.
+        held: the rows, in the shard's own dtype.
     """
 
     index: int
@@ -145,7 +142,7 @@ class _Rows:
 
 
 def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_Rows]]:
-    """All rows of these shards, in batches of about as many bytes as suit their device."""
+    """Yield all rows of these shards, in batches of a size that suits the device."""
     batch: list[_Rows] = []
     left = 1.0
     for index in indexes:
@@ -166,7 +163,7 @@ def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_
 
 
 def _matrices(local: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows of a tensor as matrices that share its memory, each with the number of its first row."""
+    """Yield the rows of a tensor as matrices that share its memory, each with the number of its first row."""
     if not local.numel():
         return
     if local.dim() < 2:
@@ -174,7 +171,7 @@ def _matrices(local: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         return
     try:
         yield 0, local.view(-1, local.shape[-1])
-    except RuntimeError:  # its layout allows no such view
+    except RuntimeError:  # the layout allows no such view
         rows = math.prod(local.shape[1:-1])
         for number, inner in enumerate(local.unbind(0)):
             for first, matrix in _matrices(inner):
@@ -182,7 +179,7 @@ def _matrices(local: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
-    """The digest of these rows, all on the device of the keys, by shard."""
+    """Digest these rows, all on the device of the keys, by shard."""
     products: list[torch.Tensor] = []
     lines: list[torch.Tensor] = []
     owners: list[int] = []
@@ -208,7 +205,7 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
 
 
 class _Keys:
-    """K, C and S of a key, on one device.
+    """K, C and the seeds of A, on a device.
 
     Attributes:
         small: K, int8, 8192 x 16.
@@ -224,9 +221,9 @@ class _Keys:
         self._seeds = large[2 * LANES :].to(device)
 
     def terms(self, products: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
-        """The terms of the sum, lines x 2, one for each line (a block of a row).
+        """Return the terms of the sum, lines x 2, one row for each line (a block of a row).
 
-        ``products``: h, lines x 16, int32; ``lines``: their numbers.
+        ``products``: h, lines x 16, int32; ``lines``: line numbers.
         """
         wide = products.to(torch.int64)
         mixed = torch.stack([(wide * lane).sum(1) for lane in self._lanes.unbind(1)], 1)
@@ -239,28 +236,28 @@ def _keys(key: bytes, device: torch.device) -> _Keys:
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), of int64 that stand for uint64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to uint64 values in int64."""
     numbers = (numbers ^ _shifted(numbers, 30)) * _MIX[0]
     numbers = (numbers ^ _shifted(numbers, 27)) * _MIX[1]
     return numbers ^ _shifted(numbers, 31)
 
 
 def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift to the right."""
+    """Shift right logically, without the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _bytes(matrix: torch.Tensor) -> torch.Tensor:
-    """The rows of a matrix as bytes. They share its memory where each row lies apart and in one piece."""
+    """Return the rows of a matrix as bytes. The result shares memory if rows are contiguous and do not overlap."""
     matrix = matrix.resolve_conj().resolve_neg()
-    # A product reads past the memory of rows that overlap.
+    # A product reads past the memory of overlapping rows.
     if matrix.stride(1) != 1 or matrix.stride(0) < matrix.shape[1]:
         matrix = matrix.clone(memory_format=torch.contiguous_format)
     return matrix.view(torch.int8)
 
 
 def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
-    """The numbers that the rows have in the full tensor."""
+    """Return the numbers of the rows in the full tensor."""
     part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.held), device="cpu")
     if part.dim is None or part.dim == len(full) - 1:
         return numbers
@@ -280,14 +277,14 @@ def _cuts(first: int, width: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices of int8, exact, int32."""
+    """Multiply two int8 matrices exactly into int32."""
     return _product_on(data.device)(data, keys)
 
 
 @functools.cache
 def _product_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The fastest product that is exact on a device."""
-    generator = torch.Generator("cpu").manual_seed(1)  # also where another device is torch's default
+    """Return the fastest product that is exact on a device."""
+    generator = torch.Generator("cpu").manual_seed(1)  # also if torch's default device is not the CPU
     data = torch.randint(-128, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
     keys = torch.randint(-64, 64, (512, LANES), dtype=torch.int8, generator=generator, device="cpu")
     data[0], data[1], keys[:, 0], keys[:, 1] = -128, 127, -64, 63
@@ -296,13 +293,13 @@ def _product_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], 
         found = _int8_product(data.to(device), keys.to(device)).cpu()
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # this build of torch has none
+    except RuntimeError:  # not in this build of torch
         return _float_product
     return _int8_product if torch.equal(found.to(torch.int64), right) else _float_product
 
 
 def _int8_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    # cuBLASLt takes matrices of more than 16 rows whose rows begin and end at multiples of 16 bytes.
+    # cuBLASLt requires more than 16 rows, which begin and end at multiples of 16 bytes.
     aligned = not (data.data_ptr() | data.stride(0) | data.shape[1] | keys.data_ptr()) % 16
     if data.is_cuda and not (aligned and len(data) > 16):
         return _float_product(data, keys)
@@ -313,7 +310,7 @@ def _int8_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     except RuntimeError:
         if not data.is_cuda:
             raise
-        return _float_product(data, keys)  # a shape that cuBLASLt does not take
+        return _float_product(data, keys)  # a shape that cuBLASLt refuses
     return product
 
 

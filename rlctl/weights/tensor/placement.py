@@ -1,8 +1,8 @@
 """Identities of a host's shared memory and of a device.
 
-A rank of the trainer and a rank of an engine are a pair when these identities agree. Names of hosts and numbers of
-devices are not enough. Containers of one host have different names, and may share one memory or several. A process
-numbers only the devices that it sees.
+A trainer rank and an engine rank are a pair if these identities are equal. Host names and device numbers are not
+enough. Containers of one host have different names, and may or may not share memory. A process numbers only the devices
+that it sees.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 
 CPU = "cpu"
-"""Device identity of everything that computes on the host itself."""
+"""Device identity of every computation on the host itself."""
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where POSIX shared memory appears as files."""
+"""Directory in which POSIX shared memory appears as files."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @functools.cache
 def host_id() -> str:
-    """Identity of the shared memory that this process sees: equal for processes that can map each other's segments.
+    """Return the identity of this process's shared memory: equal for processes that can map each other's segments.
 
-    It is the id of the kernel's boot, which containers of one host share, and the device and inode of ``/dev/shm``,
-    which those share that see the same one. NCCL decides by the same two (``ncclPeerInfo``'s ``hostHash`` and
-    ``shmDev``). "" where a system has neither.
+    The identity has two parts, as in NCCL (``hostHash`` and ``shmDev`` of ``ncclPeerInfo``). The kernel's boot id is
+    equal in all containers of a host. Device and inode of ``/dev/shm`` are equal in containers with the same mount. ""
+    on a system without them.
     """
     try:
         boot_id = _BOOT_ID.read_text().strip()
@@ -39,5 +39,5 @@ def host_id() -> str:
 
 
 def device_id(device: torch.device) -> str:
-    """Identity of a device on its host: "cpu", or a GPU's UUID, which every process sees alike."""
+    """Return the identity of a device on its host: "cpu", or a GPU's UUID, equal in every process."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else CPU

@@ -1,7 +1,7 @@
-"""How the ranks of one stage hold the parts of full tensors, as pure arithmetic: no memory, no exchange.
+"""Arithmetic of the slices of full tensors at the ranks of a stage, without memory or exchange.
 
-Every rank derives the same answers from the same facts: who owns which tensor when they are digested, which bytes of
-it are gathered in which step, who sends them.
+Every rank derives the same answers from the same facts: the owner that digests a tensor, the bytes of each gather step,
+and the sending ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Slice:
     """A part of a full tensor: ``full.narrow(dim, start, length)``.
 
     Attributes:
-        dim: dimension that is cut; None: all of the tensor (``start`` and ``length`` mean nothing).
+        dim: dimension that is cut; None: the whole tensor (``start`` and ``length`` have no meaning).
         start: first index.
         length: number of indices.
     """
@@ -33,37 +33,34 @@ class Slice:
     length: int = 0
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the part, given the full tensor's."""
         if self.dim is None:
             return full
         return (*full[: self.dim], self.length, *full[self.dim + 1 :])
 
     def fits(self, full: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape has such a part."""
         if self.dim is None:
             return True
         inside = 0 <= self.dim < len(full) and self.start >= 0 and self.length >= 0
         return inside and self.start + self.length <= full[self.dim]
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of this full tensor, sharing its memory. Raises FIELD_INVALID when it has no such part."""
+        """Return the part of this tensor, sharing its memory. Raises FIELD_INVALID if the tensor has no such part."""
         if not self.fits(tuple(full.shape)):
             raise Reason.FIELD_INVALID.error(f"a tensor of shape {tuple(full.shape)} has no part {self}")
         return full if self.dim is None else full.narrow(self.dim, self.start, self.length)
 
     def whole(self, full: tuple[int, ...]) -> bool:
-        """Whether the part is all of a tensor of this shape."""
         return self.dim is None or self.length == full[self.dim]
 
 
 @dataclass
 class Shard:
-    """One tensor of the checkpoint, as a rank holds it.
+    """The part of a checkpoint tensor at a rank.
 
     Attributes:
         meta: the full tensor: checkpoint name, the reference's dtype, full shape.
-        local: the memory that holds the part: a parameter, or a view into one (of a fused qkv, say).
-        slice: which part it is.
+        local: the memory of the part: a parameter, or a view into a parameter (such as a fused qkv).
+        slice: the part.
     """
 
     meta: TensorMeta
@@ -73,12 +70,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows (indices of dimension 0) of a full tensor that are gathered at once.
-
-    Attributes:
-        start: first row.
-        length: number of rows.
-    """
+    """Rows (indices of dimension 0) of a full tensor that are gathered in one step."""
 
     start: int
     length: int
@@ -86,11 +78,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor and the ranks that hold a copy of it.
+    """A part of a tensor and the ranks with a copy.
 
     Attributes:
         slice: the part.
-        holders: ranks, ascending; the first one sends it.
+        holders: ranks, ascending; the first rank sends the part.
     """
 
     slice: Slice
@@ -98,15 +90,15 @@ class Piece:
 
 
 class Spread:
-    """How one tensor is spread over the ranks: whole at each that has it, or as pieces that tile it.
+    """The distribution of a tensor over the ranks: whole at each holder, or pieces that tile the tensor.
 
     Attributes:
         meta: the full tensor.
-        pieces: its pieces in order, without gap or overlap; one that is the whole tensor, or several.
+        pieces: in order, without gap or overlap; a single whole piece, or several.
     """
 
     def __init__(self, meta: TensorMeta, parts: Mapping[int, Slice]) -> None:
-        """``parts`` are what the ranks hold, by rank. Raises INTERNAL when they do not tile the tensor."""
+        """Create a spread from the parts by rank. Raises INTERNAL if the parts do not tile the tensor."""
         self.meta = meta
         held: dict[Slice, list[int]] = {}
         for rank in sorted(parts):
@@ -122,11 +114,11 @@ class Spread:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank that has the tensor has all of it."""
+        """Whether every rank with the tensor has all of it."""
         return self.pieces[0].slice.dim is None
 
     def blocks(self, max_bytes: int) -> Iterator[Block]:
-        """A tensor that is cut up, in blocks of rows, each of at most ``max_bytes``, or of one row that is larger."""
+        """Yield blocks of rows of a divided tensor, of at most ``max_bytes`` each, or of one larger row."""
         if not self.meta.nbytes:
             return
         rows = self.meta.shape[0]
@@ -135,7 +127,7 @@ class Spread:
             yield Block(start, min(length, rows - start))
 
     def rows(self, piece: Piece, block: Block) -> Block:
-        """The rows of a piece that lie in a block, counted within the piece; possibly none."""
+        """Return the rows of a piece in a block, counted within the piece; possibly none."""
         if piece.slice.dim != 0:
             return block
         start = max(block.start, piece.slice.start)
@@ -143,12 +135,12 @@ class Spread:
         return Block(start - piece.slice.start, max(0, stop - start))
 
     def nbytes(self, piece: Piece, block: Block) -> int:
-        """Size in bytes of a piece's part of a block, in the reference's dtype."""
+        """Return the size in bytes of a piece's part of a block, in the reference's dtype."""
         columns = piece.slice.shape(self.meta.shape)[1:]
         return self.rows(piece, block).length * math.prod(columns) * self.meta.dtype.itemsize
 
     def runs(self, block: Block) -> int:
-        """Number of runs of bytes that a piece's part of a block has in the full tensor."""
+        """Return the number of contiguous byte runs of a piece's part of a block in the full tensor."""
         dim = self.pieces[0].slice.dim
         return block.length * math.prod(self.meta.shape[1:dim]) if dim else 1
 
@@ -166,9 +158,9 @@ class Spread:
 
 
 def owners(spreads: Mapping[str, Spread], size: int) -> dict[str, int]:
-    """Who answers for which tensor, by name: the tensors in sorted order, shared out over the ranks by bytes.
+    """Return the owner of each tensor by name: in sorted order, distributed over the ranks by bytes.
 
-    A tensor that is whole goes round among its holders: each of them digests it in any case.
+    The owners of whole tensors rotate among the holders, since each holder digests the tensor in any case.
     """
     load = [0] * size
     owner: dict[str, int] = {}

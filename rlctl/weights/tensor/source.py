@@ -1,4 +1,4 @@
-"""The weights that a trainer may pass, as one interface: descriptions, and tensors in the same order."""
+"""The interface of the weights that a trainer passes: descriptions, and tensors in the same order."""
 
 from __future__ import annotations
 
@@ -18,58 +18,57 @@ from rlctl.weights.tensor.tied_names import Spare, repeated
 _SHOWN = 5
 
 Entry = tuple[str, torch.Tensor] | list[tuple[str, torch.Tensor]]
-"""A checkpoint name with its full tensor; or several that must travel together."""
+"""A checkpoint name with its full tensor; or an atomic list of such pairs."""
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Weights that can be iterated again and again.
+    """Weights that can be iterated repeatedly.
 
-    Where the trainer is distributed, every one of its ranks iterates, since gathering a tensor takes all of them.
+    Every rank of a distributed trainer iterates, since all ranks take part in gathering a tensor.
 
-    A source whose tensors keep their contents until the iteration has ended may say so with an attribute ``stable``
-    that is true: what it yielded is then sent while it prepares what comes next. A source whose ranks can show what
-    they hold without gathering has a method ``local`` (:class:`~rlctl.weights.tensor.finite.LocalSource`): without it,
-    an update goes through the source once more to find values that are not finite.
+    The optional attribute ``stable`` is true if tensors keep their contents until the iteration ends. A stable source
+    can prepare the next tensor while the last tensor is sent. The optional method ``local``
+    (:class:`~rlctl.weights.tensor.finite.LocalSource`) exposes a rank's values without gathering. Without ``local``, an
+    update makes a further pass to find values that are not finite.
     """
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor's description: checkpoint name, dtype, full shape."""
+        """Return every tensor's description: checkpoint name, dtype, full shape."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full tensors with their names, in the order of :meth:`metas`.
+        """Yield the full tensors with their names, in the order of :meth:`metas`.
 
-        A tensor is done with when the next one is asked for, so its memory may be used again for that one.
+        A consumer is done with a tensor when it asks for the next tensor, so the memory may be reused.
         """
 
 
 @runtime_checkable
 class AtomicSource(WeightSource, Protocol):
-    """A source of which some tensors are nothing without each other: a quantised weight and its scales."""
+    """A source with atomic lists, such as a quantised weight and its scales."""
 
     def together(self) -> list[tuple[str, ...]]:
-        """Names of tensors that must not be split over buckets; those of a list follow each other in the source."""
+        """Return the names of each atomic list. The tensors of a list are adjacent in the source."""
 
 
 def is_stable(source: WeightSource) -> bool:
-    """Whether the source says that its tensors keep their contents until the iteration has ended."""
+    """Return whether the source declares that its tensors keep their contents until the iteration ends."""
     return bool(getattr(source, "stable", False))
 
 
 Weights: TypeAlias = nn.Module | WeightSource | Iterable[Entry]
-"""What a trainer may hand over."""
+"""The types of weights that a trainer may pass."""
 
 
 def as_source(weights: Weights) -> WeightSource:
-    """A source over a module, an iterable of (name, tensor), or a source, which is returned as it is.
+    """Return a source over a module or an iterable of (name, tensor). A source is returned unchanged.
 
-    A module's tensors come under the names of its checkpoint (see
+    A module's tensors have the names of its checkpoint (see
     :class:`~rlctl.weights.tensor.checkpoint_names.ModuleSource`). The pairs of an iterable are collected (references,
-    no copies), so that they can be gone through again; a DTensor is gathered when its turn comes. A list of pairs in
-    place of one holds tensors that must travel together.
+    no copies) for repeated iteration; a DTensor is gathered at its turn. A list of pairs is an atomic list.
 
-    Raises FIELD_INVALID when something else than (name, tensor) comes, a tensor without contents, or a name twice;
-    UNSUPPORTED for a module whose checkpoint is not made of parts of its tensors.
+    Raises FIELD_INVALID for an entry that is not (name, tensor), a tensor without contents, or a repeated name;
+    UNSUPPORTED for a module whose checkpoint does not consist of parts of its tensors.
     """
     if isinstance(weights, nn.Module):
         return ModuleSource(weights)
@@ -79,23 +78,24 @@ def as_source(weights: Weights) -> WeightSource:
 
 
 def as_offer(weights: Weights) -> WeightSource:
-    """As :func:`as_source`, with tensors also under other names that they could have in a checkpoint: the names that
-    are too many are those of :func:`spares_of`.
+    """Return a source as :func:`as_source`, with tensors also under their other possible checkpoint names.
+
+    :func:`spares_of` has the surplus names.
     """
     return ModuleSource(weights, spares=True) if isinstance(weights, nn.Module) else as_source(weights)
 
 
 def spares_of(source: WeightSource) -> dict[str, Spare]:
-    """Names of tensors that a source also gives under others, with these; see :func:`left_out`."""
+    """Return the spare names of a source's tensors with the usual names; see :func:`left_out`."""
     spares = getattr(source, "spares", None)
     return {} if spares is None else spares()
 
 
 def left_out(spares: Mapping[str, Spare], wanted: Collection[str]) -> set[str]:
-    """Names of an offer that are not sent, since ``wanted``, those of the checkpoint, has the contents under others.
+    """Return the names of an offer that are not sent, because ``wanted`` has the contents under other names.
 
-    A spare name is sent where the checkpoint has it. The names that it stands for are then sent where that has them.
-    Without ``wanted`` what the trainer gave itself is sent.
+    ``wanted`` are the names of the checkpoint. A spare name is sent if the checkpoint has it. Its usual names are then
+    sent only if the checkpoint has them. Without ``wanted`` the names that the trainer itself used are sent.
     """
     if not wanted:
         return {name for name, spare in spares.items() if not spare.explicit}
@@ -104,15 +104,15 @@ def left_out(spares: Mapping[str, Spare], wanted: Collection[str]) -> set[str]:
 
 
 def atomic_lists(source: WeightSource) -> list[tuple[str, ...]]:
-    """Names of what must not be split over buckets, list by list; none where the source says nothing about it."""
+    """Return the names of each atomic list of a source; none for a source without such lists."""
     return source.together() if isinstance(source, AtomicSource) else []
 
 
 def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> list[TensorMeta | list[TensorMeta]]:
-    """What a source sends as :func:`rlctl.weights.tensor.buckets.plan` takes it: what must travel together in lists.
+    """Arrange a source's tensors for :func:`rlctl.weights.tensor.buckets.plan`: atomic lists as lists.
 
-    ``metas`` are its tensors in its order, in the dtypes that they are sent in; ``lists`` its :func:`atomic_lists`.
-    Raises FIELD_INVALID when tensors that belong together do not follow each other.
+    ``metas`` are the tensors in the source's order, in wire dtypes; ``lists`` are its :func:`atomic_lists`. Raises
+    FIELD_INVALID if the tensors of a list are not adjacent.
     """
     first = {names[0]: names for names in lists}
     entries: list[TensorMeta | list[TensorMeta]] = []
@@ -131,9 +131,9 @@ def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> l
 
 
 def as_announced(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A source's tensors: each once, all of them, and as it has described them. ``dtypes``: what they are cast to.
+    """Yield a source's tensors, each once, and all as described by the source; ``dtypes`` are the wire dtypes.
 
-    Raises FIELD_INVALID.
+    Raises FIELD_INVALID for an unannounced, repeated, missing or unfit tensor.
     """
     awaited = {meta.name: replace(meta, dtype=dtypes.get(meta.name, meta.dtype)) for meta in source.metas()}
     for name, tensor in source.tensors():
@@ -145,8 +145,9 @@ def as_announced(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Ite
 
 
 def check_given(tensor: torch.Tensor, wire: TensorMeta) -> None:
-    """Raise FIELD_INVALID for a tensor of another shape than was announced, one that a cast would ruin, one that is
-    still spread over ranks, and for what is none.
+    """Raise FIELD_INVALID for a value that cannot be sent as ``wire``.
+
+    Such a value is not a tensor, is a DTensor, has a different shape, or would lose values in a cast.
     """
     if not isinstance(tensor, torch.Tensor):
         raise unfit(f"the source gives {type(tensor)} for {wire.name}; it must be a tensor")
@@ -160,29 +161,27 @@ def check_given(tensor: torch.Tensor, wire: TensorMeta) -> None:
 
 
 def refuse_lacking(names: Collection[str]) -> None:
-    """Raise FIELD_INVALID when there are names that a source has announced and not given."""
+    """Raise FIELD_INVALID if a source has not yielded announced names."""
     if names:
         shown = ", ".join(sorted(names)[:_SHOWN])
         raise unfit(f"the source lacks {len(names)} of the announced tensors: {shown}")
 
 
 def unannounced(name: str) -> RlctlError:
-    """What a source is told that gives a tensor which nobody awaits."""
     return unfit(f"the source yields {name!r}, which was not announced, or yields it twice")
 
 
 def unfit(cause: str) -> RlctlError:
-    """What a source is told whose tensors are not what it has announced."""
     return Reason.FIELD_INVALID.error(cause, field="weights")
 
 
 def only(source: WeightSource, names: Collection[str]) -> WeightSource:
-    """A source of just these tensors; going through it goes through all of the other, since gathering takes that."""
+    """Return a source of these tensors only. Its iteration iterates the whole source, since gathering needs that."""
     return _Only(source, names) if {meta.name for meta in source.metas()}.difference(names) else source
 
 
 class _Only:
-    """Some tensors of a source; whole lists of what belongs together, or nothing of them."""
+    """Some tensors of a source. An atomic list is included as a whole or not at all."""
 
     def __init__(self, source: WeightSource, names: Collection[str]) -> None:
         self.stable = is_stable(source)
@@ -205,7 +204,7 @@ class _Only:
 
 
 class _Pairs:
-    """A source over tensors at hand."""
+    """A source over tensors in memory."""
 
     stable = True
 
@@ -226,7 +225,7 @@ class _Pairs:
         return [tuple(name for name, _ in entry) for entry in self._entries if len(entry) > 1]
 
     def spares(self) -> dict[str, Spare]:
-        """Names under which a tensor comes again, as the tied ones of a ``state_dict`` do, with the first."""
+        """Return the names of repeated tensors, such as tied tensors of a ``state_dict``, each with the first name."""
         return repeated([pair for entry in self._entries if len(entry) == 1 for pair in entry])
 
     def local(self) -> Iterator[Held]:

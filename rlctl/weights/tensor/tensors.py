@@ -1,7 +1,7 @@
-"""Names, dtypes and shapes of tensors, and their bytes: the vocabulary of the data plane.
+"""Names, dtypes, shapes and bytes of tensors: the vocabulary of the data plane.
 
-Digests, buckets and broadcasts all work on a tensor's raw bytes in C order. This module is the one place that turns a
-tensor into them, for every dtype (float8 and bool included), 0-d and empty tensors too.
+Digests, buckets and broadcasts work on a tensor's raw bytes in C order. Only this module converts a tensor to bytes,
+for every dtype (with float8 and bool), 0-d and empty tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _DTYPES: dict[str, torch.dtype] = {
     for name in dir(torch)
     if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype not in _QUANTISED
 }
-"""Every dtype whose tensors can be seen as bytes, by name; torch's aliases ("half", "float") among them."""
+"""Every dtype whose tensors can be viewed as bytes, by name; with torch's aliases ("half", "float")."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What a tensor is, without its contents.
+    """Description of a tensor without its contents.
 
     Attributes:
-        name: its name in the checkpoint.
-        dtype: its dtype.
-        shape: its full shape; ``()`` for a 0-d tensor.
+        name: checkpoint name.
+        dtype: dtype of the elements.
+        shape: full shape; ``()`` for a 0-d tensor.
     """
 
     name: str
@@ -46,24 +46,22 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Size of the contents in bytes."""
         return self.numel * self.dtype.itemsize
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorMeta:
-        """The description of a tensor at hand."""
         return cls(name, tensor.dtype, tuple(tensor.shape))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as digests and messages write it: "torch.bfloat16"."""
+    """Format a dtype as in digests and messages: "torch.bfloat16"."""
     return str(dtype)
 
 
 def parse_dtype(name: str, field: str = "") -> torch.dtype:
-    """The dtype of a name, "torch.bfloat16" or "bfloat16".
+    """Parse the name of a dtype: "torch.bfloat16" or "bfloat16".
 
-    Raises FIELD_INVALID, with ``field``, for a name that torch does not have or whose tensors have no plain bytes.
+    Raises FIELD_INVALID, with ``field``, for a name unknown to torch or a quantised dtype without plain bytes.
     """
     dtype = _DTYPES.get(name.removeprefix("torch."))
     if dtype is None:
@@ -72,35 +70,34 @@ def parse_dtype(name: str, field: str = "") -> torch.dtype:
 
 
 def to_proto(meta: TensorMeta) -> verbs_pb2.TensorInfo:
-    """The description as a message."""
     return verbs_pb2.TensorInfo(name=meta.name, dtype=dtype_name(meta.dtype), shape=verbs_pb2.Shape(dims=meta.shape))
 
 
 def from_proto(message: verbs_pb2.TensorInfo) -> TensorMeta:
-    """The description of a message. Raises FIELD_INVALID for an unknown dtype."""
+    """Parse a description. Raises FIELD_INVALID for an unknown dtype."""
     return TensorMeta(message.name, parse_dtype(message.dtype), tuple(message.shape.dims))
 
 
 def castable(given: torch.dtype, reference: torch.dtype) -> bool:
-    """Whether values survive a cast: floats of 16 bits and more. Narrower ones and integers carry scales or codes."""
+    """Return whether values survive a cast: floats of 16 bits and more. Narrower dtypes carry scales or codes."""
     if given == reference:
         return True
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (given, reference))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in C order: 1-d, uint8, on the tensor's device.
+    """Return a tensor's bytes in C order: 1-d, uint8, on the tensor's device.
 
-    Shares memory with a contiguous tensor (writing through the result writes the tensor); copies any other one.
+    A contiguous tensor shares memory with the result (writes go through). Any other tensor is copied.
     """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     flat = plain.reshape(-1)
-    # A single element counts as contiguous whatever its stride, but cannot be viewed as bytes with it.
+    # A single element counts as contiguous with any stride, but its bytes cannot be viewed with that stride.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
-    """Raise FIELD_INVALID for a tensor whose bytes are nowhere (on the meta device), or are not its elements."""
+    """Raise FIELD_INVALID for a tensor without contents (on the meta device) or with a non-strided layout."""
     if tensor.is_meta or tensor.layout != torch.strided:
         what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise Reason.FIELD_INVALID.error(
@@ -111,7 +108,7 @@ def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
 
 
 def by_name(metas: Iterable[TensorMeta], *, field: str = "") -> Mapping[str, TensorMeta]:
-    """The descriptions by name. Raises FIELD_INVALID when two have the same one."""
+    """Return the descriptions by name. Raises FIELD_INVALID for a repeated name."""
     found: dict[str, TensorMeta] = {}
     for meta in metas:
         if meta.name in found:

@@ -10,7 +10,7 @@ import torch
 from rlctl.weights.tensor.finite import shard_of
 
 _SAMPLE = 64
-"""Elements that are compared first."""
+"""Number of elements of the first comparison."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Spare:
 
 
 def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
-    """Names of tensors that share the memory or the contents of an earlier tensor, with its name.
+    """Return the names of tensors that share the memory or the contents of an earlier tensor, with its name.
 
     Contents are compared only if exactly two matrices have the same shape, as an embedding and its tied head do.
     """
@@ -41,7 +41,7 @@ def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
         first = places.setdefault((own.device, own.data_ptr(), own.dtype, own.shape, own.stride()), name)
         if first != name:
             found[name] = Spare((first,), explicit=True)
-        elif own.ndim == 2 and own is tensor:  # of a DTensor the other ranks' shards would have to be equal, too
+        elif own.ndim == 2 and own is tensor:  # for a DTensor the shards of the other ranks would have to be equal, too
             alike.setdefault((own.device, own.dtype, own.shape), []).append((name, own))
     for tensors in alike.values():
         if len(tensors) == 2 and _equal(tensors[0][1], tensors[1][1]):
@@ -51,5 +51,5 @@ def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     sample = one[0, :_SAMPLE], other[0, :_SAMPLE]
-    constant = bool((sample[0] == sample[0][0]).all())  # zeros are no sign of a tie
+    constant = bool((sample[0] == sample[0][0]).all())  # equal zeros are no sign of a tie
     return not constant and torch.equal(*sample) and torch.equal(one, other)

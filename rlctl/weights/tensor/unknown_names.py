@@ -10,7 +10,7 @@ from rlctl.contract.errors import Reason
 from rlctl.weights.tensor.checkpoint_names import WRAPPING
 
 _NEAR = 0.6
-"""Least similarity, between 0 and 1, of the nearest name."""
+"""Minimum similarity, between 0 and 1, of the nearest name."""
 
 
 def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) -> None:
@@ -39,11 +39,11 @@ def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) 
 
 
 _Affixes = list[tuple[str, int, str, str]]
-"""An affix, the number of names with it, the first of them, and its name in the checkpoint; most frequent first."""
+"""An affix, the number of names with the affix, the first such name, and its checkpoint name; most frequent first."""
 
 
 def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
-    """Parts that wrappers added: in front, or, for torch's wrappers, anywhere."""
+    """Return the parts that wrappers added: in front, or, for torch's wrappers, anywhere."""
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, str]] = {}
     for name in unknown:
@@ -59,7 +59,7 @@ def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
 
 
 def _lacking(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
-    """Prefixes of the checkpoint's names that the given names lack."""
+    """Return the prefixes of checkpoint names that the names of the source lack."""
     ends: dict[str, list[str]] = {}
     for name in wanted:
         parts = name.split(".")
