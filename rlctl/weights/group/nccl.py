@@ -1,9 +1,9 @@
-"""NCCL process groups whose failures stay inside of them. Never run on a GPU.
+"""NCCL process groups whose failures do not end the process. Never run on a GPU.
 
-Left to itself torch's watchdog ends the whole process when a collective fails or takes too long: one engine that is
-killed would take the trainer and every other engine along. That is meant for whoever computes with what a collective
-brings before it is known to have come, which nobody does here. Source: PyTorch's list of ProcessGroupNCCL's environment
-variables, where ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 3 by default.
+By default torch's watchdog ends the whole process when a collective fails or takes too long. A killed engine would thus
+end the trainer and every other engine. The default protects programs that compute with a collective's result before its
+end is known. rlctl does not do so. Source: PyTorch's list of ProcessGroupNCCL's environment variables:
+``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 3 by default.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ONLY_ABORT = "2"
-"""Give the communicator up: waiting for the collective then raises."""
+"""Abort the communicator: waiting for the collective then raises."""
 
 _making = threading.Lock()
 
 
 def nccl_group(store: object, rank: int, size: int, timeout_s: float) -> Any:
-    """A member's process group (a backend object); ``timeout_s`` is the longest that one collective may take: torch
-    knows no limit of a single NCCL collective.
+    """Create a member's process group (a backend object); ``timeout_s`` is the maximum duration of a collective.
 
-    The variable is read as a group is made, and only then; it stays as it was for the groups of the trainer's own.
+    torch has no limit for a single NCCL collective. torch reads the variable only when a group is made, so the variable
+    is restored for the trainer's own groups.
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

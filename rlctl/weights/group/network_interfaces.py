@@ -1,7 +1,7 @@
-"""This machine's network interfaces, and whether a peer can be reached over one of them.
+"""This machine's network interfaces, and whether a peer is reachable over an interface.
 
-A host with several interfaces or a wrong default route often fails only once many processes wait for each other; the
-probe finds it out before, and says from where to where it failed.
+A host with several interfaces or a wrong default route often fails only when many processes wait for each other. The
+probe detects the failure earlier, and reports its source and destination.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patient_s: float | None = None) -> None:
-    """Connect to ``peer`` from ``interface_host``, an address or name of this machine, and hang up.
+    """Connect to ``peer`` from ``interface_host``, an address or name of this machine, and disconnect.
 
-    A peer that refuses is asked again for ``patient_s``, by default until the time is up: it may be about to listen.
-    Raises UNREACHABLE, naming source, its interface, destination, and the interface that the system's route there leads
-    over where it is another.
+    A refusing peer is retried for ``patient_s``, by default until the timeout: the peer may be about to listen. Raises
+    UNREACHABLE with source, source interface, destination, and the interface of the system's route if different.
     """
     host, port = peer
     deadline = time.monotonic() + timeout_s
@@ -60,26 +59,26 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patie
 
 
 def _route_to(host: str) -> str:
-    """Interface that packets to a host leave by when nothing says otherwise; "" when that cannot be told."""
+    """Return the interface of the system's default route to a host; "" if unknown."""
     return interface_of(address_towards(host))
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to a host: the host's own, where it is this machine.
+    """Return this machine's address on the route to a host: the host's own address if the host is this machine.
 
-    ``host``: a name or an address. Returns ``host`` itself where there is no route.
+    ``host``: a name or an address. Returns ``host`` itself without a route.
     """
     try:
         family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect(destination)  # Looks the route up and sends nothing.
+            asking.connect(destination)  # looks up the route and sends nothing
             return str(asking.getsockname()[0])
     except OSError:
         return host
 
 
 def address_of(node: str) -> str:
-    """IP address of a host name or address. Raises ENGINE_FAILED when it does not resolve."""
+    """Return the IP address of a host name or address. Raises ENGINE_FAILED if the name does not resolve."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(node))
     try:
@@ -89,7 +88,7 @@ def address_of(node: str) -> str:
 
 
 def interface_of(host: str) -> str:
-    """Name of the interface that has an address of this machine; "" when none has, or on other systems than Linux."""
+    """Return the interface with an address of this machine; "" if no interface has the address, or outside Linux."""
     try:
         address = ipaddress.ip_address(socket.getaddrinfo(host, 0)[0][4][0])
     except (OSError, ValueError):
@@ -100,9 +99,9 @@ def interface_of(host: str) -> str:
 
 
 def own_address(host: str, field: str = "host") -> str:
-    """An address or a name of this machine, without the brackets that an IPv6 address has before a port.
+    """Return an address or name of this machine without the brackets of an IPv6 address.
 
-    Raises FIELD_INVALID for what this machine cannot bind.
+    Raises FIELD_INVALID if this machine cannot bind the address.
     """
     plain = host.removeprefix("[").removesuffix("]")
     try:
@@ -119,9 +118,9 @@ def own_address(host: str, field: str = "host") -> str:
 
 
 def address_on(interface: str, *, field: str = "interface") -> str:
-    """This machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
+    """Return this machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
 
-    Raises FIELD_INVALID with ``field``, naming what there is, when it has none there.
+    Raises FIELD_INVALID with ``field`` and the existing addresses if no address matches.
     """
     addresses = {str(ipaddress.IPv6Address(bytes.fromhex(raw))): name for raw, name in _ipv6_interfaces().items()}
     found = {**{address: name for name, address in _ipv4_addresses().items()}, **addresses}
@@ -132,7 +131,7 @@ def address_on(interface: str, *, field: str = "interface") -> str:
         except ValueError as error:
             raise Reason.FIELD_INVALID.error(f"{interface} is no network: {error}", field=field) from None
     for address, name in found.items():
-        # An address of the other family is in no network of this one.
+        # An address of the other family is in no network of this family.
         if name == interface if network is None else ipaddress.ip_address(address) in network:
             return address
     there = ", ".join(f"{name} {address}" for address, name in found.items())
@@ -140,7 +139,6 @@ def address_on(interface: str, *, field: str = "interface") -> str:
 
 
 def _ipv4_addresses() -> dict[str, str]:
-    """IPv4 address by interface."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -153,7 +151,7 @@ def _ipv4_addresses() -> dict[str, str]:
 
 
 def _ipv6_interfaces() -> dict[str, str]:
-    """Interface by address in hex, from /proc (proc(5), net/if_inet6)."""
+    """Return the interface by address in hex, from /proc (proc(5), net/if_inet6)."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

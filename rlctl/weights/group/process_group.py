@@ -1,10 +1,10 @@
-"""The process group over which a source sends weights: forming it, broadcasting in it, breaking out of it.
+"""The process group over which a source sends weights: formation, broadcasts, interruption.
 
-It is built as SGLang builds its weight update groups (``init_custom_process_group``), prefix for prefix, so that
-SGLang's own ranks may be members. No default process group of torch is needed or made.
+The group is built as SGLang builds its weight update groups (``init_custom_process_group``), with the same prefixes, so
+that SGLang's own ranks can be members. No default process group of torch is needed or made.
 
-Nothing here can hang: forming a group and every broadcast end by their timeout, and :meth:`WeightGroup.interrupt`
-ends a broadcast at once. A group that failed or was interrupted is spent; a new one takes its place.
+No call can hang: the formation and every broadcast have a timeout, and :meth:`WeightGroup.interrupt` ends a broadcast
+at once. A group that failed or was interrupted is spent; a new group replaces it.
 """
 
 from __future__ import annotations
@@ -32,39 +32,36 @@ from rlctl.weights.tensor.tensors import as_bytes
 __all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join", "keep_for_ever", "needed"]
 
 INTERRUPTED = "it was interrupted"
-"""Why something broke off, where nobody says more."""
+"""Default cause of an interruption."""
 
 LONGEST_S = 24 * 3600.0
-"""As long as a call may take: for groups of which nobody knows yet what they will be used for."""
+"""Maximum duration of a call: for groups whose use is not known yet."""
 
 _SLICE = datetime.timedelta(milliseconds=100)
 _LEAST_S = 0.01
 _GRACE_S = 1.0
-"""How long a broadcast may take to end once it was broken, or past its own timeout."""
+"""Time in which a broadcast must end after an interruption, or past its own timeout."""
 
 _LONGEST_PAUSE_S = 1.0
-"""Between two looks at a broadcast that gloo does not end before its timeout."""
+"""Maximum pause between two polls of a broadcast that gloo does not end before its timeout."""
 
 _EXIT_S = 2.5
-"""How long the end of the process waits for groups to be taken apart, and for those that are being formed to be given
-up."""
+"""Time that the end of the process waits for the disposal of groups and the end of formations."""
 
 
 class WeightGroup:
-    """One member of a group that stands. Broadcasts come from one thread at a time; the rest from any thread.
+    """A member of a formed group. Broadcasts come from one thread at a time, other calls from any thread.
 
     Attributes:
-        name: the group's name.
-        rank: this member's rank; 0 is the source.
+        rank: the group rank; 0 is the source.
         world_size: number of members.
         backend: "gloo" or "nccl".
-        store: the source's, where it is this group's alone; it listens until the group is spent.
+        store: the source's store, if this group alone uses it; the store listens until the group is spent.
     """
 
     store: object = None
 
     def __init__(self, member: Member) -> None:
-        """Use :func:`join`."""
         self.name = member.name
         self.rank = member.rank
         self.world_size = member.world_size
@@ -84,43 +81,43 @@ class WeightGroup:
 
     @property
     def process_group(self) -> Any:
-        """torch's process group (a backend object); None once the group was closed."""
+        """torch's process group (a backend object); None after :meth:`close`."""
         return None if self._member is None else self._member.process_group
 
     @property
     def under_way(self) -> bool:
-        """Whether a broadcast may still read or write its tensor, one that was given up included.
+        """Whether a broadcast may still read or write its tensor, even after an interruption.
 
-        One whose connections are closed cannot: gloo forgets to end it if it was in the middle of a tensor, and it
-        stays until its own timeout, but no byte comes or goes any more.
+        False if all known connections are closed: no byte comes or goes. gloo then may not end a broadcast that was
+        within a tensor; it remains until its own timeout.
         """
         work = self._work
         return work is not None and not work.is_completed() and not self._severed
 
     @property
     def stands(self) -> bool:
-        """Whether it is not spent, and not every other member is known to have gone. NCCL does not say who has."""
+        """Whether the group is not spent and has not lost all other members. NCCL reports no losses."""
         return not self._spent and not self._severed
 
     def allow(self, timeout_s: float) -> None:
-        """Let every broadcast from now on take so long, at most as long as the group was formed for.
+        """Set the timeout of further broadcasts, up to the timeout with which the group was formed.
 
-        A group is kept from one update to the next: what is left of the one that formed it says nothing of the others.
+        A group serves several updates: the time of the update that formed the group does not apply to later updates.
         """
         self._timeout_s = min(self._most_s, max(timeout_s, _LEAST_S))
 
     def announce(self, sizes: Iterable[int]) -> None:
-        """Rank 0: the members are waiting for broadcasts of so many bytes each. For groups that must know."""
+        """At rank 0, record the sizes in bytes of the broadcasts that the members await. For groups that need them."""
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        """Send a tensor's bytes from rank ``src`` to all, or receive them into it; returns when that is done.
+        """Send a tensor's bytes from rank ``src`` to all, or receive them in place; return at the end.
 
-        On a device, done means done by the device. The tensor must be contiguous, and of the same number of bytes
-        everywhere; its dtype and shape do not travel.
+        On a device the end is the end of the device's work. The tensor must be contiguous, with the same number of
+        bytes at every member; dtype and shape are not sent.
 
-        Raises FIELD_INVALID for a tensor that is not contiguous; GROUP_FAILED, REJECTED, when the group is spent or
-        busy, so that nothing was sent; GROUP_FAILED, DIRTY, when the broadcast failed, timed out or was interrupted:
-        the tensor may hold anything then.
+        Raises FIELD_INVALID for a tensor that is not contiguous. Raises GROUP_FAILED, REJECTED, if the group is spent
+        or busy: nothing was sent. Raises GROUP_FAILED, DIRTY, if the broadcast failed, timed out or was interrupted:
+        the contents of the tensor are then undefined.
         """
         if not tensor.is_contiguous():
             raise Reason.FIELD_INVALID.error(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
@@ -131,14 +128,14 @@ class WeightGroup:
             self._idle.set()
 
     def interrupt(self, cause: str = INTERRUPTED) -> None:
-        """End the broadcast under way with GROUP_FAILED, here and at the peers; the group is spent. Never blocks."""
+        """End the current broadcast with GROUP_FAILED, here and at the peers. The group is spent. Never blocks."""
         self._spend(cause)
 
     def close(self) -> None:
-        """Leave the group. Never blocks: what is under way is interrupted, and let go of once it has ended.
+        """Leave the group. Never blocks: a current broadcast is interrupted, and disposed of after its end.
 
-        The source leaves only when the members have confirmed what they received: a connection that is closed may
-        take bytes along that its peer has not read yet.
+        The source must leave only after the members have confirmed the bytes: closing a connection can discard bytes
+        that the peer has not read.
         """
         self._spend("it was closed")
         with self._lock:
@@ -148,13 +145,13 @@ class WeightGroup:
             disposal = _Disposal(member, self._work, self._data, self._idle)
             try:
                 disposal.start()
-            except RuntimeError:  # at the end of the process some Pythons (3.12) begin no thread
+            except RuntimeError:  # near the end of the process some Pythons (3.12) start no thread
                 disposal.forget()
 
     def forget(self) -> None:
-        """In a child of a fork: leave it to the parent, whose connections these are."""
+        """Leave the group to the parent, in a child of a fork: the connections are the parent's."""
         keep_for_ever((self._member, self._work, self.store))
-        self._lock = threading.Lock()  # whoever held it is not here
+        self._lock = threading.Lock()  # no thread of the child could release a locked lock
         self._spent = "it belongs to the process that this one was forked from"
         self._member, self._work, self._connections, self.store = None, None, [], None
         self._idle.set()
@@ -177,7 +174,7 @@ class WeightGroup:
             self._idle.clear()
 
     def _await(self) -> None:
-        """Wait until the broadcast is done, in slices, so that an interrupt is noticed."""
+        """Wait for the end of the broadcast, in slices, so that an interruption is noticed."""
         work = self._work
         deadline = time.monotonic() + self._timeout_s + _GRACE_S
         while not self._done_within_slice(work) and not self._spent:
@@ -186,7 +183,7 @@ class WeightGroup:
             elif self._severed:
                 self._spend("the other members have gone")
         if self._spent:
-            # Connections are cut: it ends within a moment, and until it has ended it may write into the tensor.
+            # The connections are cut. The broadcast ends within a moment, and may write into the tensor until then.
             give_up = time.monotonic() + _GRACE_S
             while self.under_way and time.monotonic() < give_up:
                 time.sleep(0.001)
@@ -199,7 +196,7 @@ class WeightGroup:
         if work.is_completed():
             self._work = self._data = None
         if cause:
-            # A traceback keeps this frame: without the work, which only a thread that may block lets go of.
+            # A traceback keeps this frame. The frame must not keep the work: only a thread that may block releases it.
             del work
             raise self._failure(cause)
 
@@ -208,10 +205,10 @@ class WeightGroup:
             try:
                 work.wait(_SLICE)
             except RuntimeError:
-                # Either the slice is over or the broadcast has failed; only one that failed is complete.
+                # The slice is over, or the broadcast has failed. Only a failed broadcast is completed.
                 return bool(work.is_completed())
             return True
-        # NCCL's wait only makes the current stream wait, and one with a limit gives the communicator up.
+        # NCCL's wait blocks only the current stream; a wait with a timeout aborts the communicator.
         over = time.monotonic() + _SLICE.total_seconds()
         pause = 50e-6
         while not work.is_completed() and time.monotonic() < over:
@@ -220,19 +217,19 @@ class WeightGroup:
         return bool(work.is_completed())
 
     def _spend(self, cause: str) -> str:
-        """Make the group unusable and break what is under way; returns the first cause. Takes no lock."""
+        """Make the group unusable and break the current broadcast; return the first cause. Takes no lock."""
         self._spent = self._spent or cause
         self.store = None
         member = self._member
         if member is not None and self.backend == "nccl":
-            # It waits for the communicators to be given up.
+            # An abort waits for the communicators.
             threading.Thread(target=member.process_group.abort, name=f"abort-{self.name}", daemon=True).start()
         tcp_connections.cut(self._connections)
         return self._spent
 
     @property
     def _severed(self) -> bool:
-        """Whether the group had connections that are known, and has closed all of them."""
+        """Whether all known connections of the group are closed. False without known connections."""
         return bool(self._connections) and not any(connection.is_open for connection in self._connections)
 
     def _failure(self, cause: str) -> RlctlError:
@@ -252,17 +249,16 @@ def join(
     stop: threading.Event | None = None,
     patient_s: float | None = None,
 ) -> WeightGroup:
-    """Form a group together with the other members; returns when all of them have come.
+    """Form a group with the other members; return when all members have joined.
 
-    ``store`` is the source's store, or (host, port) where it listens. ``timeout_s`` bounds the forming,
-    ``broadcast_timeout_s`` (by default the same) each broadcast, see :meth:`WeightGroup.allow`. gloo listens on
-    ``interface_host``, an address of this machine that the other members reach. Setting ``stop`` ends it early. A store
-    that takes no connections is given up after ``patient_s``; None: when the time is up, since the source may be slower
-    than its members.
-    With NCCL the members meet only in their first broadcast.
+    ``store`` is the source's store, or its address (host, port). ``timeout_s`` limits the formation, and
+    ``broadcast_timeout_s`` (by default equal) each broadcast, see :meth:`WeightGroup.allow`. gloo listens on
+    ``interface_host``, an address of this machine that the other members reach. ``stop`` ends the formation early.
+    ``patient_s`` limits the time in which the store may refuse connections. None: ``timeout_s``, since the source may
+    be slower than its members. With NCCL the members meet only in their first broadcast.
 
-    Raises FIELD_INVALID, DEADLINE_INVALID, UNSUPPORTED (this torch lacks the backend); GROUP_FAILED, REJECTED, when
-    the group did not come about, naming the ranks that are missing where it can.
+    Raises FIELD_INVALID, DEADLINE_INVALID, UNSUPPORTED (this torch lacks the backend). Raises GROUP_FAILED, REJECTED,
+    if the group was not formed, with the missing ranks if known.
     """
     limit = timeout_s if broadcast_timeout_s is None else broadcast_timeout_s
     for field, seconds in (("timeout_s", timeout_s), ("broadcast_timeout_s", limit)):
@@ -275,11 +271,11 @@ def join(
 
 
 class _Disposal(threading.Thread):
-    """Takes a group apart in the background.
+    """Disposes of a group in the background.
 
-    Dropping a gloo group joins its threads: a tenth of a second, or until the timeout of what is under way. A daemon,
-    so that the process may end meanwhile; it sleeps in Python rather than in torch, whose threads must not be ended
-    from under it.
+    Dropping a gloo group joins its threads: this takes 0.1 s, or until the timeout of a current broadcast. The thread
+    is a daemon, so that the process can end meanwhile. It sleeps in Python, not in torch: torch's threads must not be
+    killed.
     """
 
     def __init__(self, member: Member, work: Any, data: torch.Tensor | None, idle: threading.Event) -> None:
@@ -300,7 +296,7 @@ class _Disposal(threading.Thread):
         self._work = self._data = self._member = None
 
     def forget(self) -> None:
-        """Where it does not run: in a child of a fork, at the end of the process."""
+        """Keep the group without disposal: in a child of a fork, or at the end of the process."""
         keep_for_ever((self._member, self._work))
         self._work = self._data = self._member = None
 
@@ -309,15 +305,15 @@ _open_groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
 _disposals: weakref.WeakSet[_Disposal] = weakref.WeakSet()
 
 needed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Threads that do what members rely on: the end of the process waits for them."""
+"""Threads that members depend on. The end of the process waits for these threads."""
 
 
 @atexit.register
 def _take_apart() -> None:
-    """Leave every group before the interpreter goes: torch would otherwise wait for broadcasts under way."""
+    """Leave every group before the interpreter ends: torch would otherwise wait for current broadcasts."""
     for group in list(_open_groups):
         group.close()
-    for thread in list(needed):  # begun just now; those before the interpreter has waited for itself
+    for thread in list(needed):  # started just now; the interpreter itself waits for earlier threads
         thread.join()
     give_up = time.monotonic() + _EXIT_S
     for forming in list(rendezvous.under_way):
@@ -327,7 +323,7 @@ def _take_apart() -> None:
 
 
 def _after_fork() -> None:
-    # A child that ended would cut its parent's connections, and wait for gloo's threads, which it does not have.
+    # The end of a child would cut the parent's connections, and wait for gloo's threads, which the child lacks.
     for group in list(_open_groups):
         group.forget()
     for disposal in list(_disposals):
@@ -340,7 +336,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def keep_for_ever(held: object) -> None:
-    """Never destroy this, also not at the interpreter's exit: destroying a gloo group waits for its threads, and for
-    what is under way in it.
+    """Never destroy this object, even at the interpreter's exit.
+
+    Destroying a gloo group waits for its threads and for a current broadcast.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -1,4 +1,4 @@
-"""The weight groups that this rank is a member of. Joined and left on helper threads, used by the engine thread."""
+"""The weight groups of this rank. Joined and left on helper threads, used by the engine thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlctl.weights.group.rendezvous import GroupStore
 from rlctl.weights.group.tcp_connections import Connection
 
 PATIENT_S = 1.0
-"""How long the store of an update may refuse connections: by then its source is there, or has gone."""
+"""Time in which the store of an update may refuse connections: afterwards the source either listens or is gone."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What makes two requests to join the same: where the group meets, its shape, and this rank's place in it.
+    """Identity of a request to join: address of the store, shape of the group, and this member's group rank.
 
-    ``pair``: of the groups of two that go by one name, which this is.
+    ``pair``: index of a group of two among the groups with one name.
     """
 
     host: str
@@ -33,16 +33,15 @@ class Membership:
     pair: int | None = None
 
     def full_name(self, name: str) -> str:
-        """The name under which its members meet."""
         return name if self.pair is None else f"{name}-r{self.pair}"
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """A group that was joined.
+    """A joined group.
 
     Attributes:
-        store: this process's connections to the group's store; none where they are not known.
+        store: this process's connections to the group's store; empty if unknown.
     """
 
     membership: Membership
@@ -51,17 +50,19 @@ class _Joined:
 
     @property
     def stands(self) -> bool:
-        """Whether it can be used still. It cannot when its source has ended, and the source's store with it: members of
-        other engines may be connected still.
+        """Whether the group is usable.
+
+        A group is not usable after its source and the source's store have ended, even if members of other engines are
+        still connected.
         """
         return self.group.stands and (not self.store or any(connection.is_live for connection in self.store))
 
 
 class Groups:
-    """Weight groups by name."""
+    """The weight groups of a rank, by name."""
 
     def __init__(self, interface_host: str) -> None:
-        """``interface_host``: address of this host under which the other members reach it."""
+        """Create an empty set; ``interface_host`` is the address of this host for other members."""
         self._interface_host = interface_host
         self._lock = threading.Lock()
         self._joining: dict[str, tuple[str, threading.Event]] = {}
@@ -71,7 +72,7 @@ class Groups:
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Where groups meet that this rank is the source of; the store is made when first asked for."""
+        """Address of the store for groups with this rank as the source; the first access creates the store."""
         with self._lock:
             if self._store is None:
                 self._store = GroupStore(self._interface_host)
@@ -86,13 +87,14 @@ class Groups:
         broadcast_timeout_s: float,
         update_id: str = "",
     ) -> GroupReport:
-        """Join a group; blocks until all members have come. A group that stands with this membership is confirmed. A
-        group whose source has ended does not stand, and gives way.
+        """Join a group; block until all members have joined.
 
-        ``update_id``: the update that it is for. Its store listens by now, or the coordinator asks again: one that does
-        not is not waited for.
+        A usable group with this membership is confirmed. A group whose source has ended is replaced.
 
-        Raises GROUP_EXISTS (it stands with another membership), OPERATION_CONFLICT (it is being joined),
+        ``update_id``: the update of the group. With an update the wait for the store is short: the store listens by
+        now, or the coordinator repeats the command.
+
+        Raises GROUP_EXISTS (a usable group has a different membership), OPERATION_CONFLICT (the group is being joined),
         GROUP_FAILED.
         """
         report = GroupReport(group_name=name, group_rank=membership.rank, world_size=membership.world_size)
@@ -129,13 +131,13 @@ class Groups:
                 del self._joining[name]
                 if group is not None and not stop.is_set():
                     self._groups[name] = _Joined(membership, group, store)
-        if stop.is_set():  # in the moment in which it came to stand
+        if stop.is_set():  # set in the moment in which the group was formed
             group.close()
             raise Reason.GROUP_FAILED.error(f"group {name} was left while it was being joined")
         return report
 
     def probe(self, name: str, membership: Membership, *, timeout_s: float, update_id: str = "") -> GroupReport:
-        """Whether this rank could join; ``update_id`` as for :meth:`join`.
+        """Check whether this rank could join; ``update_id`` as for :meth:`join`.
 
         Raises OPERATION_CONFLICT, GROUP_EXISTS, UNREACHABLE.
         """
@@ -149,7 +151,10 @@ class Groups:
         return GroupReport(group_name=name, group_rank=membership.rank, world_size=membership.world_size)
 
     def _confirmed(self, name: str, membership: Membership) -> bool:
-        """Whether a group stands with this membership; the lock is held. Raises GROUP_EXISTS: with another one."""
+        """Return whether a usable group has this membership, with the lock held.
+
+        Raises GROUP_EXISTS for a different membership.
+        """
         joined = self._groups.get(name)
         if joined is None or not joined.stands:
             return False
@@ -160,14 +165,14 @@ class Groups:
         return True
 
     def get(self, name: str) -> WeightGroup:
-        """The group of this name. Raises GROUP_NOT_FOUND."""
+        """Return the group of this name. Raises GROUP_NOT_FOUND."""
         with self._lock:
             if name not in self._groups:
                 raise Reason.GROUP_NOT_FOUND.error(f"this rank is in no group {name!r}", field="group_name")
             return self._groups[name].group
 
     def leave(self, name: str) -> None:
-        """Leave a group and forget it, or give up joining it; what is under way in it ends. Never blocks.
+        """Leave and forget a group, or stop joining it. A current broadcast ends. Never blocks.
 
         Raises GROUP_NOT_FOUND.
         """
@@ -182,21 +187,20 @@ class Groups:
         group.close()
 
     def interrupt(self, update_id: str) -> None:
-        """Give up joining the groups of this update: nobody comes there any more. Never blocks."""
+        """Stop joining the groups of this update: their other members no longer come. Never blocks."""
         with self._lock:
             for joined_for, stop in self._joining.values():
                 if joined_for == update_id:
                     stop.set()
 
     def drop(self, name: str, group: WeightGroup) -> None:
-        """Forget a group that has failed: it is spent, and joining under its name makes a new one. Never blocks."""
+        """Forget a failed group: the group is spent, and a join under its name makes a new group. Never blocks."""
         with self._lock:
             if name in self._groups and self._groups[name].group is group:
                 del self._groups[name]
         group.close()
 
     def close(self) -> None:
-        """Leave all groups, and give up those that are being joined."""
         with self._lock:
             self._closed = True
             for _, stop in self._joining.values():
@@ -210,7 +214,6 @@ class Groups:
 
 
 def _connections_to(host: str, port: int) -> Sequence[Connection]:
-    """This process's connections to a store."""
     try:
         return tcp_connections.find(made_to=tcp_connections.resolve(host, port))
     except OSError:

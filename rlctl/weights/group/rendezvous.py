@@ -1,8 +1,8 @@
-"""Where the members of a group meet: the source's TCP store, and how a member forms its process group there.
+"""The rendezvous of the members of a group: the source's TCP store, and the formation of a process group there.
 
-Left to itself a rendezvous can hang for ever, in a store whose server is mute or for a member that never comes.
-:class:`Forming` ends by its deadline and can be stopped: gloo waits through :class:`WatchedStore`, in short steps in
-Python; and the whole runs in a thread whose connection to the store is cut when it blocks all the same.
+A plain rendezvous can hang for ever, in a store with a mute server or for a member that never comes. :class:`Forming`
+has a deadline and can be stopped. gloo waits through :class:`WatchedStore`, in short steps in Python. The whole
+formation runs in a thread; if the thread still blocks, its connection to the store is cut.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from rlctl.weights.group.tcp_connections import Endpoint, gloo_endpoint
 from rlctl.weights.group.torch_errors import cause_of
 
 _PREFIX = {"gloo": "cpu", "nccl": "cuda"}
-"""The device under whose name torch keeps a backend's keys in the store: the first one that the backend serves."""
+"""The device with whose name torch prefixes a backend's keys in the store: the first device of the backend."""
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 _CONNECT_S = 2.0
-"""How long torch's client may try to reach a store that took a connection a moment ago."""
+"""Time in which torch's client may retry a store that took a connection a moment ago."""
 
 _GRACE_S = 0.5
-"""How long a rendezvous may take to end once it was told to."""
+"""Time in which a rendezvous must end after a request to end."""
 
 
 class GroupStore:
-    """The source's store: it listens on a port of its own and serves any number of groups of different names.
+    """The source's store. Listens on its own TCP port and serves any number of groups of different names.
 
-    A group's name is used once per store: members that come later under the same name meet the earlier ones' traces.
+    A group's name is used once per store: later members of the same name would read the earlier members' keys.
 
     Attributes:
-        port: where it listens.
+        port: TCP port of the store.
     """
 
     def __init__(self, bind_host: str = "127.0.0.1") -> None:
         """Listen on a free port of ``bind_host``, an address or name of this machine.
 
-        Raises GROUP_FAILED when that is not possible.
+        Raises GROUP_FAILED if that is not possible.
         """
         try:
             family = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -65,32 +65,30 @@ class GroupStore:
 
     @property
     def local_address(self) -> tuple[str, int]:
-        """Where this machine's own members find it."""
         return self._host, self.port
 
     def address(self, host: str) -> tuple[str, int]:
-        """Where other members find it, given a name or address under which they reach this machine."""
+        """Return the address of the store for other members; they reach this machine as ``host``."""
         return host, self.port
 
     def close(self) -> None:
-        """Stop listening. Rendezvous under way end with an error; groups that stand are not touched."""
+        """Stop listening. A current rendezvous ends with an error; formed groups are unaffected."""
         self._store = None
 
 
 @dataclass
 class Member:
-    """One member of a group, to be formed or formed.
+    """A member of a group, before or after the formation.
 
     Attributes:
-        name: the group's name.
-        rank: this member's rank in it.
+        rank: the group rank.
         world_size: number of members.
         backend: "gloo" or "nccl".
-        interface_host: address of this machine that gloo listens on.
-        broadcast_timeout_s: the longest that one broadcast may take.
-        endpoints: where the members listen, by rank, as far as that is known.
-        process_group: torch's process group, once it is formed.
-        store: what the process group keeps using; must live as long as it does.
+        interface_host: address of this machine on which gloo listens.
+        broadcast_timeout_s: maximum duration of a broadcast.
+        endpoints: known endpoints of the members, by rank.
+        process_group: torch's process group, after the formation.
+        store: the store of the process group; must live as long as the group.
     """
 
     name: str
@@ -104,7 +102,7 @@ class Member:
     store: object = None
 
     def check(self) -> None:
-        """Raises FIELD_INVALID or UNSUPPORTED for a member that cannot be."""
+        """Raise FIELD_INVALID or UNSUPPORTED for an impossible member."""
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise Reason.FIELD_INVALID.error(
                 f"there is no rank {self.rank} in a group of {self.world_size}", field="rank"
@@ -118,11 +116,13 @@ class Member:
 
 
 class Forming:
-    """One attempt to form a member's process group."""
+    """An attempt to form a member's process group."""
 
     def __init__(self, member: Member, address: tuple[str, int], patient_s: float | None = None) -> None:
-        """``address`` is where the store listens; ``patient_s``: how long it may take to; None: as long as there is
-        time. Raises as :meth:`Member.check` does.
+        """Create an attempt; ``address`` is the store's.
+
+        ``patient_s`` limits the time in which the store may refuse connections; None: the whole timeout. Raises as
+        :meth:`Member.check`.
         """
         member.check()
         self._member = member
@@ -134,7 +134,7 @@ class Forming:
         self._error: Exception | None = None
 
     def run(self, timeout_s: float, stop: threading.Event) -> None:
-        """Fill in the member's process group, within ``timeout_s`` and unless ``stop`` is set meanwhile.
+        """Form the member's process group within ``timeout_s``; ``stop`` ends the attempt early.
 
         Raises GROUP_FAILED, REJECTED.
         """
@@ -142,7 +142,7 @@ class Forming:
         under_way.add(self)
         thread = threading.Thread(target=self._attempt, args=(deadline,), name=f"join-{self._member.name}", daemon=True)
         thread.start()
-        # The attempt knows the deadline as well: past it, it is given up only if it does not end by itself.
+        # The attempt has the same deadline. Past the deadline and a grace time the attempt is forced to end.
         while not self._ended.wait(_LONGEST_PAUSE_S):
             if stop.is_set() or time.monotonic() > deadline + _GRACE_S:
                 self._give_up.set()
@@ -153,7 +153,7 @@ class Forming:
             raise self._failure(timeout_s, stopped=stop.is_set()) from self._error
 
     def end(self, limit_s: float) -> None:
-        """Break it off and wait for that, at most so long: whoever waits in :meth:`run` is told."""
+        """Break off the attempt and wait at most ``limit_s`` for its end. The caller of :meth:`run` gets an error."""
         until = time.monotonic() + limit_s
         self._give_up.set()
         if not self._ended.wait(min(_GRACE_S, limit_s)):
@@ -166,42 +166,42 @@ class Forming:
             if not self._give_up.is_set():
                 self._member.process_group = group
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the caller's thread reports it. Its frames hold gloo's device, and are held by what they
-            # hold: without them the device's thread and descriptors are gone now, not with the next cyclic collection.
+            # The caller's thread reports the error, whatever its type. Frames of the traceback hold gloo's device in a
+            # reference cycle. Without them the device's thread and descriptors go now, not with the next cyclic
+            # collection.
             self._error = error.with_traceback(None)
         finally:
             under_way.discard(self)
             self._ended.set()
 
     def _group(self, store: TCPStore, deadline: float) -> Any:
-        """The member's process group (a backend object)."""
         member = self._member
-        # SGLang's prefix, then those of torch's _new_process_group_helper.
+        # SGLang's prefix, then the prefixes of torch's _new_process_group_helper.
         prefixed = PrefixStore(f"{member.name}/", PrefixStore(member.name, store))
         prefixed = PrefixStore(f"{_PREFIX[member.backend]}/", prefixed)
         if member.backend == "gloo":
             return self._gloo(prefixed, deadline)
-        # Not watched: NCCL comes back to the store later, from threads of its own.
+        # Not watched: NCCL uses the store again later, from its own threads.
         member.store = prefixed
         return nccl_group(prefixed, member.rank, member.world_size, member.broadcast_timeout_s)
 
     def _connect(self, deadline: float) -> TCPStore:
-        """A client of the store, waiting for it to listen: the source may be slower than its members."""
+        """Wait for the store to listen and return a client: the source may be slower than its members."""
         host, port = self._address
         patient_until = time.monotonic() + self._patient_s
         while True:
             remaining = deadline - time.monotonic()
             try:
-                # torch's own client reports every refusal on stderr.
+                # torch's own client would report every refusal on stderr.
                 socket.create_connection(self._address, timeout=max(remaining, _FIRST_PAUSE_S)).close()
                 break
             except OSError:
                 late = time.monotonic() > patient_until
                 if remaining <= 0 or late or self._give_up.wait(_LONGEST_PAUSE_S):
                     raise
-        # It comes back to a store that has gone in this moment until its time is up, and cannot be stopped.
+        # If the store goes away just now, torch's client retries for its whole time and cannot be stopped.
         limit = datetime.timedelta(seconds=max(min(remaining, _CONNECT_S), _FIRST_PAUSE_S))
-        # A store that torch's own rendezvous made waits until as many members as the group has have checked in.
+        # A store of torch's own rendezvous waits until all members of the group have checked in.
         store = TCPStore(host, port, self._member.world_size, False, timeout=limit, wait_for_workers=True)
         store.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S)))
         return store
@@ -216,7 +216,7 @@ class Forming:
         member.endpoints = watched.endpoints
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S))
-        options._threads = 1  # there is one broadcast at a time
+        options._threads = 1  # broadcasts do not overlap
         options._devices = [gloo.create_device(hostname=member.interface_host, lazy_init=False)]
         return gloo(watched, member.rank, member.world_size, options)
 
@@ -230,7 +230,7 @@ class Forming:
         host, port = self._address
         watched = self._watched
         missing = watched.missing if watched is not None else []
-        if watched is not None and self._give_up.is_set():  # it was cut off while it asked the store who is missing
+        if watched is not None and self._give_up.is_set():  # cut off during the query for the missing ranks
             missing = missing or watched.awaited
         reported = cause_of(self._error) if self._error is not None else ""
         if stopped:
@@ -249,28 +249,29 @@ class Forming:
 
 
 under_way: weakref.WeakSet[Forming] = weakref.WeakSet()
-"""Attempts that have not ended, given up ones among them. The interpreter must not end a thread inside of torch: that
-ends the process with an abort.
+"""Attempts that have not ended, including abandoned attempts.
+
+The interpreter must not end a thread inside torch: that aborts the process.
 """
 
 
 class RendezvousEnded(Exception):
-    """A wait in the store ended before its keys were there."""
+    """A wait in the store ended without its keys."""
 
 
 class WatchedStore(Store):
-    """A store whose waits can be ended, as gloo's rendezvous uses it.
+    """A store for gloo's rendezvous, with waits that can be ended.
 
     Attributes:
-        missing: after a wait that came to its deadline, the ranks that had not come, where that can be told.
-        awaited: the ranks that were waited for last.
-        endpoints: where the members listen, by rank, as far as it became known.
+        missing: ranks without a key after a wait reached its deadline, if known.
+        awaited: ranks of the last wait.
+        endpoints: known endpoints of the members, by rank.
     """
 
     def __init__(
         self, store: PrefixStore, *, rank: int, world_size: int, give_up: threading.Event, deadline: float
     ) -> None:
-        """``give_up`` ends a wait; ``deadline`` is on the monotonic clock."""
+        """Wrap a store; ``give_up`` ends a wait, ``deadline`` is on the monotonic clock."""
         super().__init__()
         self._store = store
         self._rank = rank
@@ -283,13 +284,13 @@ class WatchedStore(Store):
         self.endpoints: dict[int, Endpoint] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Put a value; the first key that ends in this member's rank shows how gloo names its keys."""
+        """Store a value. The first key that ends in this member's rank shows gloo's prefix of such keys."""
         if self._prefix is None and key.endswith(str(self._rank)):
             self._prefix = key.removesuffix(str(self._rank))
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is there."""
+        """Wait for a key and return its value. Records the endpoint of a gloo member."""
         self.wait([key])
         value = self._store.get(key)
         rank = self._rank_of(key)
@@ -298,19 +299,17 @@ class WatchedStore(Store):
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all the keys are there."""
         return self._store.check(keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
         return self._store.add(key, amount)
 
     def has_extended_api(self) -> bool:
-        """Whether there are bulk operations: none, the plain ones are the same in all versions."""
+        """Return False, for no bulk operations: the plain operations are the same in all versions of torch."""
         return False
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Return once all the keys are there. Raises RendezvousEnded; the shorter of both limits counts."""
+        """Wait for all keys until the earlier of both deadlines. Raises RendezvousEnded."""
         deadline = self._deadline
         if timeout is not None and timeout.total_seconds() > 0:
             deadline = min(deadline, time.monotonic() + timeout.total_seconds())

@@ -1,6 +1,6 @@
-"""Sending an update over a group: the source's side.
+"""Sending an update over a group, at the source.
 
-What takes time besides the broadcasts (gathering, casting, packing, digesting) happens while something is on its way.
+Work besides the broadcasts (gathering, casting, packing, digesting) overlaps with broadcasts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlctl.weights.tensor.tensors import TensorMeta, castable
 from rlctl.weights.tensor.work import digesting_threads
 
 _AHEAD = 4
-"""Tensors of a stable source that are on their way, or being digested, while the next one is taken."""
+"""Maximum number of a stable source's tensors in broadcast or digest while the next tensor is taken."""
 
 
 @dataclass(frozen=True)
 class SendStats:
-    """What was sent.
+    """Statistics of a send.
 
     Attributes:
         bytes: bytes that went over the group.
-        seconds: time from the first tensor asked for to the last byte sent.
+        seconds: time from the request for the first tensor to the end of the last broadcast.
     """
 
     bytes: int
@@ -42,16 +42,16 @@ class SendStats:
 def send(
     source: WeightSource, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None = None
 ) -> SendStats:
-    """Send a source's tensors bucket by bucket, going through it once; rank 0 of the group.
+    """Send a source's tensors bucket by bucket in one pass, as rank 0 of the group.
 
-    ``buckets`` are what the receivers were told, planned over the source's order. Tensors are cast to the dtypes that
-    the buckets say. ``digest`` takes in exactly what is sent, beside the sending. While a packed bucket is on its way
-    the next one is filled; a large tensor of a source that is not ``stable`` is waited for. On return the source's
-    tensors may be overwritten.
+    ``buckets`` are the announced buckets, planned over the source's order. Tensors are cast to the dtypes of the
+    buckets. ``digest`` digests exactly the sent bytes, in parallel. While a packed bucket is sent the next bucket is
+    filled. A large tensor of a source that is not ``stable`` is sent before the next tensor is taken. After the return
+    the source's tensors may be overwritten.
 
-    Raises FIELD_INVALID when the source and the buckets do not fit each other (an unknown or missing tensor, another
-    shape, another order; before anything is sent, a dtype that a cast would ruin), GROUP_FAILED; the outcome is DIRTY
-    once something was sent. What the source itself raises passes through.
+    Raises FIELD_INVALID if source and buckets differ (an unknown or missing tensor, a different shape or order; before
+    the first byte, a dtype that a cast would ruin), GROUP_FAILED. The outcome is DIRTY after the first sent byte.
+    Errors of the source itself pass through.
     """
     sent = SentInPassing(source, buckets, group, digest)
     started = time.perf_counter()
@@ -61,16 +61,16 @@ def send(
 
 
 class SentInPassing:
-    """A source that is sent over a group, as by :func:`send`, while somebody goes through it, once.
+    """A source that is also sent over a group, as by :func:`send`, while a caller iterates it once.
 
     Attributes:
-        bytes: bytes that went over the group, once the iteration has ended.
+        bytes: bytes that went over the group, after the iteration.
     """
 
     def __init__(
         self, source: WeightSource, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None
     ) -> None:
-        """Raises FIELD_INVALID for a dtype that a cast would ruin."""
+        """Prepare the send. Raises FIELD_INVALID for a dtype that a cast would ruin."""
         given = {meta.name: meta.dtype for meta in source.metas()}
         for meta in (meta for bucket in buckets for meta in bucket.metas):
             if not castable(given.get(meta.name, meta.dtype), meta.dtype):
@@ -84,15 +84,13 @@ class SentInPassing:
         self._tensors = self._pass()
 
     def metas(self) -> list[TensorMeta]:
-        """The source's."""
         return self._source.metas()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The source's; each is sent, or kept until its bucket is full. At the end all have arrived."""
+        """Yield the source's tensors. Each is sent, or kept until its bucket is full. At the end all have arrived."""
         return self._tensors
 
     def close(self) -> None:
-        """End an iteration that whoever goes through it has broken off."""
         self._tensors.close()
 
     def _pass(self) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -106,14 +104,14 @@ class SentInPassing:
 
 @dataclass
 class _OnItsWay:
-    """Bytes that are being broadcast and digested, and the buffer that is free again afterwards, if they lie in one."""
+    """Bytes in broadcast and digest, with their buffer, if any. The buffer is free afterwards."""
 
     jobs: list[Future[None]]
     buffer: torch.Tensor | None
 
 
 class _Sending:
-    """The state of one :func:`send`: the caller's thread takes tensors and packs, another broadcasts in order."""
+    """State of one :func:`send`. The caller's thread takes and packs tensors; another thread broadcasts in order."""
 
     def __init__(
         self, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None, *, stable: bool
@@ -124,7 +122,7 @@ class _Sending:
         self._stable = stable
         self._queue = list(buckets)
         self._awaited = {meta.name: (bucket, index) for bucket in buckets for index, meta in enumerate(bucket.metas)}
-        # Tensors of a bucket that have come; and, of a packed one, its buffer.
+        # By bucket: the number of added tensors, and the buffer of a packed bucket.
         self._filled: dict[int, int] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._spare: list[torch.Tensor] = []
@@ -132,7 +130,7 @@ class _Sending:
         self._stream = torch.cuda.current_stream() if group.backend == "nccl" else None
 
     def __enter__(self) -> _Sending:
-        # Both release the GIL. One thread broadcasts, so that the order holds.
+        # Both release the GIL. A single thread broadcasts, so that the order holds.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         key = self._digest.key if self._digest is not None else b""
         self._digesters = ThreadPoolExecutor(digesting_threads(key), "digest")
@@ -145,7 +143,7 @@ class _Sending:
             error.outcome = common_pb2.OUTCOME_DIRTY
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor of the source: send it, or keep a copy until its bucket is full."""
+        """Add the next tensor of the source: send the tensor, or copy its bytes until the bucket is full."""
         if name not in self._awaited:
             raise unannounced(name)
         bucket, index = self._awaited.pop(name)
@@ -172,7 +170,7 @@ class _Sending:
             self._queue.pop(0)
 
     def finish(self) -> None:
-        """The source is at its end: what is on its way arrives."""
+        """Check that the source is complete, and wait for the end of all broadcasts."""
         refuse_lacking(self._awaited)
         self._await(0)
 
@@ -181,7 +179,7 @@ class _Sending:
             raise unfit(f"the source's order is not that of the buckets (at bucket {bucket.sequence})")
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer to pack into. There are two: one is filled while the other one is on its way."""
+        """Return a buffer for packing. There are two buffers: a bucket is filled while the previous bucket is sent."""
         while sum(way.buffer is not None for way in self._on_their_way) > 1:
             self._await(len(self._on_their_way) - 1)
         return room_for(nbytes, self._spare.pop() if self._spare else None, device)
@@ -195,11 +193,11 @@ class _Sending:
         self._on_their_way.append(_OnItsWay(jobs, buffer))
 
     def _await(self, left: int) -> None:
-        """Wait until no more than so many are on their way; raises what became of them."""
+        """Wait until at most ``left`` sends remain; raise their errors."""
         over = len(self._on_their_way) - left
         if over > 0:
-            # They end in order. Whoever wakes up for each of them takes the interpreter from the thread that starts
-            # the next one.
+            # Sends end in order. A wake-up for each end would take the interpreter from the thread that starts the next
+            # send.
             wait(self._on_their_way[over - 1].jobs)
         for _ in range(over):
             way = self._on_their_way.popleft()
@@ -219,7 +217,7 @@ class _Sending:
 
 
 def wire_device(group: WeightGroup, device: torch.device) -> torch.device:
-    """Where tensors must lie to go over a group, given where they lie: gloo takes them from the host."""
+    """Return the device for tensors of a broadcast: the host for gloo, else the tensor's or the current GPU."""
     if group.backend == "gloo":
         return torch.device("cpu")
     return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())

@@ -1,15 +1,15 @@
-"""A process's own TCP connections to given endpoints: cut, so that what blocks on them ends at once; and tuned.
+"""A process's own TCP connections to given endpoints: cut, so that blocked calls end at once, and tuned.
 
-gloo has no way to end a collective that waits for a peer which never answers (a stopped process, say); only its
-timeout ends it, and until then late bytes may still land in the receiver's memory. The same holds for a store client
-whose server is mute. Shutting down the sockets underneath ends both within a millisecond, on every torch version,
-because to them it is a peer that went away. In the middle of a tensor gloo closes the connection as well, but waits
-for its timeout all the same (``Pair::signalException`` tells what is posted, not what is on its way): so it is asked
-whether the connections are closed, not only whether the broadcast has ended. Where a system has no list of a
-process's descriptors nothing is cut, and the timeouts remain.
+gloo cannot end a collective that waits for an unresponsive peer (such as a stopped process). Only the timeout ends the
+collective, and until then late bytes may land in the receiver's memory. A store client of a mute server has the same
+problem. Shutting down the sockets ends both within a millisecond, on every torch version: both see a closed peer.
 
-gloo has no way to set a socket's buffers either, and the system's default is made for long lines: between processes
-of one machine megabytes queue up in the kernel and have left the caches by the time they are read.
+Within a tensor gloo also closes the connection, but still waits for its timeout: ``Pair::signalException`` notifies
+posted operations, not operations in progress. So callers check for closed connections, not only for the end of the
+broadcast. On a system without a list of a process's descriptors no connection is cut, and the timeouts remain.
+
+gloo has no option for the buffers of a socket, and the system's default suits long lines. Between processes of one
+machine megabytes queue in the kernel, and have left the caches when they are read.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 Endpoint = tuple[str, int]
-"""Numeric address and port."""
+"""Numeric address and TCP port."""
 
 _DESCRIPTORS = "/dev/fd"
 
 _LOCAL_SEND_BYTES = 512 << 10
-"""Send buffer of a connection within a machine. A broadcast over loopback is 1.6 to 2 times as fast with it as with
-what Linux grows to by itself (4 MiB), at any size of tensors; 256 KiB is about as good, 1 MiB shows no gain
-(docs/benchmarks.md)."""
+"""Send buffer of a connection within a machine.
+
+A broadcast over loopback is 1.6 to 2 times as fast as with Linux's automatic size (4 MiB), at any size of tensors. 256
+KiB is about as good, 1 MiB shows no gain (docs/benchmarks.md).
+"""
 
 
 def resolve(host: str, port: int) -> set[Endpoint]:
-    """Every endpoint that a host and port stand for. Raises OSError when the name cannot be resolved."""
+    """Return every endpoint of a host and port. Raises OSError if the name does not resolve."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return {(str(info[4][0]), port) for info in found}
 
 
 def gloo_endpoint(blob: bytes) -> Endpoint | None:
-    """Where a member of a gloo group listens, from what it put into the store; None for an unknown layout.
+    """Return the endpoint of a gloo member from its value in the store; None for an unknown layout.
 
     The layout: length of the host's name (8 bytes), name, length of the address (8 bytes), a ``sockaddr_storage``.
     """
@@ -58,8 +60,11 @@ def gloo_endpoint(blob: bytes) -> Endpoint | None:
 
 @dataclass(frozen=True)
 class Connection:
-    """A TCP connection of this process: the number of its descriptor, which may come to mean another file once it is
-    closed, and the inode of its socket, which tells.
+    """A TCP connection of this process.
+
+    Attributes:
+        number: the descriptor; after a close the number may mean another file.
+        inode: inode of the socket, to detect such a reuse.
     """
 
     number: int
@@ -67,7 +72,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has not closed it yet. One that was cut is open until its owner has noticed."""
+        """Whether this process has not closed the connection. A cut connection is open until its owner notices."""
         try:
             return os.fstat(self.number).st_ino == self.inode
         except OSError:
@@ -75,7 +80,7 @@ class Connection:
 
     @property
     def is_live(self) -> bool:
-        """Whether this process has it open, and its peer has not closed it."""
+        """Whether the connection is open in this process and the peer has not closed it."""
         try:
             with closing(_handle(self.number, self.inode)) as handle:
                 return handle.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
@@ -86,9 +91,9 @@ class Connection:
 
 
 def find(*, accepted_at: Collection[Endpoint] = (), made_to: Collection[Endpoint] = ()) -> list[Connection]:
-    """Every connection of this process that one of its listeners accepted, or that it made to a peer.
+    """Return the connections of this process that a listener accepted, or that were made to a peer.
 
-    ``accepted_at`` are endpoints of listeners of this process, ``made_to`` those of peers.
+    ``accepted_at`` has endpoints of this process's listeners, ``made_to`` endpoints of peers.
     """
     found = []
     for number in _descriptors():
@@ -99,9 +104,9 @@ def find(*, accepted_at: Collection[Endpoint] = (), made_to: Collection[Endpoint
 
 
 def of_group(endpoints: Mapping[int, Endpoint], rank: int) -> list[Connection]:
-    """This process's connections of a gloo group whose member it is, given where the members listen, by rank.
+    """Return this process's connections in a gloo group, from the endpoints of the members by rank.
 
-    None where its own place is not known.
+    Empty if the own endpoint is not known.
     """
     if rank not in endpoints:
         return []
@@ -110,7 +115,7 @@ def of_group(endpoints: Mapping[int, Endpoint], rank: int) -> list[Connection]:
 
 
 def cut(connections: Iterable[Connection]) -> int:
-    """Shut down those that are still open; returns how many were cut. What blocks on them ends at once."""
+    """Shut down open connections and return their number. Blocked calls on these connections end at once."""
     count = 0
     for connection in connections:
         with suppress(OSError), closing(_handle(connection.number, connection.inode)) as handle:
@@ -120,9 +125,9 @@ def cut(connections: Iterable[Connection]) -> int:
 
 
 def keep_cached(connections: Iterable[Connection]) -> int:
-    """Bound what queues up in those that do not leave this machine. Returns how many those are.
+    """Bound the send queues of connections within this machine. Return the number of such connections.
 
-    Others keep the system's buffers, which grow with the length of the line.
+    Other connections keep the system's buffers, which grow with the length of the line.
     """
     count = 0
     for connection in connections:
@@ -141,9 +146,9 @@ def _descriptors() -> list[int]:
 
 
 def _handle(number: int, inode: int | None = None) -> socket.socket:
-    """A second handle on the socket of a descriptor: the number may mean another file by the time it is looked at.
+    """Duplicate the socket of a descriptor: the number may mean another file at any time.
 
-    Raises OSError if it is no socket, or not the one with this inode.
+    Raises OSError unless the descriptor is a socket, with this inode if given.
     """
     duplicate = os.dup(number)
     try:
@@ -159,6 +164,6 @@ def _handle(number: int, inode: int | None = None) -> socket.socket:
 def _plain(address: object) -> Endpoint | None:
     match address:
         case (str(host), int(port), *_):
-            # A socket for both families shows IPv4 peers as mapped addresses.
+            # A dual-stack socket shows IPv4 peers as mapped addresses.
             return host.removeprefix("::ffff:"), port
     return None

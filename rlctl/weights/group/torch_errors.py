@@ -1,5 +1,7 @@
-"""Causes of failures of torch.distributed in plain words: the raw texts name source files of gloo's and advise readers
-to look for a core dump."""
+"""Causes of torch.distributed's failures in plain words.
+
+The raw texts name source files of gloo, and advise readers to look for a core dump.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,6 @@ _WORDS = (
 
 
 def cause_of(error: BaseException | str) -> str:
-    """The cause that an error of torch.distributed reports, in one line."""
     text = str(error)
     for pattern, words in _WORDS:
         if match := pattern.search(text):

@@ -1,12 +1,12 @@
 """The source's half of a group that vLLM's workers join by vLLM's own NCCL engine. Never run on a GPU.
 
-They join by NCCL's unique id. torch's group of NCCL keeps its own in the store that it is made with; so it gets a store
-of its own here, out of which the id goes on to the store where all groups meet. Nothing is pickled on either side. What
-goes over the group is what goes over any other: vLLM's packed tensors are the bytes of one of our buckets.
+vLLM's workers join by NCCL's unique id. torch's NCCL group writes its id into the store of its construction. So the
+group has a private store here, and the id is copied to the common store. Nothing is pickled on either side. The bytes
+are those of any other group: vLLM's packed tensors equal the bytes of an rlctl bucket.
 
-Nothing but its bytes gets one of vLLM's workers out of a broadcast: their engine has no timeout and looks for no
-errors, and a server that was attached to is not ours to end. So a group that is given up first pays what was announced,
-in zeros. That leaves the server with weights that nobody takes for good, and able to be updated again.
+Only its bytes end a broadcast in a vLLM worker: vLLM's engine has no timeout and checks for no errors, and an attached
+server must not be ended. So an abandoned group first sends the remaining announced bytes as zeros. The server then has
+weights that are never accepted, and can be updated again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlctl.weights.group.rendezvous import Forming, Member
 
 UNIQUE_ID_BYTES = 128
 PAY_S = 10.0
-"""How long one broadcast of zeros may take: by then the members have gone on without it, or never will."""
+"""Time for one broadcast of zeros: by then the members have joined the broadcast, or never will."""
 
 _FIRST = "0"
 """torch's key for the unique id of a group's first communicator."""
@@ -41,37 +41,37 @@ _PAUSE_S = 0.002
 
 
 class VLLMGroup(WeightGroup):
-    """The source's membership."""
+    """The source's membership in a group with vLLM's workers."""
 
     def __init__(self, member: Member, device: str = "cuda") -> None:
-        """Use :func:`join_vllm`. ``device``: where zeros are to lie."""
+        """Create a membership, for :func:`join_vllm`; ``device`` is the device of the zeros."""
         super().__init__(member)
         self._sizes: list[int] = []
         self._device = device
         self._unpaid = threading.Lock()
 
     def announce(self, sizes: Iterable[int]) -> None:
-        """The members wait for broadcasts of so many bytes each, in this order."""
+        """Record the sizes in bytes of the broadcasts that the members await, in order."""
         with self._lock:
             self._sizes, self._begun = list(sizes), 0
 
     def _spend(self, cause: str) -> str:
-        """Make the group unusable; what is owed is paid in the background, then the communicator is given up."""
+        """Make the group unusable. The owed bytes are sent in the background, then the communicator is aborted."""
         self._spent = self._spent or cause
         if self._member is not None and self._unpaid.acquire(blocking=False):  # only once
-            # The end of the process waits for it: a trainer that gives up mostly ends, too.
+            # The end of the process waits for this thread: a trainer that gives up usually ends, too.
             paying = threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}")
             try:
                 paying.start()
                 needed.add(paying)
-            except RuntimeError:  # it is at its end already: some Pythons (3.12) begin no thread then
+            except RuntimeError:  # near the end of the process some Pythons (3.12) start no thread
                 self._pay(self._member)
         return self._spent
 
     def _pay(self, member: Member) -> None:
         with self._lock:
-            work, owed = self._work, deque(self._sizes[self._begun :])  # from here on nobody begins another one
-        with suppress(RuntimeError):  # the group is broken: there is nobody to pay
+            work, owed = self._work, deque(self._sizes[self._begun :])  # from here on no broadcast begins
+        with suppress(RuntimeError):  # the group is broken: no member remains
             while _ends(work) and owed:
                 zeros = torch.zeros(owed.popleft(), dtype=torch.uint8, device=self._device)
                 options = dist.BroadcastOptions()
@@ -92,12 +92,12 @@ def join_vllm(
     interface_host: str,
     stop: threading.Event,
 ) -> VLLMGroup:
-    """Form a group as its source, on the current CUDA device; returns when vLLM's workers have come.
+    """Form a group as its source, on the current CUDA device; return when vLLM's workers have joined.
 
     The limits are those of :func:`rlctl.weights.group.process_group.join`.
 
-    Raises UNSUPPORTED (this torch lacks NCCL); GROUP_FAILED, REJECTED, when it did not come about. A thread then stays
-    in NCCL's rendezvous, which knows no time.
+    Raises UNSUPPORTED (this torch lacks NCCL). Raises GROUP_FAILED, REJECTED, if the group was not formed. A thread
+    then remains in NCCL's rendezvous, which has no timeout.
     """
     member = Member(name, 0, world_size, "nccl", interface_host, broadcast_timeout_s)
     forming = _Forming(member, store)
@@ -106,7 +106,7 @@ def join_vllm(
 
 
 def unique_id(store: tuple[str, int], name: str, timeout_s: float) -> bytes:
-    """The unique id of a group, once its source is about to join. Raises GROUP_FAILED."""
+    """Wait for the unique id of a group, which the source writes when it joins. Raises GROUP_FAILED."""
     limit = datetime.timedelta(seconds=timeout_s)
     try:
         client = TCPStore(*store, None, False, timeout=limit, wait_for_workers=False)
@@ -119,10 +119,10 @@ def unique_id(store: tuple[str, int], name: str, timeout_s: float) -> bytes:
 
 
 class _Forming(Forming):
-    """One attempt to form the group at its source."""
+    """An attempt to form the group at its source."""
 
     def __init__(self, member: Member, address: tuple[str, int]) -> None:
-        super().__init__(member, address)  # refuses where there is no NCCL
+        super().__init__(member, address)  # raises without NCCL
         self.device = f"cuda:{torch.cuda.current_device()}"
 
     def _group(self, store: TCPStore, deadline: float) -> Any:
@@ -132,11 +132,11 @@ class _Forming(Forming):
         group = nccl_group(own, 0, member.world_size, member.broadcast_timeout_s)
 
         def tell() -> None:
-            with suppress(RuntimeError):  # it did not come about
+            with suppress(RuntimeError):  # the group was not formed
                 store.set(unique_id_key(member.name), own.get(_FIRST))  # type: ignore[arg-type]
 
         threading.Thread(target=tell, name=f"id-{member.name}", daemon=True).start()
-        # vLLM's workers begin with this one too (PyNcclCommunicator); torch joins in its course.
+        # vLLM's workers also begin with this all-reduce (PyNcclCommunicator); torch joins during the first collective.
         work = group.allreduce([torch.zeros(1, device=self.device)])
         while not work.is_completed() and not self._give_up.wait(_PAUSE_S):
             if time.monotonic() > deadline:
@@ -146,7 +146,7 @@ class _Forming(Forming):
 
 
 def _ends(work: Any) -> bool:
-    """Whether a broadcast is done within :data:`PAY_S`."""
+    """Return whether a broadcast ends within :data:`PAY_S`."""
     give_up = time.monotonic() + PAY_S
     while work is not None and not work.is_completed():
         if time.monotonic() > give_up:
