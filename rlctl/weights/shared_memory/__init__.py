@@ -1,10 +1,10 @@
 """Shared segments: tensors between processes of one host, in ``/dev/shm`` or behind CUDA IPC handles.
 
-Decides which process owns a segment, until when the segment may be read, and when its memory is reused. A later
-process removes the segments of a process that has crashed.
+Decides the owner of a segment, the end of its lease, and the reuse of its memory. A later process removes the segments
+of a process that has crashed.
 
 Imports: weights.receiver, weights.tensor, contract.
 
-Start with ``posix.py`` (``OwnedMemory``: file, lock, generation), ``segment.py`` (the message, checked),
-``sender.py`` (``SegmentSender.write``) and ``reader.py`` (``SegmentReader.read``).
+Start with ``posix.py`` (``OwnedMemory``: file, lock, generation), ``segment.py`` (the message, checked), ``sender.py``
+(``SegmentSender.write``) and ``reader.py`` (``SegmentReader.read``).
 """

@@ -1,7 +1,7 @@
-"""Device memory that another process maps by handle: the CUDA runtime's own calls, without torch's pickled handles.
+"""Device memory that another process maps by handle: plain CUDA runtime calls, without torch's pickled handles.
 
-The memory comes from ``cudaMalloc`` and not from torch's allocator, so that a handle means exactly one segment,
-whatever the allocator's settings. CUDA frees it when the owner dies and the last process that mapped it has closed it.
+The memory comes from ``cudaMalloc``, not from torch's allocator, so that a handle stands for exactly one segment with
+any settings of the allocator. CUDA frees the memory after the owner's death and the last close by a mapping process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlctl.contract.errors import Reason
 from rlctl.weights.shared_memory.segment import CUDA_HANDLE_BYTES
 
 _GRANULE = 2 << 20
-"""CUDA shares memory in blocks of this size: a smaller allocation would bring its neighbours along."""
+"""CUDA shares memory in blocks of this size: a smaller allocation would expose its neighbours."""
 
 _LAZY_ENABLE_PEER_ACCESS = 1
 _MEMORY_ALLOCATION = 2
@@ -29,16 +29,16 @@ class _Handle(ctypes.Structure):
 
 
 class _DeviceMemory:
-    """Device memory as torch reads it (``__cuda_array_interface__``, version 2); freed or closed with the last view."""
+    """Device memory for torch (``__cuda_array_interface__``, version 2); freed or closed with the last view."""
 
     def __init__(self, pointer: int, size: int, device: torch.device, end: str) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2}
-        # At the interpreter's exit the driver does it, and the runtime may be gone already.
+        # At the interpreter's exit the driver does so, and the runtime may be gone.
         weakref.finalize(self, _end, end, pointer, device).atexit = False
 
 
 def allocate(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """Memory of at least ``size`` bytes on a GPU, 1-d uint8, and the handle by which other processes map it.
+    """Allocate at least ``size`` bytes on a GPU, 1-d uint8; return the memory and its handle for other processes.
 
     Raises SHARED_MEMORY_FULL, INTERNAL.
     """
@@ -55,9 +55,9 @@ def allocate(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
 
 
 def open_cuda(handle: bytes, size: int, device: torch.device, field: str) -> torch.Tensor:
-    """Another process's memory on this GPU, 1-d uint8, ``size`` bytes; closed when the last view of it is gone.
+    """Map another process's memory on this GPU, 1-d uint8, ``size`` bytes; closed with the last view.
 
-    Raises SEGMENT_NOT_FOUND when CUDA cannot open the handle, FIELD_INVALID when it says that less memory is behind it.
+    Raises SEGMENT_NOT_FOUND if CUDA cannot open the handle, FIELD_INVALID if CUDA reports less memory.
     """
     if device.type != "cuda":
         raise Reason.SEGMENT_NOT_FOUND.error("this rank has no GPU to open a CUDA handle on", field=field)
@@ -77,7 +77,7 @@ def open_cuda(handle: bytes, size: int, device: torch.device, field: str) -> tor
 
 
 def refuse_beyond_allocation(pointer: int, size: int, field: str) -> None:
-    """Raise FIELD_INVALID when an allocation has less than ``size`` bytes from a pointer on."""
+    """Raise FIELD_INVALID if an allocation has less than ``size`` bytes from a pointer on."""
     base, found = ctypes.c_void_p(), ctypes.c_size_t()
     code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(found), ctypes.c_void_p(pointer))
     if not code and (base.value or 0) + found.value < pointer + size:
@@ -86,7 +86,7 @@ def refuse_beyond_allocation(pointer: int, size: int, field: str) -> None:
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded already."""
+    """Return the CUDA runtime that torch has already loaded."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     runtime.cudaFree.argtypes = runtime.cudaIpcCloseMemHandle.argtypes = (ctypes.c_void_p,)
@@ -104,7 +104,7 @@ def _end(function: str, pointer: int, device: torch.device) -> None:
 
 
 def _words(code: int) -> str:
-    """What an error code means; torch must not come upon it later."""
+    """Return the text of an error code, and clear the error so that torch does not see it."""
     _runtime().cudaGetLastError()
     return str(_runtime().cudaGetErrorString(code).decode())
 

@@ -1,4 +1,4 @@
-"""The segments of a sender: made once, leased to receivers, and reused when no lease is open."""
+"""The segments of a sender: allocated once, leased to receivers, and reused without an open lease."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlctl.weights.shared_memory.posix import HEADER_BYTES, OwnedMemory
 from rlctl.weights.tensor.placement import device_id
 
 LEASE_MARGIN_S = 5.0
-"""Added to a lease at the sender: the receiver's clock starts later, when the message has arrived."""
+"""Added to a lease at the sender: the receiver's clock starts later, at the arrival of the message."""
 
 
 class Memory(Protocol):
     """A segment's memory.
 
     Attributes:
-        header: shared memory that says which contents stand.
-        data: what tensors may lie in, 1-d uint8.
+        header: shared memory with the generation of the contents.
+        data: memory for tensors, 1-d uint8.
         start: byte of the segment at which ``data`` starts.
     """
 
@@ -33,13 +33,13 @@ class Memory(Protocol):
     start: int
 
     def address(self, message: verbs_pb2.TensorSegment) -> None:
-        """Say in a message how to map it."""
+        """Set the handle and the size in a message."""
 
     def synchronise(self) -> None:
-        """Wait until what was enqueued for it is done."""
+        """Wait for enqueued copies into the memory."""
 
     def close(self) -> None:
-        """Give it back. Harmless to call again."""
+        """Free the memory. Idempotent."""
 
 
 class HostMemory:
@@ -48,45 +48,42 @@ class HostMemory:
     start = HEADER_BYTES
 
     def __init__(self, nbytes: int) -> None:
-        """Raises SHARED_MEMORY_FULL, UNSUPPORTED."""
+        """Allocate. Raises SHARED_MEMORY_FULL, UNSUPPORTED."""
         self.header = OwnedMemory(HEADER_BYTES + nbytes)
         self.data = self.header.data[HEADER_BYTES:]
 
     def address(self, message: verbs_pb2.TensorSegment) -> None:
-        """Its name, and the size of the file."""
         message.shared_memory, message.size = self.header.name, self.header.size
 
     def synchronise(self) -> None:
-        """Copies into it from a device have ended when they return."""
+        """Return at once: copies from a device into this memory are synchronous."""
 
     def close(self) -> None:
-        """Remove the file."""
         self.header.close()
         self.data = self.data.new_empty(0)
 
 
 class CudaMemory:
-    """Memory of a GPU, its header in ``/dev/shm``; see :class:`Memory`."""
+    """Memory of a GPU, with a header in ``/dev/shm``; see :class:`Memory`."""
 
     start = 0
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Raises SHARED_MEMORY_FULL, UNSUPPORTED, INTERNAL."""
+        """Allocate. Raises SHARED_MEMORY_FULL, UNSUPPORTED, INTERNAL."""
         self.header = OwnedMemory(HEADER_BYTES)
         self._device = device
         self.data, self._handle = allocate(nbytes, device)
 
     def address(self, message: verbs_pb2.TensorSegment) -> None:
-        """Its CUDA handle, the name of its header, and its size."""
         message.cuda_ipc, message.header_memory = self._handle, self.header.name
         message.size = self.data.numel()
 
     def synchronise(self) -> None:
-        """Wait for the copies into it: handles order nothing between processes."""
+        """Wait for copies into the memory: handles order nothing between processes."""
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Forget it; it is freed with the last view."""
+        """Drop the reference; the last view frees the memory."""
         self.header.close()
         self.data = self.data.new_empty(0)
 
@@ -102,9 +99,9 @@ class SegmentPool:
     """At most ``most`` segments on one device. From any thread.
 
     Attributes:
-        device: what the segments lie on.
+        device: the device of the segments.
         device_id: identity of that device.
-        allocations: segments made so far; it does not grow while their sizes do.
+        allocations: segments allocated so far; constant while the sizes do not grow.
     """
 
     def __init__(self, device: torch.device, most: int) -> None:
@@ -118,15 +115,14 @@ class SegmentPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all segments hold."""
         with self._changed:
             return sum(entry.memory.data.nbytes for entry in self._entries)
 
     def take(self, nbytes: int, deadline: float) -> Memory:
-        """A segment for ``nbytes`` bytes that nobody reads, to be written now; waits for one.
+        """Take a segment of at least ``nbytes`` bytes without readers, for writing; wait for a free segment.
 
-        ``deadline`` is on :func:`time.monotonic`'s clock. Raises DEADLINE_EXCEEDED, CANCELLED (closed), and what making
-        one raises.
+        ``deadline`` is on :func:`time.monotonic`'s clock. Raises DEADLINE_EXCEEDED, CANCELLED (closed), and errors of
+        an allocation.
         """
         with self._changed:
             while True:
@@ -144,7 +140,7 @@ class SegmentPool:
                 self._changed.wait(max(0.0, min([deadline, *ends]) - now))
 
     def lend(self, memory: Memory, borrower: object, lease_s: float) -> int:
-        """What was written stands, for a receiver to read for so long; returns the contents' number."""
+        """Lend written contents to a receiver for ``lease_s`` seconds; return the generation."""
         memory.synchronise()
         with self._changed:
             entry = self._entry(memory)
@@ -153,7 +149,7 @@ class SegmentPool:
             return memory.header.end()
 
     def give_back(self, memory: Memory, borrower: object = None) -> None:
-        """The borrower reads no more, or, without one, what was taken was not written. Harmless to call again."""
+        """End a borrower's lease; without a borrower, end a write without contents. Idempotent."""
         with self._changed:
             for entry in self._entries:
                 if entry.memory is memory:
@@ -162,7 +158,7 @@ class SegmentPool:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Remove every segment. Receivers keep what they have mapped until they notice."""
+        """Remove every segment. Receivers keep their mapping until they notice."""
         with self._changed:
             self._closed = True
             for entry in self._entries:
@@ -177,7 +173,7 @@ class SegmentPool:
         raise Reason.CANCELLED.error("the segments were closed")
 
     def _free(self, nbytes: int) -> _Entry | None:
-        """A free segment that is large enough, if need be a new one in place of one that is not."""
+        """Return a free segment that is large enough. A new segment may replace smaller free segments."""
         now = time.monotonic()
         free = [e for e in self._entries if not e.writing and all(end <= now for end in e.leases.values())]
         for entry in free:
@@ -196,7 +192,7 @@ class SegmentPool:
                 if error.reason is not Reason.SHARED_MEMORY_FULL or not self._entries:
                     raise
                 if not free:
-                    return None  # a segment that is read now makes room when it is given back
+                    return None  # a segment with readers makes room at its return
                 self._remove(free.pop())
             else:
                 self._entries.append(entry)

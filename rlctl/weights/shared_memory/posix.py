@@ -1,10 +1,10 @@
-"""POSIX shared memory that no crash leaks: its owner holds a lock on it for as long as it lives.
+"""POSIX shared memory that no crash leaks: the owner holds a lock for its lifetime.
 
 A segment is a file in ``/dev/shm``, ``rlctl-`` and 32 hex digits. Its first page is a header: 8 bytes of magic, and the
-number of its present contents as a 64-bit integer in the host's byte order, 0 while they are being written. The owner
-holds an exclusive ``flock`` on the file; the kernel lets go of it however the owner ends. So whoever gets the lock
-knows that the owner is dead and may remove the file, without trusting process ids, across PID namespaces too. Files are
-never made shorter: a mapping that was valid stays so.
+generation of the contents as a 64-bit integer in the host's byte order, 0 during a write. The owner holds an exclusive
+``flock`` on the file; the kernel releases the lock at any end of the owner. A process that gets the lock thus knows
+that the owner is dead, and may remove the file. No process ids are trusted, and PID namespaces do not matter. Files
+never shrink: a valid mapping stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.weights.tensor.placement import SHARED_MEMORY
 
 HEADER_BYTES = 4096
-"""Where the contents start."""
+"""Offset of the contents in the file."""
 
 _PAGE = 4096
 _MAGIC = b"rlctlseg"
@@ -47,9 +47,9 @@ class SharedMemory:
     """A mapped segment.
 
     Attributes:
-        name: its file's name.
-        data: all of it, header included: 1-d uint8. It stays mapped until the last view of it is gone. Writing into
-            what another process owns ends this one: it is mapped read-only.
+        name: name of the file.
+        data: all bytes with the header: 1-d uint8. Mapped until the last view is gone. Another process's segment is
+            mapped read-only: a write ends this process.
     """
 
     def __init__(self, name: str, descriptor: int, size: int, *, writable: bool) -> None:
@@ -64,22 +64,22 @@ class SharedMemory:
 
     @property
     def generation(self) -> int:
-        """Number of the contents that stand in it now; 0: none, or they are being written."""
+        """Number of the present contents; 0: no contents yet, or a write in progress."""
         return self._header[1]
 
 
 class OwnedMemory(SharedMemory):
-    """A segment that this process has made. It goes with the process, or with :meth:`close`."""
+    """A segment of this process. Removed by :meth:`close` or at the end of the process."""
 
     def __init__(self, size: int) -> None:
-        """Make a segment of at least ``size`` bytes, header included, with all of its memory.
+        """Create a segment of at least ``size`` bytes, header included, with all of its memory.
 
-        Raises SHARED_MEMORY_FULL when there is no room for it, UNSUPPORTED where there is no POSIX shared memory.
+        Raises SHARED_MEMORY_FULL without room, UNSUPPORTED without POSIX shared memory.
         """
         name, descriptor = _create()
         try:
             size = -(-size // _PAGE) * _PAGE
-            # Memory that is missing is found out here; later it would be a SIGBUS.
+            # Detects missing memory now; later the lack would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             super().__init__(name, descriptor, size, writable=True)
         except OSError as error:
@@ -94,23 +94,23 @@ class OwnedMemory(SharedMemory):
         _owned.add(self)
 
     def begin(self) -> None:
-        """The contents are about to change: whoever still reads the earlier ones can tell."""
+        """Start a change of the contents: readers of earlier contents can detect it."""
         self._header[1] = 0
 
     def end(self) -> int:
-        """The contents stand; returns their number."""
+        """End a change of the contents; return the new generation."""
         self._written += 1
         self._header[1] = self._written
         return self._written
 
     def close(self) -> None:
-        """Remove it; ``data`` is empty then. Others who mapped it keep the memory until they notice."""
+        """Remove the segment and empty ``data``. Other processes keep their mapping until they notice."""
         self._removal()
         self.data = self.data.new_empty(0)
         self._header = _Header()
 
     def forget(self) -> None:
-        """In a child of a fork: leave it to the parent."""
+        """Leave the segment to the parent, in a child of a fork."""
         if self._removal.detach() is not None:
             os.close(self._descriptor)
 
@@ -118,11 +118,11 @@ class OwnedMemory(SharedMemory):
 _owned: weakref.WeakSet[OwnedMemory] = weakref.WeakSet()
 
 _forks = 0
-"""How many forks lie between this process and the first one of this interpreter."""
+"""Number of forks between this process and the interpreter's first process."""
 
 
 def _after_fork() -> None:
-    # A child that kept the descriptor would keep the lock when the owner dies.
+    # With the descriptor a child would keep the lock after the owner's death.
     global _forks
     _forks += 1
     for memory in list(_owned):
@@ -133,7 +133,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def free_bytes() -> int:
-    """Bytes that new segments may take in shared memory; 0 where there is none."""
+    """Return the free bytes for new segments in shared memory; 0 without shared memory."""
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -142,15 +142,15 @@ def free_bytes() -> int:
 
 
 def check_name(name: str, field: str) -> None:
-    """Raise FIELD_INVALID for a name that no segment has: it might be a path to anywhere."""
+    """Raise FIELD_INVALID for an invalid name of a segment: the name could be a path to anywhere."""
     if not _NAME.fullmatch(name):
         raise Reason.FIELD_INVALID.error(f"{name!r} is not the name of a segment", field=field)
 
 
 def open_memory(name: str, size: int, field: str, size_field: str) -> SharedMemory:
-    """Map another process's segment, to read it; the fields are where the request has its name and size.
+    """Map another process's segment for reading; the fields are those of name and size in the request.
 
-    Raises FIELD_INVALID (no name of a segment, another size than the file's, no segment in it), SEGMENT_NOT_FOUND.
+    Raises FIELD_INVALID (an invalid name, a size other than the file's, a file that is no segment), SEGMENT_NOT_FOUND.
     """
     check_name(name, field)
     with _opened(name, field) as descriptor:
@@ -166,7 +166,7 @@ def open_memory(name: str, size: int, field: str, size_field: str) -> SharedMemo
 
 
 def map_other(name: str, size: int, field: str, size_field: str) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Map the first ``size`` bytes of a file in shared memory that is no segment, read-only; its identity beside it.
+    """Map the first ``size`` bytes of a file in shared memory that is no segment, read-only; also return its identity.
 
     The caller has checked the name. Raises FIELD_INVALID (the file is smaller), SEGMENT_NOT_FOUND.
     """
@@ -181,7 +181,7 @@ def map_other(name: str, size: int, field: str, size_field: str) -> tuple[torch.
 
 
 def identity(name: str) -> tuple[int, int] | None:
-    """Device and inode of a file in shared memory; None: there is none of this name."""
+    """Return device and inode of a file in shared memory; None without such a file."""
     try:
         status = os.stat(SHARED_MEMORY / name, follow_symlinks=False)
     except OSError:
@@ -190,7 +190,7 @@ def identity(name: str) -> tuple[int, int] | None:
 
 
 def abandoned(name: str) -> bool:
-    """Whether a segment's owner is gone; then its file is too, when this returns."""
+    """Return whether a segment's owner is gone. In this case the file is removed."""
     try:
         with _opened(name, "") as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,7 +204,7 @@ def abandoned(name: str) -> bool:
 
 
 def sweep() -> list[str]:
-    """Remove every segment whose owner is gone; returns their names. Those of other users stay."""
+    """Remove every segment whose owner is gone; return the names. Segments of other users stay."""
     try:
         names = [name for name in os.listdir(SHARED_MEMORY) if _NAME.fullmatch(name)]
     except OSError:
@@ -213,7 +213,7 @@ def sweep() -> list[str]:
 
 
 def _create() -> tuple[str, int]:
-    """A new, empty, locked file: (name, descriptor)."""
+    """Create an empty, locked file: (name, descriptor)."""
     while True:
         name = f"rlctl-{secrets.token_hex(16)}"
         try:
@@ -227,7 +227,7 @@ def _create() -> tuple[str, int]:
         else:
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor
-        # Somebody swept it in the moment before it was locked.
+        # Another process swept the file before it was locked.
         os.close(descriptor)
 
 
@@ -254,9 +254,10 @@ def _gone(name: str, error: OSError, field: str) -> RlctlError:
 
 
 def _map(descriptor: int, size: int, *, writable: bool) -> torch.Tensor:
-    """A file as a tensor, 1-d uint8.
+    """Map a file as a tensor, 1-d uint8.
 
-    Python's own mmap keeps a descriptor, which children of a fork would inherit, and with it the lock and the memory.
+    Python's own mmap keeps a descriptor. Children of a fork would inherit the descriptor, and with it the lock and the
+    memory.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED | _MAP_POPULATE, descriptor, 0)
@@ -270,6 +271,6 @@ def _map(descriptor: int, size: int, *, writable: bool) -> torch.Tensor:
 
 
 def _unmap(address: int, size: int, forks: int) -> None:
-    # A child of a fork has none of it mapped, and may have something else there by now.
+    # A child of a fork has no such mapping, and may have other memory at this address.
     if forks == _forks:
         _libc.munmap(address, size)

@@ -1,4 +1,4 @@
-"""A receiver's side of shared segments: mapped once, kept while their owner lives, read while their lease lasts."""
+"""The receiver's side of shared segments: mapped once, kept while the owner lives, read within the lease."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rlctl.weights.shared_memory.torch_storage import TorchMapping
 from rlctl.weights.tensor.placement import device_id, host_id
 
 WATCH_S = 1.0
-"""How often owners of mapped segments are looked after: a dead one's memory goes back this much later."""
+"""Interval of the check for dead owners: their memory is released after at most this time."""
 
 
 class Mapping:
-    """A segment that is mapped here.
+    """A mapped segment.
 
     Attributes:
-        header: shared memory that has its header.
-        data: its contents: 1-d uint8, on the device that they lie on.
+        header: shared memory with the segment's header.
+        data: the contents: 1-d uint8, on their device.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
-        """Raises as :func:`open_memory` and :func:`open_cuda` do."""
+        """Map a segment. Raises as :func:`open_memory` and :func:`open_cuda`."""
         path = segment.field
         self.cuda_handle = segment.cuda_handle
         if segment.cuda_handle:
@@ -40,11 +40,11 @@ class Mapping:
             self.data = self.header.data
 
     def is_of(self, segment: Segment) -> bool:
-        """Whether the segment, of the same header, is this one."""
+        """Return whether this is the mapping of a segment with the same header."""
         return (self.cuda_handle, self.data.numel()) == (segment.cuda_handle, segment.size)
 
     def stands(self, segment: Segment) -> bool:
-        """Whether its contents are still those of the segment."""
+        """Return whether the contents are still those of the segment's message."""
         return self.header.generation == segment.generation
 
 
@@ -55,7 +55,7 @@ class Reading:
         self._sources = sources
 
     def proceed(self) -> None:
-        """Raise SEGMENT_EXPIRED when a lease is over, or the memory was used again."""
+        """Raise SEGMENT_EXPIRED after the end of a lease or a reuse of the memory."""
         now = time.monotonic()
         for segment, mapping in self._sources:
             if now >= segment.until:
@@ -71,7 +71,7 @@ class Reading:
                 raise Reason.SEGMENT_EXPIRED.error(f"{segment.header} was used again", field=segment.field)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The full tensors, views of the mapped memory."""
+        """Return the full tensors, as views of the mapped memory."""
         return [
             (meta.name, mapping.data[offset : offset + meta.nbytes].view(meta.dtype).reshape(meta.shape))
             for segment, mapping in self._sources
@@ -79,18 +79,19 @@ class Reading:
         ]
 
     def close(self) -> None:
-        """Drop the references to storages of torch. The tensors must not be read any more."""
+        """Drop the references to storages of torch. The tensors must not be read afterwards."""
         for _, mapping in self._sources:
             if isinstance(mapping, TorchMapping):
                 mapping.release()
 
 
 class SegmentReader:
-    """Reads segments at one rank, for one caller at a time; a thread looks after the owners."""
+    """Reads segments at one rank, for one caller at a time; a thread watches the owners."""
 
     def __init__(self, device: torch.device, threads: int = 1, *, rank: int = 0) -> None:
-        """``threads`` copy at the same time; ``rank``: the reader's number in its stage. Removes segments that owners
-        left behind when they crashed.
+        """Create a reader with ``threads`` copying threads; ``rank`` is its rank in the stage.
+
+        Removes segments of crashed owners.
         """
         self._device = device
         self._rank = rank
@@ -103,12 +104,12 @@ class SegmentReader:
 
     @property
     def mapped(self) -> list[str]:
-        """Names of the segments (their headers) that are mapped now, sorted."""
+        """Names of the mapped segments (their headers), sorted."""
         with self._lock:
             return sorted(self._mappings)
 
     def check(self, segments: Sequence[Segment], receiver: Receiver) -> Reading:
-        """Find the segments for this rank, map them, and check all that can be checked before the first byte.
+        """Find and map the segments for this rank, with all possible checks before the first byte.
 
         Raises NOT_COLOCATED, SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
@@ -122,12 +123,11 @@ class SegmentReader:
         return self.open(mine)
 
     def mine(self, segments: Sequence[Segment]) -> list[Segment]:
-        """The segments for this rank. Raises as :func:`rlctl.weights.shared_memory.segment.at` does."""
+        """Return the segments for this rank. Raises as :func:`rlctl.weights.shared_memory.segment.at`."""
         return at(segments, host_id(), device_id(self._device), self._rank)
 
     def open(self, mine: Sequence[Segment]) -> Reading:
-        """Map segments for this rank (see :func:`rlctl.weights.shared_memory.segment.at`) whose tensors are known to be
-        wanted.
+        """Map segments that :meth:`mine` has returned, without a check of the tensors.
 
         Raises SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
@@ -136,9 +136,9 @@ class SegmentReader:
         return reading
 
     def read(self, reading: Reading, receiver: Receiver, *, gently: bool = False) -> ReceiveStats:
-        """Copy what was checked into place; ``gently``: in this thread alone, beside what else the cores do.
+        """Copy checked segments into place; ``gently``: in this thread alone, to leave cores to other work.
 
-        Raises as :meth:`Receiver.copy` does, SEGMENT_EXPIRED among it.
+        Raises as :meth:`Receiver.copy`, with SEGMENT_EXPIRED.
         """
         threads = 1 if gently else self._threads
         try:
@@ -147,7 +147,7 @@ class SegmentReader:
             reading.close()
 
     def close(self) -> None:
-        """Unmap everything, as soon as nobody reads it. From any thread."""
+        """Unmap all segments, after current reads. From any thread."""
         with self._lock:
             self._closed.set()
             self._mappings.clear()
@@ -167,7 +167,7 @@ class SegmentReader:
             return mapping
 
     def _look_after(self) -> None:
-        """Forget segments whose owners are gone: their memory goes back once nobody has it mapped."""
+        """Forget segments whose owners are gone: their memory is freed after the last mapping."""
         while not self._closed.wait(WATCH_S):
             gone = [name for name in self.mapped if abandoned(name)]
             with self._lock:

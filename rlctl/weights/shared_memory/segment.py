@@ -1,7 +1,7 @@
-"""A shared segment as its message describes it, checked in itself: nothing is mapped here, no byte is touched.
+"""Parsing and checks of a shared segment's message. Nothing is mapped here, no byte is read.
 
-What a message says is not trusted: names that are paths, sizes that are not the file's, tensors that reach beyond the
-segment or into each other are refused before anything is mapped or written.
+A message is not trusted. Refused before any mapping or write: names that are paths, sizes other than the file's, and
+tensors that reach beyond the segment or overlap.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _LARGEST = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment on offer, at a receiver.
+    """A segment as announced to a receiver.
 
     Attributes:
-        field: where it stands in the request.
-        node, device: place that it is for.
-        header: name of the shared memory that is its header: its own, or what a CUDA segment names.
-        cuda_handle: CUDA IPC handle; empty: it lies in shared memory.
-        size: in bytes, with what comes before the first tensor.
-        generation: number of its contents.
-        torch: storage of a torch process that it is, instead of a segment with a header; ``header`` is its name.
-        rank: the only rank that reads it; None: every rank at the place.
-        tensors: what lies in it, with byte offsets.
-        until: end of its lease, on :func:`time.monotonic`'s clock.
+        field: field of the request.
+        node, device: host id and device of the readers.
+        header: name of the shared memory with the header: the segment itself, or the header of a CUDA segment.
+        cuda_handle: CUDA IPC handle; empty for a segment in shared memory.
+        size: in bytes, with the bytes before the first tensor.
+        generation: number of the contents.
+        torch: storage of a torch process, instead of a segment with a header; ``header`` is its name.
+        rank: the only rank that reads the segment; None: every rank at the place.
+        tensors: the tensors with byte offsets.
+        until: end of the lease, on :func:`time.monotonic`'s clock.
     """
 
     field: str
@@ -55,11 +55,11 @@ class Segment:
 
 
 def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
-    """The segment of a message that arrived just now; ``field`` is where it stands in the request.
+    """Parse the segment of a message that arrived just now; ``field`` is its field in the request.
 
-    Raises FIELD_INVALID (a name that no segment has, a handle of another size, a tensor without a name, twice, of an
-    unknown dtype, at an address that its dtype cannot be read from, out of range, or overlapping another one),
-    FIELD_REQUIRED (neither handle).
+    Raises FIELD_REQUIRED without a handle. Raises FIELD_INVALID for an invalid name or a handle of another size, and
+    for a tensor that has no name, is repeated, has an unknown dtype, is not aligned to its dtype, is out of range, or
+    overlaps another tensor.
     """
     if message.WhichOneof("handle") in ("torch_shared_memory", "torch_cuda_memory"):
         return _of_torch(message, field)
@@ -89,7 +89,7 @@ def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
 
 
 def _of_torch(message: verbs_pb2.TensorSegment, field: str) -> Segment:
-    """A storage of a torch process. Tensors may overlap: views of one storage, and tied weights."""
+    """Parse a storage of a torch process. Tensors may overlap: views of one storage, and tied weights."""
     handle = message.WhichOneof("handle")
     tensors = _tensors(message, 0, field)
     try:
@@ -145,7 +145,7 @@ def _tensors(message: verbs_pb2.TensorSegment, start: int, field: str) -> list[t
 
 
 def to_proto(bucket: Bucket, *, start: int, node: str, generation: int, lease_s: float) -> verbs_pb2.TensorSegment:
-    """The message of a packed bucket that lies at byte ``start`` of a segment; the caller adds memory and device."""
+    """Describe a packed bucket at byte ``start`` of a segment; the caller adds memory and device."""
     return verbs_pb2.TensorSegment(
         node=node,
         generation=generation,
@@ -163,10 +163,10 @@ def to_proto(bucket: Bucket, *, start: int, node: str, generation: int, lease_s:
 
 
 def at(segments: Sequence[Segment], node: str, device: str, rank: int = 0) -> list[Segment]:
-    """The segments for a rank at this place, of every source. ``rank``: its number in the stage.
+    """Return the segments of every source for a rank at this place; ``rank`` is the rank in the stage.
 
-    Raises NOT_COLOCATED when there are none, FIELD_INVALID when they do not have every tensor of the request: what
-    one rank wrote and another did not would be a mixture. When they have one twice, too.
+    Raises NOT_COLOCATED without segments. Raises FIELD_INVALID if tensors of the request are missing or repeated: ranks
+    with different tensors would be a mixture.
     """
     mine = [
         segment

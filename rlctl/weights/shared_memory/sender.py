@@ -1,4 +1,4 @@
-"""A source's side of shared segments: copies its tensors into pooled segments and describes them, one by one."""
+"""The source's side of shared segments: copies tensors into pooled segments and describes each segment."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl.weights.tensor.work import digesting_threads
 
 SEGMENT_BYTES = 1 << 30
-"""Most bytes of tensors in one segment; a tensor that is larger has one of its own."""
+"""Maximum bytes of tensors in a segment; a larger tensor has its own segment."""
 
 SHARES = 4
-"""Segments in the host's memory are at most this part of the room in /dev/shm: two of one sender, and the copies that
-engine servers hand on to their ranks.
+"""Maximum share of a segment in the room of /dev/shm: 1/4.
+
+A sender has two segments, and engine servers make copies for their ranks.
 """
 
 SEGMENTS = 2
-"""Segments of one sender: one is being written while the other one is read."""
+"""Segments of a sender: a segment is written while the other segment is read."""
 
 LEASE_S = 300.0
-"""How long receivers may read a segment, unless said otherwise: the verb's own deadline."""
+"""Default time in which receivers may read a segment: the verb's own deadline."""
 
 _WHOLE = 1 << 62
 
@@ -44,12 +45,11 @@ class SentSegment:
     """A segment that was written and lent to the receivers.
 
     Attributes:
-        messages: what to send them: the segment, once for each device that it is for.
+        messages: the segment's message, once for each device.
         nbytes: bytes that were copied.
-        seconds: time that copying took, seconds.
-        release: to be called once every receiver has answered for certain, so that none reads it any more: the memory
-            may be used again. Without it, as after an answer that is UNKNOWN, that is so only once the lease is over.
-            Harmless to call again.
+        seconds: duration of the copy, seconds.
+        release: frees the memory for reuse; to be called after every receiver has answered for certain and reads no
+            more. Without a call, as after an UNKNOWN answer, the memory is reused only after the lease. Idempotent.
     """
 
     messages: list[verbs_pb2.TensorSegment]
@@ -64,9 +64,9 @@ class SegmentSender:
     def __init__(
         self, device: torch.device | str = CPU, *, segment_bytes: int = SEGMENT_BYTES, segments: int = SEGMENTS
     ) -> None:
-        """Segments in shared memory, or on the GPU ``device`` for ranks on that GPU. Nothing is allocated yet.
+        """Use segments in shared memory, or on the GPU ``device`` for ranks on that GPU, without an allocation yet.
 
-        Segments that earlier senders left behind when they crashed are removed.
+        Removes segments of crashed senders.
         """
         self._pool = SegmentPool(torch.device(device), segments)
         self._segment_bytes = segment_bytes
@@ -74,17 +74,16 @@ class SegmentSender:
 
     @property
     def pool(self) -> SegmentPool:
-        """The segments."""
         return self._pool
 
     @property
     def room(self) -> int:
-        """Bytes that segments of this sender may take in the host's memory, those that it holds included."""
+        """Bytes that this sender's segments may take in host memory, with the existing segments."""
         held = self._pool.nbytes if self._pool.device_id == CPU else 0
         return free_bytes() + held
 
     def reaches(self, worker: common_pb2.WorkerCoordinates) -> bool:
-        """Whether a rank can map these segments: by the identity of host and device, never by name or index."""
+        """Return whether a rank can map these segments: by the identity of host and device, never by name or index."""
         if not worker.host_id or worker.host_id != host_id():
             return False
         return self._pool.device_id in (CPU, worker.device)
@@ -100,20 +99,20 @@ class SegmentSender:
         deadline: float | None = None,
         left: Callable[[], None] = lambda: None,
     ) -> Generator[SentSegment, None, None]:
-        """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
+        """Copy a source's tensors into segments in one pass; yield each segment after its write.
 
-        Segments are smaller where /dev/shm has little room, down to the largest tensor.
+        Segments are smaller if /dev/shm has little room, down to the largest tensor.
 
-        ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.
-        ``devices``: device identities of the ranks on this host that read it; none: the sender's own. ``lease_s``: at
-        least the timeout of the calls that announce the segments; receivers stop at whichever ends first. ``digest``
-        takes in exactly what is sent, beside the copying; it is complete when the iterator has ended. When all segments
-        are lent, the iterator waits for a release or the end of a lease, until ``deadline`` (on
-        :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now). ``left`` is called when the source is at its
-        end, once the last segment has been taken from the iterator: the source's tensors may be overwritten.
+        ``wire``: names, full shapes and wire dtypes of the tensors, in the source's order. ``devices``: device
+        identities of the ranks on this host that read; empty: the sender's own. ``lease_s``: at least the timeout of
+        the calls that announce the segments; receivers stop at the earlier end. ``digest`` digests exactly the sent
+        bytes, in parallel; it is complete at the end of the iterator. If all segments are lent, the iterator waits for
+        a release or the end of a lease, until ``deadline`` (on :func:`time.monotonic`'s clock; None: twice ``lease_s``
+        from now). ``left`` is called at the end of the source, after the last segment has been taken from the iterator:
+        the source's tensors may then be overwritten.
 
-        Raises FIELD_INVALID when source and wire do not fit each other; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED,
-        CANCELLED (closed). What the source itself raises passes through.
+        Raises FIELD_INVALID if source and wire differ; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED, CANCELLED (closed).
+        Errors of the source itself pass through.
         """
         buckets = plan(wire, bucket_bytes=self._most_bytes(wire), large_bytes=_WHOLE)
         tensors = source.tensors()
@@ -130,10 +129,10 @@ class SegmentSender:
                     views = unpack(bucket, memory.data)
                     for index, meta in enumerate(bucket.metas):
                         tensor = _next(tensors, meta)
-                        views[index][1].copy_(tensor)  # cast, from whatever device and layout, in one pass
+                        views[index][1].copy_(tensor)  # casts in one pass, from any device and layout
                     sent = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
                 except BaseException:
-                    views.clear()  # or the memory stays mapped for as long as somebody keeps the traceback
+                    views.clear()  # or a kept traceback would keep the memory mapped
                     self._pool.give_back(memory)
                     raise
                 if digest is not None:
@@ -146,14 +145,16 @@ class SegmentSender:
                 future.result()
 
     def _most_bytes(self, wire: Sequence[TensorMeta]) -> int:
-        """Most bytes of tensors in one segment now. A power of two: a little more or less room changes nothing."""
+        """Return the present maximum bytes of tensors in a segment.
+
+        A power of two, so that small changes of room have no effect.
+        """
         if self._pool.device_id != CPU:
             return self._segment_bytes
         share = self.room // SHARES
         return min(self._segment_bytes, max(1 << share.bit_length() >> 1, largest(wire)))
 
     def close(self) -> None:
-        """Remove the segments."""
         self._pool.close()
 
     def _lend(
@@ -172,12 +173,12 @@ class SegmentSender:
 
 
 def largest(metas: Sequence[TensorMeta]) -> int:
-    """Bytes of the largest tensor, which no segment may be smaller than."""
+    """Return the bytes of the largest tensor, the minimum size of a segment."""
     return max((meta.nbytes for meta in metas), default=1) or 1
 
 
 def _next(tensors: Iterator[tuple[str, torch.Tensor]], meta: TensorMeta) -> torch.Tensor:
-    """The source's next tensor. Raises FIELD_INVALID when it is not the one that was announced."""
+    """Return the source's next tensor. Raises FIELD_INVALID if another tensor was announced."""
     name, tensor = next(tensors, ("", None))
     if tensor is None:
         raise unfit(f"the source ends before {meta.name!r}, which was announced")

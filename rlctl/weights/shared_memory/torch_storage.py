@@ -1,8 +1,8 @@
 """Storages of another torch process, read as torch's own reductions read them, without a pickle.
 
-The sender counts one reference for each reader before it sends a handle. The reader takes that reference over when it
-maps the storage and drops it when the mapping ends, with whatever result. The sender may drop its own storage before:
-the memory stays until the last reference is gone.
+Before it sends a handle, the sender counts one reference for each reader. The reader takes that reference over when it
+maps the storage, and drops it at the end of the mapping, with any result. The sender may drop its own storage before:
+the memory remains until the last reference is dropped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlctl.weights.shared_memory.posix import identity, map_other
 from rlctl.weights.tensor.placement import device_id
 
 _HEADER_BYTES = 64
-"""torch's header in front of a storage, with the number of references (``map_alloc_alignment``)."""
+"""torch's header before a storage, with the number of references (``map_alloc_alignment``)."""
 
 _EXPANDABLE = b"e"
-"""Second byte of the handle of an expandable segment, which is many allocations side by side."""
+"""Second byte of the handle of an expandable segment, which consists of many adjacent allocations."""
 
 _starting = threading.Lock()
 
@@ -33,14 +33,14 @@ class TorchMapping:
     """A mapped storage and the reference to it.
 
     Attributes:
-        data: its contents: 1-d uint8, on the device that they lie on.
+        data: the contents: 1-d uint8, on their device.
     """
 
     data: torch.Tensor
     _drop: weakref.finalize[..., object]
 
     def __init__(self, storage: SharedStorage | CudaStorage, device: torch.device, field: str) -> None:
-        """Raises SEGMENT_NOT_FOUND, FIELD_INVALID; ``field``: where the request has the segment."""
+        """Map a storage; ``field`` is the segment's field in the request. Raises SEGMENT_NOT_FOUND, FIELD_INVALID."""
         self._name = ""
         if isinstance(storage, SharedStorage):
             self._map_shared(storage, field)
@@ -49,11 +49,11 @@ class TorchMapping:
 
     @property
     def stands(self) -> bool:
-        """Whether the storage is still the one that was mapped: no process has removed it."""
+        """Whether the mapped storage still exists: no process has removed or replaced its file."""
         return not self._name or identity(self._name) == self._identity
 
     def release(self) -> None:
-        """Drop the reference. Harmless to call again; without a call the end of the object does it."""
+        """Drop the reference. Idempotent; the end of the object drops it too."""
         self._drop()
         self.data = self.data.new_empty(0)
 
@@ -62,9 +62,9 @@ class TorchMapping:
         whole, found = map_other(storage.name, _HEADER_BYTES + storage.size, where, f"{field}.size")
         manager = _manager()
         try:
-            # Its first byte only: torch maps it writable, for the number of references in front of it.
+            # Only the first byte: torch maps it writable, for the number of references before it.
             opened = torch.UntypedStorage._new_shared_filename_cpu(manager, b"/" + storage.name.encode(), 1)
-            opened._shared_decref()  # the one that the sender has counted for this reader
+            opened._shared_decref()  # the reference that the sender counted for this reader
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             raise Reason.SEGMENT_NOT_FOUND.error(f"{storage.name}: {cause}", field=where) from error
@@ -78,7 +78,7 @@ class TorchMapping:
         where = f"{field}.torch_cuda_memory"
         if device.type != "cuda" or device_id(device) != storage.device:
             raise Reason.SEGMENT_NOT_FOUND.error(f"this rank is not on GPU {storage.device}", field=where)
-        # torch enlarges a file that is too small: it must be one of its own before the counter in it is changed.
+        # torch enlarges a file that is too small. So check for a file of torch before its counter is changed.
         map_other(storage.ref_counter, _HEADER_BYTES + 8 * REF_COUNTERS, where, where)
         index = torch.cuda.current_device() if device.index is None else device.index
         try:
@@ -103,8 +103,10 @@ class TorchMapping:
 
 
 def _drop_shared(name: str, found: tuple[int, int], opened: list[torch.UntypedStorage]) -> None:
-    """Drop a reference through torch. torch ends the process when the memory of its last reference has been removed:
-    such a mapping stays for as long as the process.
+    """Drop a reference through torch.
+
+    torch ends the process if the memory of its last reference has been removed. Such a mapping is kept for the life of
+    the process.
     """
     if identity(name) != found:
         for storage in opened:
@@ -119,10 +121,10 @@ def _of_this_process() -> bytes:
 
 
 def _manager() -> bytes:
-    """The socket of this process's own manager of torch's, which removes what a reader that dies has mapped.
+    """Return the socket of torch's manager of this process, which removes the mappings of a reader that dies.
 
-    The sender's manager is not called: a connection to it would keep it alive after the sender's end, with all memory
-    that the sender left behind.
+    The sender's manager is not called. A connection would keep it alive after the sender's end, with all memory that
+    the sender left behind.
     """
     with _starting:
         return _of_this_process()
