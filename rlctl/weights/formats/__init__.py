@@ -1,6 +1,6 @@
 """Formats of weights beyond plain tensors: block-fp8 checkpoints and LoRA adapters.
 
-Decides which tensors such a checkpoint or adapter must contain, and how a bf16 tensor becomes codes and scales.
+Decides the required tensors of such a checkpoint or adapter, and the codes and scales of a bf16 tensor.
 
 Imports: weights.checkpoint, weights.tensor, contract.
 

@@ -1,15 +1,14 @@
-"""The wire form of block-fp8 checkpoints: float8 weights with a scale for every block, as DeepSeek-V3 and Qwen3-FP8
-are published.
+"""The wire form of block-fp8 checkpoints: float8 weights with a scale per block, as in DeepSeek-V3 and Qwen3-FP8.
 
-``quantization_config`` says ``{"quant_method": "fp8", "weight_block_size": [128, 128]}``. A weight ``NAME`` of shape
-``[rows, columns]`` is ``float8_e4m3fn``; beside it lies ``NAME_scale_inv`` of shape
-``[ceil(rows / 128), ceil(columns / 128)]``, in float32 (DeepSeek) or bfloat16 (Qwen): what a block's values must be
-multiplied with. Blocks at the lower and right edge are smaller where the shape is no multiple.
+``quantization_config`` is ``{"quant_method": "fp8", "weight_block_size": [128, 128]}``. A weight ``NAME`` of shape
+``[rows, columns]`` is ``float8_e4m3fn``. Its scales ``NAME_scale_inv`` have shape ``[ceil(rows / 128), ceil(columns /
+128)]``, in float32 (DeepSeek) or bfloat16 (Qwen). The values of a block are multiplied with its scale. Blocks at the
+lower and right edge are smaller if the shape is no multiple.
 
-Formula: per block, ``scale = max(|w|) / 448`` and ``q = float8_e4m3fn(w / scale)``, 448 being float8_e4m3fn's largest
-value; ``w ≈ q * scale``. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2, and
-``weight_dequant`` in ``inference/kernel.py`` of deepseek-ai/DeepSeek-V3. A block of zeros has scale 1. The scale is
-rounded to the dtype that the checkpoint holds it in before it divides, so that both sides mean the same number.
+Formula: per block, ``scale = max(|w|) / 448`` and ``q = float8_e4m3fn(w / scale)``, where 448 is float8_e4m3fn's
+largest value; ``w ≈ q * scale``. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2,
+and ``weight_dequant`` in ``inference/kernel.py`` of deepseek-ai/DeepSeek-V3. A block of zeros has scale 1. The scale is
+rounded to the checkpoint's dtype before the division, so that both sides use the same number.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ LARGEST = torch.finfo(CODES).max
 """448: the largest value of :data:`CODES`."""
 
 SCALE = "_scale_inv"
-"""What a scale's name has after its weight's."""
+"""Suffix of a scale's name after its weight's name."""
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that scales come in."""
+"""Possible dtypes of scales."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,15 @@ class BlockSize:
     columns: int = 128
 
     def scales(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the scales of a weight of this shape. Raises FIELD_INVALID unless it has two dimensions."""
+        """Return the shape of the scales of a weight. Raises FIELD_INVALID unless the weight has two dimensions."""
         if len(shape) != 2:
             raise Reason.FIELD_INVALID.error(f"blocks are of matrices, not of shape {shape}")
         return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
 
     def spread(self, scale: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-        """The scale of every element of a part of a weight: float32, ``[rows, columns]`` of that part.
+        """Return the scale of every element of a part of a weight: float32, ``[rows, columns]`` of the part.
 
-        ``rows`` and ``columns`` are where the part lies in the full weight; it need not begin or end with a block.
+        ``rows`` and ``columns`` locate the part in the full weight; the part need not start or end with a block.
         """
         row = torch.arange(rows.start, rows.stop, device=scale.device) // self.rows
         column = torch.arange(columns.start, columns.stop, device=scale.device) // self.columns
@@ -64,7 +63,7 @@ class BlockSize:
 
 
 def block_size_of(config: Mapping[str, Any]) -> BlockSize | None:
-    """The block size that a checkpoint's ``config.json`` says; None when the checkpoint is not quantised.
+    """Return the block size in a checkpoint's ``config.json``; None for a checkpoint that is not quantised.
 
     Raises UNSUPPORTED for another kind of quantisation.
     """
@@ -87,9 +86,9 @@ def block_size_of(config: Mapping[str, Any]) -> BlockSize | None:
 def quantise(
     weight: torch.Tensor, block: BlockSize | None = None, scale_dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix of any float dtype as codes and scales; see the module for the formula and the shapes.
+    """Quantise a matrix of any float dtype to codes and scales; see the module for the formula and the shapes.
 
-    Raises FIELD_INVALID for a tensor that is no matrix, or that holds infinities or NaN.
+    Raises FIELD_INVALID for a tensor that is no matrix, or has infinite or NaN values.
     """
     block = block or BlockSize()
     down, right = block.scales(tuple(weight.shape))
@@ -110,7 +109,7 @@ def quantise(
 def dequantise(
     codes: torch.Tensor, scale: torch.Tensor, block: BlockSize | None = None, *, row: int = 0, column: int = 0
 ) -> torch.Tensor:
-    """``codes`` times their scales, float32.
+    """Multiply ``codes`` with their scales, in float32.
 
     ``codes`` may be a part of the weight that starts at ``row`` and ``column``; ``scale`` is the full weight's.
     """
@@ -120,15 +119,15 @@ def dequantise(
 
 
 def scales_of(metas: Mapping[str, TensorMeta]) -> dict[str, str]:
-    """Names of the block-quantised weights among a checkpoint's tensors, each with its scale's."""
+    """Return the names of the block-quantised weights in a checkpoint, each with the name of its scales."""
     return {name: name + SCALE for name, meta in metas.items() if meta.dtype == CODES and name + SCALE in metas}
 
 
 class BlockFp8:
-    """A source that quantises another one's weights to the form of a block-fp8 checkpoint.
+    """A source that quantises the weights of an inner source to the form of a block-fp8 checkpoint.
 
-    What the checkpoint holds as codes with scales comes as these two, one after the other and never split over
-    buckets; everything else as the source gives it, as do weights that it gives as codes already.
+    A weight with scales in the checkpoint yields codes and scales, adjacent and as an atomic list. All other tensors
+    are unchanged, as are weights that the inner source yields as codes.
     """
 
     def __init__(
@@ -137,11 +136,11 @@ class BlockFp8:
         reference: Checkpoint | Iterable[TensorMeta],
         block: BlockSize | None = None,
     ) -> None:
-        """``reference``: the checkpoint that the engines were started from, or its tensors.
+        """Create a source; ``reference`` is the checkpoint with which the engines were started, or its tensors.
 
-        ``block``: size of the blocks; None: what the checkpoint's config says, or else 128 by 128. Raises
-        FIELD_INVALID when a weight or its scale does not fit the reference, UNSUPPORTED for a quantisation or a dtype
-        of scales that is not this one.
+        ``block``: size of the blocks; None: the size in the checkpoint's config, or else 128 by 128. Raises
+        FIELD_INVALID if a weight or its scale does not fit the reference, UNSUPPORTED for another quantisation or
+        another dtype of scales.
         """
         source = as_offer(weights)
         if isinstance(reference, Checkpoint):
@@ -168,7 +167,7 @@ class BlockFp8:
                 raise _unsupported(f"{scale.name} is {scale.dtype}")
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor's description, in the form that it is sent in."""
+        """Return every tensor's description, in its wire form."""
         metas: list[TensorMeta] = []
         for meta in self._source.metas():
             scale = self._scales.get(meta.name)
@@ -176,7 +175,7 @@ class BlockFp8:
         return metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in the order of :meth:`metas`. Raises as :func:`quantise` does, naming the weight."""
+        """Yield the tensors, in the order of :meth:`metas`. Raises as :func:`quantise`, with the name of the weight."""
         for name, tensor in self._source.tensors():
             scale = self._scales.get(name)
             if scale is None:
@@ -191,11 +190,11 @@ class BlockFp8:
             yield scale.name, scales
 
     def local(self) -> Iterator[Held] | None:
-        """The values that are quantised, or sent as they are, where the source shows them."""
+        """Return the values before quantisation, if the inner source exposes them."""
         return local_values(self._source)
 
     def together(self) -> list[tuple[str, ...]]:
-        """Every quantised weight with its scale; what the source keeps together otherwise."""
+        """Return the atomic lists: every quantised weight with its scales, and the inner source's lists."""
         lists = atomic_lists(self._source)
         listed = {name for names in lists for name in names}
         lists += [(name,) for name in self._scales if name not in listed]

@@ -1,9 +1,9 @@
-"""LoRA adapters in PEFT's format: what one says about itself, and which tensors it then has.
+"""LoRA adapters in PEFT's format: their config, and the tensors that follow from the config.
 
-An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, or a config and tensors that
-come from a trainer. The directory holds no other safetensors file: SGLang would load that one too. An adapter adds
-``scale * B @ A`` to the weights of some linear layers. Whatever else PEFT can do is refused by name: computed without
-it, the outputs would be others than those that were trained.
+An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, or a config and tensors from a
+trainer. The directory has no other safetensors file: SGLang would load that file too. An adapter adds ``scale * B @ A``
+to the weights of some linear layers. Any other feature of PEFT is refused by name: outputs without the feature would
+differ from the trained outputs.
 
 Format: https://huggingface.co/docs/peft (checkpoint format).
 """
@@ -33,16 +33,16 @@ _WITHOUT_EFFECT = {
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     *("runtime_config", "ensure_weight_tying", "megatron_core"),
 }
-"""Settings of training, or of features that other settings switch on."""
+"""Settings of training, or of features that other settings enable."""
 
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Ways to begin that leave the base weights as they are; the others train against a changed base."""
+"""Initialisations that leave the base weights unchanged; all other initialisations train against a changed base."""
 
 
 def from_peft(config: Mapping[str, Any], *, field: str, dtype: str = "") -> AdapterConfig:
-    """What a PEFT config says, checked. ``dtype``: of the tensors, "torch.float32" say.
+    """Convert and check a PEFT config; ``dtype`` is the dtype of the tensors, such as "torch.float32".
 
-    Raises FIELD_INVALID, naming the setting, for values that mean nothing; UNSUPPORTED for what is not plain LoRA.
+    Raises FIELD_INVALID, with the setting, for invalid values; UNSUPPORTED for anything but plain LoRA.
     """
     kind = config.get("peft_type", "LORA")
     if getattr(kind, "value", kind) != "LORA":
@@ -71,7 +71,7 @@ def from_peft(config: Mapping[str, Any], *, field: str, dtype: str = "") -> Adap
             rslora=bool(config.get("use_rslora")),
             dtype=dtype,
         )
-    except (OverflowError, ValueError) as error:  # a number that is no float, a name that is no UTF-8
+    except (OverflowError, ValueError) as error:  # the number does not fit a float, or a name is not UTF-8
         raise _invalid(str(error), field) from error
     check(result, field=field)
     return result
@@ -88,14 +88,13 @@ def check(config: AdapterConfig, *, field: str) -> None:
 
 
 def scale_of(config: AdapterConfig) -> float:
-    """What the product of the matrices is multiplied with."""
     return config.lora_alpha / (math.sqrt(config.lora_rank) if config.rslora else config.lora_rank)
 
 
 def targets(config: AdapterConfig, modules: Iterable[str], *, field: str) -> list[str]:
-    """The modules that an adapter adds to: those of a name, or whose last words it is.
+    """Return the target modules of an adapter. A target is a module's full name or its last words.
 
-    ``modules`` are all that the model has. Raises CHECKPOINT_MISMATCH, naming it, for a target that is none of them.
+    ``modules`` are all modules of the model. Raises CHECKPOINT_MISMATCH, with the target, for an unknown target.
     """
     names = list(modules)
     found: set[str] = set()
@@ -108,12 +107,12 @@ def targets(config: AdapterConfig, modules: Iterable[str], *, field: str) -> lis
 
 
 def names_of(module: str) -> tuple[str, str]:
-    """Names of the two matrices that a module gets: (A, B)."""
+    """Return the names of a module's two matrices: (A, B)."""
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
 def metas_of(module: str, rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[TensorMeta, TensorMeta]:
-    """The two matrices of a module of this size: A ``[rank, inputs]``, B ``[outputs, rank]``."""
+    """Return the two matrices of a module of this size: A ``[rank, inputs]``, B ``[outputs, rank]``."""
     a, b = names_of(module)
     return TensorMeta(a, dtype, (rank, inputs)), TensorMeta(b, dtype, (outputs, rank))
 
@@ -121,10 +120,10 @@ def metas_of(module: str, rank: int, inputs: int, outputs: int, dtype: torch.dty
 def expected(
     config: AdapterConfig, layers: Mapping[str, tuple[int, int]], *, field: str
 ) -> dict[str, tuple[TensorMeta, TensorMeta]]:
-    """The two matrices of every module that an adapter adds to, in float32, by module.
+    """Return the two matrices of every target module, in float32, by module.
 
-    ``layers``: size of each linear layer that it could add to, as (outputs, inputs), by module. Raises as
-    :func:`check` and :func:`targets` do, and FIELD_INVALID for a rank that is larger than a layer.
+    ``layers``: size of each possible linear layer, as (outputs, inputs), by module. Raises as :func:`check` and
+    :func:`targets`, and FIELD_INVALID for a rank larger than a layer.
     """
     check(config, field=field)
     found = {}
@@ -142,7 +141,7 @@ def open_adapter(path: str, *, field: str = "path") -> tuple[AdapterConfig, Chec
     """Open an adapter's directory and check everything but its tensors' names; no tensor is read.
 
     Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH (the directory holds further safetensors files), and as
-    :func:`from_peft` does.
+    :func:`from_peft`.
     """
     config = from_peft(read_config(path, field=field, name=CONFIG), field=field)
     files = open_files(path, field=field, stem=STEM)
