@@ -1,7 +1,7 @@
 """Checkpoints on disk: safe paths, checked headers, parallel reads, atomic writes.
 
-Decides which paths a request may name, whether a directory is a complete checkpoint that all engines read
-alike, and that a crash leaves either the old or the new file.
+Decides the paths that a request may name, and whether a directory is a complete checkpoint that all engines read alike.
+A crash during a write leaves either the old or the new file.
 
 Imports: weights.tensor, contract.
 

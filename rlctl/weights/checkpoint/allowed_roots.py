@@ -1,6 +1,6 @@
-"""The directories that an engine reads checkpoints from and pulls them into; every other path is refused.
+"""The directories from which an engine reads checkpoints and into which it pulls; every other path is refused.
 
-A path in a request comes over the network. What it resolves to counts, symbolic links followed, not how it is written.
+A path in a request comes over the network. The check applies to the resolved path, with symbolic links followed.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from rlctl.contract.errors import Reason, RlctlError
 
 
 class Roots:
-    """Directories and all that is below them.
+    """Directories with all contents below.
 
     Attributes:
         directories: the directories, resolved.
     """
 
     def __init__(self, directories: Iterable[str | Path], *, also: Iterable[Path] = ()) -> None:
-        """``also``: resolved paths that are allowed by themselves, without what is below or beside them."""
+        """Create roots; ``also`` has single paths, resolved, allowed without their surroundings or contents."""
         self.directories = sorted({Path(os.path.realpath(directory)) for directory in directories})
         self._also = frozenset(also)
 
     @classmethod
     def around(cls, checkpoint: str, given: Iterable[str] = ()) -> Roots:
-        """The roots of an engine that was started with a checkpoint.
+        """Return the roots of an engine that was started with a checkpoint.
 
-        By default that is the directory which the checkpoint lies in: successive checkpoints of one run lie side by
-        side, and whoever started the engine named that place. ``given`` replaces it. The checkpoint itself is always
-        allowed, and what its files are links to: a stage must be able to go back to what it was started with. What else
-        lies there is not, but for the Hugging Face cache, where the contents of all snapshots of a repository are.
+        The default is the parent directory of the checkpoint: successive checkpoints of a run are neighbours, and the
+        start of the engine named that place. ``given`` replaces the default. The checkpoint itself and the targets of
+        its links are always allowed, so that a stage can return to its first checkpoint. The surroundings of a link's
+        target are not allowed. An exception is the Hugging Face cache, with the contents of all snapshots of a
+        repository.
         """
         start = Path(os.path.realpath(checkpoint))
         linked = _linked(start)
@@ -43,7 +44,10 @@ class Roots:
         return cls(roots, also=linked)
 
     def resolve(self, path: str, *, field: str) -> str:
-        """The path without links. Raises PATH_NOT_ALLOWED, with ``field``, when it leads out of the directories."""
+        """Return the path without links.
+
+        Raises PATH_NOT_ALLOWED, with ``field``, for a path outside the directories, FIELD_INVALID for a NUL character.
+        """
         if "\0" in path:
             raise Reason.FIELD_INVALID.error(f"{field} holds a NUL character", field=field)
         real = Path(os.path.realpath(path))
@@ -52,13 +56,13 @@ class Roots:
         return str(real)
 
     def resolve_checkpoint(self, path: str, *, field: str) -> str:
-        """As :meth:`resolve`, of a directory whose files are going to be read: none may be a link that leads out."""
+        """Resolve a directory for reading, as :meth:`resolve`; none of its files may be a link to the outside."""
         resolved = self.resolve(path, field=field)
         try:
             with os.scandir(resolved) as entries:
                 links = [entry.path for entry in entries if entry.is_symlink()]
         except OSError:
-            return resolved  # whoever opens it says what is wrong with it
+            return resolved  # the error is reported when the directory is opened
         for link in links:
             self.resolve(link, field=field)
         return resolved
@@ -74,7 +78,7 @@ class Roots:
 
 
 def _linked(directory: Path) -> set[Path]:
-    """What links in a directory stand for; the root of the file system is no part of any checkpoint."""
+    """Return the targets of a directory's links, without the root of the file system, which no checkpoint contains."""
     if not directory.is_dir():
         return set()
     targets = {Path(os.path.realpath(entry)) for entry in directory.iterdir() if entry.is_symlink()}
@@ -82,7 +86,7 @@ def _linked(directory: Path) -> set[Path]:
 
 
 def _blobs(snapshot: Path, linked: set[Path]) -> set[Path]:
-    """The directory with the contents of a repository in the Hugging Face cache, if this is a snapshot of one.
+    """Return the blobs directory of a repository in the Hugging Face cache, if ``snapshot`` is a snapshot there.
 
     A snapshot is ``<repository>/snapshots/<revision>``; its files are links to ``<repository>/blobs/<hash>``.
     """

@@ -1,7 +1,7 @@
 """Atomic writes: a crash leaves either the old or the new content, never a part.
 
-A directory is built under a temporary name, every file is brought to the disk, and only then does it take its place in
-one step. Everything that publishing and pulling write goes through here, and so every failure to write is typed here.
+A directory is built under a temporary name, every file is synced, and then the directory is renamed into place in one
+step. All writes of publishing and pulling use this module, so every write failure gets its type here.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _RENAME_EXCHANGE = 2
 _POLL_S = 0.05
 _BUILDING = ".building-"
 _BEGUN_S = 60.0
-"""By then who has begun to build holds what it builds."""
+"""Age in seconds after which a build that is not locked is abandoned."""
 
 
 def unwritable(error: OSError, path: Path, field: str) -> RlctlError:
-    """What a failure to write means: DISK_FULL (room, quota or the largest file's size), else FIELD_INVALID."""
+    """Return the error for a failed write: DISK_FULL (space, quota or the maximum file size), else FIELD_INVALID."""
     reason = Reason.DISK_FULL if error.errno in _FULL else Reason.FIELD_INVALID
     return reason.error(f"{path} cannot be written: {error.strerror or error}", field=field)
 
 
 @contextlib.contextmanager
 def writing(path: Path, field: str) -> Iterator[None]:
-    """Failures to write become typed errors that blame ``field``."""
+    """Convert write failures to typed errors with ``field``."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def writing(path: Path, field: str) -> Iterator[None]:
 
 
 def create(path: Path, size: int) -> int:
-    """A new file with room for ``size`` bytes, claimed now if the file system can; its descriptor. Raises OSError."""
+    """Create a file with space for ``size`` bytes, reserved if possible; return its descriptor. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         if size:
@@ -62,7 +62,7 @@ def create(path: Path, size: int) -> int:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Claim room, so that a disk which is too small says so before the work and not after it."""
+    """Reserve space, so that a full disk is reported before the work, not after."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -80,12 +80,12 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def sync(fd: int) -> None:
-    """Bring a file to the disk. Raises OSError."""
+    """Sync a file to disk. Raises OSError."""
     os.fsync(fd)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file with this content, on the disk. Raises OSError."""
+    """Create a file with this content and sync it. Raises OSError."""
     fd = create(path, len(data))
     try:
         write_at(fd, memoryview(data), 0)
@@ -95,7 +95,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to the disk. Raises OSError."""
+    """Sync a directory's entries to disk. Raises OSError."""
     fd = _opened(path)
     try:
         os.fsync(fd)
@@ -105,8 +105,9 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def building(place: Path) -> Iterator[Path]:
-    """A new, empty directory beside ``place``, on the same file system, to be given its name; removed if it was not. It
-    is held meanwhile: :func:`sweep` leaves it alone. Raises OSError.
+    """Create an empty directory beside ``place``, on the same file system; remove the directory unless it was renamed.
+
+    The directory is locked meanwhile, so that :func:`sweep` skips it. Raises OSError.
     """
     path = place.parent / f".{place.name}{_BUILDING}{_host()}-{uuid.uuid4().hex[:16]}"
     path.mkdir()
@@ -118,8 +119,10 @@ def building(place: Path) -> Iterator[Path]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what was being built in a directory by processes of this host that have died since. What cannot be told
-    stays (a file system without locks for directories, NFS say), and so does what has just been begun.
+    """Remove abandoned builds of dead processes of this host from a directory.
+
+    Kept are recent builds, and builds without a detectable owner (on a file system without locks for directories, such
+    as NFS).
     """
     for path in directory.glob(f".*{_BUILDING}{_host()}-*") if _host() else ():
         with contextlib.suppress(OSError), _holding(path) as held:
@@ -128,15 +131,16 @@ def sweep(directory: Path) -> None:
 
 
 def _host() -> str:
-    """This host, since it was booted; "" where that cannot be told. Short, because names of files are."""
+    """Return the identity of this host's present boot; "" if unknown. Short, because file names are limited."""
     return hashlib.sha256(host_id().encode()).hexdigest()[:8] if host_id() else ""
 
 
 def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: True) -> bool:
-    """Give a finished directory its name; one that is there already goes, in the same step where the system can.
+    """Rename a finished directory into place; an existing directory is replaced, in the same step if the system can.
 
-    Where it cannot (some network file systems), there is a moment without either; :func:`recover` knows it. ``over`` is
-    asked whether what is there may go; False, and nothing has changed, when not. Raises OSError.
+    Some network file systems cannot: then there is a moment without either, which :func:`recover` repairs. ``over``
+    decides whether an existing directory may be replaced; if not, nothing is changed and the result is False. Raises
+    OSError.
     """
     sync_directory(new)
     try:
@@ -159,8 +163,9 @@ def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: T
 
 
 def recover(place: Path) -> None:
-    """After a crash at any moment: the directory is there again if it was, and nothing is left beside it. For the one
-    who has it :func:`locked`.
+    """Repair after a crash: restore a directory that was being replaced, and remove remains beside it.
+
+    The caller has the directory :func:`locked`.
     """
     if not place.exists() and _before(place).exists():
         rename(_before(place), place)
@@ -170,17 +175,17 @@ def recover(place: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a directory that was not given its name; one that was is not there under this one any more."""
+    """Delete a temporary directory. No-op after the directory was renamed into place."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Raises OSError."""
+    """Rename a file or directory. Raises OSError."""
     os.rename(old, new)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two directories swap names in one step; False where the system cannot. Raises OSError."""
+    """Exchange the names of two directories atomically; False if the system cannot. Raises OSError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -193,14 +198,14 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 class Patience:
-    """How long work goes on: until a deadline (on :func:`time.monotonic`'s clock), or until it is told to stop."""
+    """Limit of work: a deadline (on :func:`time.monotonic`'s clock) or a stop event."""
 
     def __init__(self, deadline: float = float("inf"), stop: threading.Event | None = None) -> None:
         self._deadline = deadline
         self._stop = stop
 
     def check(self, doing: str) -> None:
-        """Raise DEADLINE_EXCEEDED or CANCELLED, saying what was not finished, when it is over."""
+        """Raise DEADLINE_EXCEEDED or CANCELLED, with the unfinished work, after the limit."""
         if self._stop is not None and self._stop.is_set():
             raise Reason.CANCELLED.error(f"stopped {doing}")
         if time.monotonic() >= self._deadline:
@@ -209,11 +214,10 @@ class Patience:
 
 @contextlib.contextmanager
 def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
-    """Hold a directory against every other thread and process of this host that locks it; the system frees it when
-    its holder dies.
+    """Lock a directory against other threads and processes of this host that lock it; the lock ends with its holder.
 
-    Raises DEADLINE_EXCEEDED and CANCELLED when somebody else holds it for too long, FIELD_INVALID or DISK_FULL when
-    there can be no lock.
+    Raises DEADLINE_EXCEEDED and CANCELLED if another holder keeps the lock too long, FIELD_INVALID or DISK_FULL if no
+    lock can be made.
     """
     path = _lock_of(place)
     with writing(path, field):
@@ -229,14 +233,16 @@ def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
 
 
 def was_locked(place: Path) -> bool:
-    """Whether somebody has, or once had, a directory :func:`locked`."""
+    """Return whether a directory is, or ever was, :func:`locked`."""
     return _lock_of(place).exists()
 
 
 @contextlib.contextmanager
 def alone(directory: Path, patience: Patience) -> Iterator[None]:
-    """Hold a directory itself, for a moment, against every other thread and process of this host that does; where its
-    file system has locks for directories. Raises DEADLINE_EXCEEDED, CANCELLED; OSError.
+    """Lock a directory itself for a moment, if its file system has locks for directories.
+
+    The lock excludes other threads and processes of this host with the same lock. Raises DEADLINE_EXCEEDED, CANCELLED;
+    OSError.
     """
     while True:
         with _holding(directory) as held:
@@ -249,7 +255,7 @@ def alone(directory: Path, patience: Patience) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _holding(directory: Path) -> Iterator[bool | None]:
-    """Whether a directory is held now; None where there are no locks. Raises OSError."""
+    """Yield whether the directory was locked; None without support for locks. Raises OSError."""
     fd = _opened(directory)
     try:
         with _unlocking(fd):
@@ -260,7 +266,7 @@ def _holding(directory: Path) -> Iterator[bool | None]:
 
 @contextlib.contextmanager
 def _unlocking(fd: int) -> Iterator[None]:
-    """Free it at the end also where a child that was forked meanwhile has it open."""
+    """Unlock at the end, even if a child that was forked meanwhile has the file open."""
     try:
         yield
     finally:
@@ -273,7 +279,7 @@ def _opened(directory: Path) -> int:
 
 
 def _hold(fd: int) -> bool | None:
-    """Whether it is held now until it is closed; None where there are no locks."""
+    """Lock until the descriptor is closed; return whether that succeeded, or None without support for locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

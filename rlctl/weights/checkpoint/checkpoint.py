@@ -1,12 +1,12 @@
 """Checkpoints on disk: a directory with ``config.json`` and safetensors files, single or sharded with an index.
 
-Readers disagree about directories that hold further safetensors files. transformers prefers the single file to an
-index, SGLang and vLLM prefer the index, and without an index they load every file. vLLM prefers ``consolidated*`` files
-to all others. Such a directory is refused: what is checked here must be what an engine loads.
+Readers disagree about directories with further safetensors files. transformers prefers the single file to an index.
+SGLang and vLLM prefer the index, and load every file without an index. vLLM prefers ``consolidated*`` files to all
+other files. Such a directory is refused: an engine must load the same files that are checked here.
 
-Everything that can be wrong with one is found when it is opened, before any tensor is read: every file's header is
-read and checked against its size and against the index. Tensors are read whole or as slices, always into memory of
-their own: weights that alias a file mapping would change, or kill the process, when somebody rewrites the file.
+All checks are made at the opening, before any tensor is read: every file's header is checked against its size and the
+index. Tensors are read whole or as slices, always into separate memory. Weights that alias a file mapping would change,
+or kill the process, at a rewrite of the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SINGLE = STEM + SUFFIX
 INDEX = STEM + INDEX_SUFFIX
 
 _SHOWN = 5
-"""How many names of each kind a mismatch lists in its message; all of them are in the metadata."""
+"""Maximum number of names of each kind in the message of a mismatch; the metadata has all names."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Located:
 
     Attributes:
         file: the file.
-        offset: where its bytes begin.
-        meta: what it is.
+        offset: start of the tensor's bytes in the file.
+        meta: description of the tensor.
     """
 
     file: TensorFile
@@ -55,11 +55,11 @@ class Located:
 
 
 class StoredWeights(Protocol):
-    """Weights on disk that were opened and checked: what a loader returns, and what a shard map loads from.
+    """Opened and checked weights on disk: the result of a loader, and the input of a shard map.
 
     Attributes:
-        path: their directory, as given; it holds the ``config.json``.
-        metas: every tensor's description, by name.
+        path: the directory as given, with the ``config.json``.
+        metas: descriptions of all tensors, by name.
         config: contents of ``config.json``.
     """
 
@@ -68,25 +68,25 @@ class StoredWeights(Protocol):
     config: Mapping[str, Any]
 
     def check_unchanged(self) -> None:
-        """Raise CHECKPOINT_NOT_FOUND when what was checked at the opening is not what would be read now."""
+        """Raise CHECKPOINT_NOT_FOUND if a read would no longer return the contents that were checked at the opening."""
 
     def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]]) -> int:
-        """Copy parts of full tensors into memory of the parts' shapes, cast to its dtype; returns the bytes read.
+        """Copy parts of full tensors into memory of the parts' shapes, cast to its dtype; return the bytes read.
 
-        Reads what was opened, also when the path names something else by now. Keeps no reference to the memory, and
-        the memory never refers to a file. Raises CHECKPOINT_NOT_FOUND when a file was written to or cannot be read
-        on; some parts are then in place and others are not.
+        Reads the opened files, even if the path names other files by now. Keeps no reference to the memory, and the
+        memory never refers to a file. Raises CHECKPOINT_NOT_FOUND if a file was changed or a read fails; some parts are
+        then in place and others are not.
         """
 
     def close(self) -> None:
-        """Give the files back; nothing can be read afterwards."""
+        """Close the files; no tensor can be read afterwards."""
 
 
 class Checkpoint:
     """An opened checkpoint of safetensors files; see :class:`StoredWeights`.
 
     Attributes:
-        files: its files.
+        files: the opened files.
     """
 
     def __init__(
@@ -99,8 +99,9 @@ class Checkpoint:
         field: str = "model_path",
         stem: str = "",
     ) -> None:
-        """``located`` says where the tensors lie when that is not what the files' own headers say. ``stem``: as
-        :func:`open_files` takes it; "" for files that are only a part of their directory.
+        """Wrap opened files; ``located`` has the places of the tensors if the files' own headers do not.
+
+        ``stem``: as for :func:`open_files`; "" for files that are only a part of their directory.
         """
         self.path = path
         self.config = config
@@ -115,9 +116,9 @@ class Checkpoint:
         self.metas: Mapping[str, TensorMeta] = {name: tensor.meta for name, tensor in located.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, contiguous, in memory of its own.
+        """Return the whole tensor, contiguous, in separate memory.
 
-        Raises CHECKPOINT_NOT_FOUND when there is no such tensor, or when its file has changed since it was opened.
+        Raises CHECKPOINT_NOT_FOUND for an unknown tensor, or a file that was changed after the opening.
         """
         found = self._find(name)
         found.file.check_unchanged()
@@ -126,9 +127,9 @@ class Checkpoint:
         return tensor
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """``tensor.narrow(dim, start, length)``, contiguous, in memory of its own; only that slice is read.
+        """Return ``tensor.narrow(dim, start, length)``, contiguous, in separate memory; only that slice is read.
 
-        Raises CHECKPOINT_NOT_FOUND as :meth:`read` does, FIELD_INVALID when the slice lies outside of the tensor.
+        Raises CHECKPOINT_NOT_FOUND as :meth:`read`, FIELD_INVALID for a slice outside the tensor.
         """
         found = self._find(name)
         meta, part = found.meta, Slice(dim, start, length)
@@ -143,7 +144,6 @@ class Checkpoint:
         return tensor
 
     def check_unchanged(self) -> None:
-        """See :class:`StoredWeights`."""
         for file in self.files:
             file.check_unchanged()
         if not self._stem:
@@ -157,7 +157,7 @@ class Checkpoint:
             raise _not_found(Path(self.path), "its index was changed while the checkpoint was open", self._field)
 
     def same_files(self, other: Checkpoint) -> bool:
-        """Whether another one, opened later, is of the same files, and nobody has written to them between."""
+        """Return whether a checkpoint that was opened later has the same files, unchanged in between."""
         return [file.stamp for file in self.files] == [file.stamp for file in other.files]
 
     def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]], *, threads: int = 0) -> int:
@@ -175,7 +175,7 @@ class Checkpoint:
         return count
 
     def close(self) -> None:
-        """Give the files back; nothing can be read afterwards."""
+        """Close the files; no tensor can be read afterwards."""
         self._located.clear()
         for file in self.files:
             file.close()
@@ -190,21 +190,21 @@ class Checkpoint:
 def open_checkpoint(path: str, *, field: str = "model_path") -> Checkpoint:
     """Open a checkpoint and check all of its headers; no tensor is read.
 
-    ``path`` is a directory on this machine; ``field`` is the request field to blame.
+    ``path`` is a directory on this machine; ``field`` is the request field for errors.
 
-    Raises CHECKPOINT_NOT_FOUND (no such directory, config or file; a file that is cut short or is no safetensors
-    file), CHECKPOINT_MISMATCH (the index and the files disagree, or the directory holds further safetensors files).
+    Raises CHECKPOINT_NOT_FOUND (no such directory, config or file; a file that is truncated or not a safetensors file),
+    CHECKPOINT_MISMATCH (the index and the files disagree, or the directory holds further safetensors files).
     """
     config = read_config(path, field=field)
     return Checkpoint(path, config, open_files(path, field=field), field=field, stem=STEM)
 
 
 def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> dict[str, Any]:
-    """Contents of a checkpoint's ``config.json``, or of what has its place. Raises CHECKPOINT_NOT_FOUND."""
+    """Read a checkpoint's ``config.json``, or the file ``name`` in its place. Raises CHECKPOINT_NOT_FOUND."""
     directory = Path(path)
     try:
         found = directory.is_dir()
-    except (OSError, ValueError) as error:  # no name of a file, or one that may not be looked at
+    except (OSError, ValueError) as error:  # an invalid file name, or a directory without access
         raise _not_found(directory, f"it cannot be looked at: {error}", field) from error
     if not found:
         raise _not_found(directory, "there is no such directory", field)
@@ -212,9 +212,9 @@ def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> 
 
 
 def open_files(path: str, *, field: str = "model_path", stem: str = STEM) -> list[TensorFile]:
-    """The safetensors files of a directory, single or sharded, by name; ``stem``: what their names begin with.
+    """Open the safetensors files of a directory, single or sharded, by name; ``stem`` is the prefix of the names.
 
-    Raises as :func:`open_checkpoint` does.
+    Raises as :func:`open_checkpoint`.
     """
     directory = Path(path)
     selected = _select(directory, stem, field)
@@ -232,17 +232,17 @@ def open_files(path: str, *, field: str = "model_path", stem: str = STEM) -> lis
 
 
 def index_of(weight_map: Mapping[str, str], metas: Iterable[TensorMeta]) -> bytes:
-    """Contents of the index of a sharded checkpoint: which file holds which tensor."""
+    """Return the contents of the index of a sharded checkpoint: the file of each tensor."""
     total = sum(meta.nbytes for meta in metas)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weight_map)}, indent=1).encode()
 
 
 def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta], *, what: str) -> None:
-    """Check that two sets of tensors have the same names and shapes, and dtypes that can be cast to each other.
+    """Check that two sets of tensors have the same names and shapes, and castable dtypes.
 
-    ``what`` says in words what was found ("the checkpoint /models/a"). Raises CHECKPOINT_MISMATCH; its message lists
-    the first few names that are missing, extra, of another shape or dtype, its metadata (``missing``, ``extra``,
-    ``shapes``, ``dtypes``) all of them, a name a line.
+    ``what`` names the first set in words ("the checkpoint /models/a"). Raises CHECKPOINT_MISMATCH. Its message lists
+    the first names that are missing, extra, or of another shape or dtype; its metadata (``missing``, ``extra``,
+    ``shapes``, ``dtypes``) lists all, a name a line.
     """
     both = sorted(found.keys() & reference.keys())
     differences = {
@@ -269,14 +269,14 @@ def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta]
 
 
 def _select(directory: Path, stem: str, field: str) -> dict[str, set[str] | None]:
-    """The safetensors files that make up a checkpoint, by name, with the tensors that its index names for each.
+    """Return the safetensors files of a checkpoint by name, with the tensors that the index assigns to each.
 
-    Without an index there is one file, with None. Raises as :func:`open_checkpoint` does, also for files which an
-    engine could load besides or instead.
+    Without an index the result is one file, with None. Raises as :func:`open_checkpoint`, also for files that an engine
+    could load besides or instead.
     """
     single, index = stem + SUFFIX, stem + INDEX_SUFFIX
     try:
-        # As engines look for files: by their suffix, without hidden ones.
+        # Engines also look for files by their suffix, without hidden files.
         present = {name for name in os.listdir(directory) if name.endswith((SUFFIX, INDEX_SUFFIX)) and name[0] != "."}
     except OSError as error:
         raise _not_found(directory, f"it cannot be listed: {error}", field) from error

@@ -1,4 +1,4 @@
-"""JSON that lies beside weights: configs, indices, manifests."""
+"""JSON files beside weights: configs, indices, manifests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError when it is none, holds NaN, or is nested too deep to be read.
+    """Parse a JSON text. Raises ValueError for invalid JSON, NaN, or nesting too deep to read.
 
-    Python reads NaN although JSON has none. It equals nothing, itself included: a config that holds it fits no other,
-    not even a copy, so that a checkpoint with it could be published and then never be loaded. Infinity passes: some
-    models' configs have it.
+    Python reads NaN although JSON has none. NaN is not equal to itself, so a config with NaN differs from its own copy.
+    A checkpoint with NaN could be published, but never loaded. Infinity passes: some models' configs contain it.
     """
     try:
         return json.loads(data, parse_constant=_constant)
@@ -20,7 +19,7 @@ def parse(data: bytes) -> Any:
 
 
 def text(value: Any) -> str:
-    """A value that is a text, of which messages can be made. Raises ValueError for any other."""
+    """Return a string that UTF-8 can encode, for use in messages. Raises ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     value.encode()
@@ -28,14 +27,14 @@ def text(value: Any) -> str:
 
 
 def number(value: Any) -> int:
-    """A value that is a size, a place or a count. Raises ValueError for any other."""
+    """Return a size, an offset or a count. Raises ValueError for any other value."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no whole number from 0 on")
     return value
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """A value that is the shape of a tensor. Raises ValueError for any other."""
+    """Return the shape of a tensor. Raises ValueError for any other value."""
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is no shape")
     return tuple(map(number, value))

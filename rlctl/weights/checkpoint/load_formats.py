@@ -1,4 +1,4 @@
-"""Load formats: how the files of a checkpoint are laid out, by the name that a request gives.
+"""Load formats: the layout of a checkpoint's files, by the name in a request.
 
 ======================  =================================================================================
 "" "auto" "safetensors"  a Hugging Face checkpoint, single file or sharded with an index
@@ -6,13 +6,13 @@
                         ``model-rank-R-part-P.safetensors`` (as SGLang's and vLLM's sharded state), or at a single
                         rank ``model.safetensors``
 "flattened_bucket"      full tensors under checkpoint names, packed into buckets of bytes: each tensor of the files is
-                        one bucket (1-d, U8), and what is in it stands in the file's metadata
-anything else           a loader that was registered under this name
+                        one bucket (1-d, U8), and the file's metadata describes its contents
+any other name          a loader that was registered under this name
 ======================  =================================================================================
 
-A loader of one's own is a callable ``(path) -> StoredWeights`` that is installed with the engine: registered in its
-process with :func:`register_loader`, or through the entry point group ``rlctl.loaders``. What comes over the network is
-only ever a name among those; it is never taken for something to import.
+A custom loader is a callable ``(path) -> StoredWeights`` that is installed with the engine: registered in its process
+with :func:`register_loader`, or through the entry point group ``rlctl.loaders``. A request only names one of these
+loaders; a name is never imported.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _PART = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors")
 
 
 def register_loader(name: str, loader: Loader) -> None:
-    """Make a loader known in this process. It opens and checks a directory, and raises typed errors.
+    """Register a loader in this process. The loader opens and checks a directory, and raises typed errors.
 
-    Raises FIELD_INVALID when the name is taken.
+    Raises FIELD_INVALID if the name is taken.
     """
     if name in (*STANDARD, DIRECT, FLATTENED) or name in _registered:
         raise Reason.FIELD_INVALID.error(f"there is a loader {name!r} already", field="load_format")
@@ -65,17 +65,16 @@ def register_loader(name: str, loader: Loader) -> None:
 
 
 def unregister_loader(name: str) -> None:
-    """Forget a loader that was registered in this process."""
     _registered.pop(name, None)
 
 
 def load_formats() -> list[str]:
-    """Every name that :func:`open_stored` takes."""
+    """Return every name that :func:`open_stored` accepts."""
     return sorted({*STANDARD[1:], DIRECT, FLATTENED, *_registered, *(p.name for p in entry_points(group=GROUP))})
 
 
 def check_format(name: str) -> None:
-    """Raise UNSUPPORTED, naming what there is, when no loader has this name."""
+    """Raise UNSUPPORTED, with the known names, if no loader has this name."""
     if name and name not in load_formats():
         raise Reason.UNSUPPORTED.error(
             f"there is no load format {name!r}; there are: {', '.join(load_formats())}", field="load_format"
@@ -83,11 +82,11 @@ def check_format(name: str) -> None:
 
 
 def open_stored(path: str, load_format: str = "", *, rank: int = 0, size: int = 1) -> StoredWeights:
-    """Open a directory and check what can be checked without reading tensors. ``rank`` of ``size`` matters to "direct".
+    """Open a directory and check all but the tensors. ``rank`` and ``size`` matter only for "direct".
 
     Raises UNSUPPORTED (no such format), CHECKPOINT_NOT_FOUND and CHECKPOINT_MISMATCH as
-    :func:`rlctl.weights.checkpoint.checkpoint.open_checkpoint`; of a loader of one's own, what it raises, as
-    CHECKPOINT_NOT_FOUND when that is not typed.
+    :func:`rlctl.weights.checkpoint.checkpoint.open_checkpoint`. Typed errors of a custom loader pass through; any other
+    error becomes CHECKPOINT_NOT_FOUND.
     """
     check_format(load_format)
     if load_format in STANDARD:
@@ -100,14 +99,14 @@ def open_stored(path: str, load_format: str = "", *, rank: int = 0, size: int = 
         return _find(load_format)(path)
     except RlctlError:
         raise
-    except Exception as error:  # it is somebody else's code
+    except Exception as error:  # third-party code
         raise _unreadable(path, f"loader {load_format!r} failed: {type(error).__name__}: {error}") from error
 
 
 def save_flattened(path: str | Path, buckets: Iterable[tuple[Bucket, Mapping[str, torch.Tensor]]]) -> None:
     """Write ``model.safetensors`` of packed buckets into a directory; each bucket comes with its tensors.
 
-    Raises FIELD_REQUIRED and FIELD_INVALID as :func:`rlctl.weights.tensor.buckets.pack` does.
+    Raises FIELD_REQUIRED and FIELD_INVALID as :func:`rlctl.weights.tensor.buckets.pack`.
     """
     packed: dict[str, torch.Tensor] = {}
     contents: dict[str, list[list[object]]] = {}

@@ -1,8 +1,8 @@
-"""Reading parts of tensors from files into memory that is already there, on several cores.
+"""Reading parts of tensors from files into existing memory, on several cores.
 
-A part whose bytes lie together in the file and in memory is read straight into place. One that is cut along an inner
-dimension, held in another dtype or on a device goes through a small buffer, a few rows at a time: memory use does not
-depend on the size of the model.
+A part with contiguous bytes in file and memory is read directly into place. Any other part passes through a small
+buffer, a few rows at a time: a part that is cut along an inner dimension, cast, or placed on a device. Memory use does
+not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from rlctl.weights.tensor.slices import Slice
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 CHUNK_BYTES = 8 << 20
-"""How much one thread reads at a time."""
+"""Maximum bytes of one read by a thread."""
 
 BUFFER_BYTES = 1 << 20
-"""What goes through a buffer at a time on the host: it stays in a core's cache between reading and copying."""
+"""Bytes per buffer on the host: the buffer stays in a core's cache between read and copy."""
 
 DEVICE_BUFFER_BYTES = 8 << 20
-"""The same on the way to a device, where each copy is waited for."""
+"""Bytes per buffer for a device, where each copy is synchronous."""
 
 RUN_BYTES = 128 << 10
-"""From this length on, a run of bytes of a cut up tensor is read by itself; shorter ones with what is between."""
+"""Minimum length of a run of bytes that is read alone. Shorter runs are read with the gaps between."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor in a file, and where it goes.
+    """A part of a tensor in a file, and its destination.
 
     Attributes:
         file: the file.
-        offset: where the full tensor's bytes begin in it.
-        meta: the full tensor, as the file holds it.
-        slice: which part.
-        into: memory of the part's shape; another dtype is cast to.
+        offset: start of the full tensor's bytes in the file.
+        meta: the full tensor, as stored.
+        slice: the part.
+        into: memory of the part's shape; the values are cast to its dtype.
     """
 
     file: TensorFile
@@ -52,9 +52,9 @@ class Part:
 
 
 def read_parts(parts: Sequence[Part], *, threads: int = 0) -> int:
-    """Read all parts into place; returns the bytes that were read. ``threads`` 0: one for each core, up to 8.
+    """Read all parts into place; return the bytes read. ``threads`` 0: one for each core, up to 8.
 
-    Raises CHECKPOINT_NOT_FOUND when a file cannot be read on; some parts are then in place and others are not.
+    Raises CHECKPOINT_NOT_FOUND if a read fails; some parts are then in place and others are not.
     """
     jobs = [job for part in parts for job in _jobs(part)]
     threads = threads or min(8, os.cpu_count() or 1)
@@ -65,7 +65,7 @@ def read_parts(parts: Sequence[Part], *, threads: int = 0) -> int:
         try:
             return sum(future.result() for future in futures)
         except BaseException:
-            # What has not begun is not begun any more: the weights are a mixture already, and the caller wants to know.
+            # Start no further jobs: the weights are a mixture already, and the caller waits for the error.
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -90,7 +90,7 @@ def _jobs(part: Part) -> Iterator[Callable[[], int]]:
             for begin in range(0, runs.shape[1], CHUNK_BYTES):
                 yield _Straight(part.file, first + begin, runs[index, begin : begin + CHUNK_BYTES])
         return
-    # A view of the memory in three dimensions; where there is none (strange strides), the part is read aside first.
+    # A view of the memory in three dimensions. If strides allow no view, the part is read into separate memory first.
     try:
         target = into.view(outer, length, inner)
         aside = None
@@ -119,7 +119,7 @@ class _Straight:
 
 @dataclass(frozen=True)
 class _Block:
-    """Indices [outer_start, outer_stop) of a full tensor's outer dimension, and [start, stop) of the cut one."""
+    """Indices [outer_start, outer_stop) of a full tensor's outer dimension, and [start, stop) of the cut dimension."""
 
     outer_start: int
     outer_stop: int
@@ -128,7 +128,7 @@ class _Block:
 
 
 def _blocks(outer: int, cut: int, row_bytes: int, start: int, length: int, buffer_bytes: int) -> list[_Block]:
-    """The part in blocks whose bytes lie together in the file, each of about a buffer's size (or one row)."""
+    """Divide the part into blocks with contiguous bytes in the file, each of about a buffer's size (or one row)."""
     whole = outer > 1 and length * row_bytes < RUN_BYTES
     if whole:
         count = max(1, buffer_bytes // max(1, cut * row_bytes))
@@ -162,7 +162,7 @@ class _Buffered:
             first = (block.outer_start * self.cut + block.start) * inner * dtype.itemsize
             part.file.read_bytes(part.offset + first, data)
             total += data.nbytes
-            # Of the rows that were read, those of the part; counted from the part's beginning when they are written.
+            # The part's rows among the read rows; indices of the write count from the start of the part.
             begin, end = max(block.start, self.start), min(block.stop, self.start + length)
             rows = data[:, begin - block.start : end - block.start]
             self.target[block.outer_start : block.outer_stop, begin - self.start : end - self.start].copy_(rows)

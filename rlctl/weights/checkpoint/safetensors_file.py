@@ -1,8 +1,8 @@
-"""One safetensors file: where each tensor's bytes lie in it, checked, and reading them straight into place.
+"""A safetensors file: the checked places of its tensors, and reads directly into memory.
 
-The bytes are read with ``preadv`` into memory that is already there: the kernel's page cache is copied once, nothing is
-mapped. So weights never alias a file, and one that is cut short while it is read ends in a typed error; through a
-mapping it would kill the process (SIGBUS).
+The bytes are read with ``preadv`` into existing memory: the kernel's page cache is copied once, nothing is mapped. So
+weights never alias a file. A file that is truncated during a read causes a typed error; a mapping would kill the
+process (SIGBUS).
 
 Format: https://github.com/huggingface/safetensors#format (8 bytes of length, little-endian, then a JSON header, then
 the tensors' bytes without gaps).
@@ -46,29 +46,29 @@ DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""Dtypes as headers write them, by torch's names."""
+"""torch's names of dtypes by their names in headers."""
 
 METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library accepts as well; a larger number is no length of a header."""
+"""Limit of the safetensors library, too; a larger number is no length of a header."""
 
 _LENGTH = struct.Struct("<Q")
 _CODES = {name: code for code, name in DTYPES.items()}
 
 
 class TensorFile:
-    """An opened file: its header is checked against its size. Threads may read from it at the same time.
+    """An opened file with a header that was checked against the size. Threads may read at the same time.
 
     Attributes:
-        path: where it was opened.
-        metas: its tensors, by name, in the order of their bytes.
-        offsets: where each tensor's bytes begin in the file.
-        stamp: which file it was when it was opened, and as what was last written to it.
+        path: path at the opening.
+        metas: the tensors, by name, in the order of their bytes.
+        offsets: start of each tensor's bytes in the file.
+        stamp: device, inode, size and modification time at the opening.
         metadata: the header's free text entries.
     """
 
     def __init__(self, path: Path, *, field: str = "model_path") -> None:
-        """Raises CHECKPOINT_NOT_FOUND, with ``field``: no such file, or one that is no whole safetensors file."""
+        """Open a file. Raises CHECKPOINT_NOT_FOUND, with ``field``, for a missing or incomplete safetensors file."""
         self.path = path
         self._field = field
         try:
@@ -85,13 +85,12 @@ class TensorFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return self.stamp[2]
 
     def read_bytes(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (contiguous, on the host) with the file's bytes from ``offset`` on.
 
-        Raises CHECKPOINT_NOT_FOUND when the file ends before or cannot be read.
+        Raises CHECKPOINT_NOT_FOUND if the file ends early or cannot be read.
         """
         view = as_bytes(into).numpy().data
         try:
@@ -105,7 +104,7 @@ class TensorFile:
             raise self._unreadable(f"it cannot be read: {error}") from error
 
     def check_unchanged(self) -> None:
-        """Raise CHECKPOINT_NOT_FOUND unless the path still names the file that was opened, as it was."""
+        """Raise CHECKPOINT_NOT_FOUND unless the path still names the opened file, unchanged."""
         try:
             unchanged = _stamp(os.stat(self.path)) == self.stamp
         except OSError:
@@ -114,12 +113,11 @@ class TensorFile:
             raise self._unreadable("the file was changed or removed while the checkpoint was open")
 
     def check_contents(self) -> None:
-        """Raise CHECKPOINT_NOT_FOUND when the opened file was written to, whatever its path names by now."""
+        """Raise CHECKPOINT_NOT_FOUND if the opened file was changed, even if its path names another file by now."""
         if _stamp(os.fstat(self._fd)) != self.stamp:
             raise self._unreadable("the file was changed while the checkpoint was open")
 
     def close(self) -> None:
-        """Give the file back."""
         self._closing()
 
     def _header(self) -> tuple[dict[str, Any], int]:
@@ -168,9 +166,9 @@ class TensorFile:
 
 
 def header_of(metas: list[TensorMeta], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before the tensors' of a file that holds these, in this order.
+    """Return the bytes before the tensors of a file with these tensors, in this order.
 
-    Raises FIELD_INVALID for a dtype or a name that the format does not have.
+    Raises FIELD_INVALID for a dtype or a name that the format does not allow.
     """
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
@@ -183,7 +181,7 @@ def header_of(metas: list[TensorMeta], metadata: Mapping[str, str] | None = None
         entries[meta.name] = {"dtype": code, "shape": meta.shape, "data_offsets": [end, end + meta.nbytes]}
         end += meta.nbytes
     header = json.dumps(entries, separators=(",", ":")).encode()
-    # Readers that map files want the tensors to begin at a multiple of 8.
+    # Readers that map files need tensors that start at a multiple of 8.
     header += b" " * (-len(header) % 8)
     return _LENGTH.pack(len(header)) + header
 
