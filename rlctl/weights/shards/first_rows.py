@@ -1,4 +1,4 @@
-"""Values of the first rows of a tensor, for debugging: the checker's action READ."""
+"""Values of the first rows of a tensor, for debugging: action READ of the weight check."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlctl.weights.tensor.slices import Shard
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
 
 MOST_VALUES = 1 << 19
-"""Values of one answer: 2 MiB, and about 10 MB of JSON."""
+"""Maximum number of values in an answer: 2 MiB, and about 10 MB of JSON."""
 
 DEFAULT_ROWS = 100
 
 
 def rows_of(request: CheckWeightsRequest, meta: TensorMeta) -> int:
-    """How many rows are read of a tensor. Raises FIELD_INVALID where they have too many values."""
+    """Return the number of rows to read. Raises FIELD_INVALID if the rows have too many values."""
     asked = request.rows if request.HasField("rows") else DEFAULT_ROWS
     if not meta.shape:
         return 1
@@ -34,12 +34,11 @@ def rows_of(request: CheckWeightsRequest, meta: TensorMeta) -> int:
 
 
 def unknown(name: str) -> RlctlError:
-    """The error for a tensor that the model does not have."""
     return Reason.FIELD_INVALID.error(f"the model has no tensor {name!r} under a checkpoint's name", field="tensor")
 
 
 def first_rows(request: CheckWeightsRequest, shard: Shard) -> TensorValues | None:
-    """What a rank holds of the rows; None: nothing. Raises as :func:`rows_of`."""
+    """Return a rank's part of the rows, or None without a part. Raises as :func:`rows_of`."""
     meta, part = shard.meta, shard.slice
     rows, local = rows_of(request, meta), shard.local.detach()
     if part.dim == 0:
@@ -52,7 +51,7 @@ def first_rows(request: CheckWeightsRequest, shard: Shard) -> TensorValues | Non
 
 
 def values_of(meta: TensorMeta, local: torch.Tensor, place: tuple[int, int] | None = None) -> TensorValues:
-    """A rank's values of a tensor; ``place``: dimension that is cut, and first index."""
+    """Return a rank's values of a tensor; ``place`` is the cut dimension and the first index."""
     told = TensorValues(
         name=meta.name,
         dtype=dtype_name(meta.dtype),

@@ -20,7 +20,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def parts_held(shards: Mapping[str, Shard]) -> dict[str, list[Any]]:
-    """Which part of which full tensor a rank holds, for others: [dtype, full shape, dim, start, length]."""
+    """Describe a rank's parts for other ranks: [dtype, full shape, dim, start, length] by name."""
     return {
         name: [dtype_name(shard.meta.dtype), shard.meta.shape, shard.slice.dim, shard.slice.start, shard.slice.length]
         for name, shard in shards.items()
@@ -28,20 +28,20 @@ def parts_held(shards: Mapping[str, Shard]) -> dict[str, list[Any]]:
 
 
 class Gathering:
-    """How a stage's tensors are spread over its ranks. Made, and every method called, by all ranks together.
+    """The distribution of a stage's tensors over its ranks. All ranks create it and call every method together.
 
     Attributes:
         spreads: by checkpoint name, in sorted order; the same at every rank.
     """
 
     def __init__(self, shards: Mapping[str, Shard], exchange: Exchange) -> None:
-        """Raises INTERNAL when the ranks' shard maps contradict each other, GROUP_FAILED."""
+        """Exchange the distribution. Raises INTERNAL if the ranks' shard maps contradict each other, GROUP_FAILED."""
         self._shards = shards
         self._exchange = exchange
         self.spreads = self._agree()
 
     def full(self, name: str, owner: int = 0) -> torch.Tensor | None:
-        """The full tensor in the reference's dtype, C order, at ``owner``; None elsewhere."""
+        """Return the full tensor in the reference's dtype, C order, at ``owner``; None elsewhere."""
         spread = self.spreads[name]
         if spread.whole and owner in spread.pieces[0].holders:
             if self._exchange.rank != owner:
@@ -55,7 +55,7 @@ class Gathering:
         return data.view(spread.meta.dtype).reshape(spread.meta.shape)
 
     def gather(self, batch: Sequence[Job], owner: int) -> dict[str, list[torch.Tensor]] | None:
-        """Bring blocks of full tensors to their owner; returns their bytes there, by tensor, None elsewhere."""
+        """Bring blocks of full tensors to their owner; return the bytes by tensor there, None elsewhere."""
         sizes = [0] * self._exchange.size
         mine: list[torch.Tensor] = []
         for name, block in batch:
@@ -87,7 +87,6 @@ class Gathering:
         return gathered
 
     def _agree(self) -> dict[str, Spread]:
-        """How every tensor is spread over the ranks."""
         metas: dict[str, TensorMeta] = {}
         parts: dict[str, dict[int, Slice]] = {}
         for rank, answer in enumerate(self._exchange.all_gather_bytes(json.dumps(parts_held(self._shards)).encode())):

@@ -1,8 +1,8 @@
 """The hooks of an engine before and after the tensors of an update.
 
-Engines that rearrange weights for their kernels cannot simply be written into: they unpack before the first tensor and
-pack, quantise or capture again after the last. :class:`LoadHooks` is where a plug-in does that; :class:`Loading` sees
-to it that each hook is called once and in order, however many calls and groups an update's tensors come in.
+Some engines rearrange weights for their kernels, and cannot be written directly. Such an engine unpacks before the
+first tensor, and packs, quantises or captures again after the last. A plug-in implements this in :class:`LoadHooks`.
+:class:`Loading` calls each hook once and in order, for any number of calls and groups of an update.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from rlctl.v1.common_pb2 import WEIGHT_SELECTOR_DRAFT, WEIGHT_SELECTOR_UNSPECIFI
 
 @dataclass(frozen=True)
 class Load:
-    """One update, as the hooks see it.
+    """An update, for the hooks.
 
     Attributes:
-        update_id: the update.
-        full: it writes every tensor of the reference.
-        selector: which of the engine's models it is meant for; UNSPECIFIED: all of them.
+        full: the update writes every tensor of the reference.
+        selector: the addressed model of the engine; UNSPECIFIED: all models.
     """
 
     update_id: str
@@ -29,33 +28,33 @@ class Load:
 
 
 class LoadHooks:
-    """What a plug-in overrides; by default nothing happens. Called in the thread that takes the weights in.
+    """Hooks that a plug-in overrides; the defaults do nothing. Called in the thread that receives the weights.
 
-    SGLang's begin_weight_update (which takes the selector) and end_weight_update belong here, as do vLLM's
-    start_weight_update and finish_weight_update: the latter pair is what makes ``reload_weights`` re-quantise.
+    SGLang's begin_weight_update (which takes the selector) and end_weight_update belong here. So do vLLM's
+    start_weight_update and finish_weight_update, which make ``reload_weights`` quantise again.
     """
 
     def prepare_load(self, load: Load) -> None:
-        """Before the first tensor is written: make the weights such that tensors of the wire form can be put in.
+        """Prepare the weights for tensors of the wire form, before the first tensor is written.
 
-        What it raises refuses the update; nothing may have been lost by then.
+        An error refuses the update; the weights must still be intact.
         """
 
     def finalize_load(self, load: Load) -> None:
-        """After the last tensor was written, before anything is digested or computed.
+        """Complete the load after the last tensor was written, before any digest or computation.
 
-        What it raises leaves the weights DIRTY.
+        An error leaves the weights DIRTY.
         """
 
     def abandon_load(self, load: Load) -> None:
-        """In place of :meth:`finalize_load` when no more tensors come: leave the state of loading. Must not raise.
+        """Leave the loading state, in place of :meth:`finalize_load`, when no more tensors come. Must not raise.
 
         The weights count as a mixture; the next full update is prepared anew.
         """
 
 
 class Loading:
-    """One update's way past an engine's hooks; the calls come one after the other."""
+    """One update's calls of an engine's hooks; the calls are sequential."""
 
     def __init__(self, hooks: LoadHooks, load: Load) -> None:
         self.load = load
@@ -63,25 +62,25 @@ class Loading:
         self._prepared = False
 
     def prepare(self) -> None:
-        """Tensors come now. Only the first call does anything."""
+        """Call the hook before the first tensor. Later calls do nothing."""
         if not self._prepared:
             self._hooks.prepare_load(self.load)
             self._prepared = True
 
     def finalise(self) -> None:
-        """All tensors have come; nothing happens where none came. A failure may be followed by :meth:`abandon`."""
+        """Call the hook after the last tensor; no-op without tensors. :meth:`abandon` may follow a failure."""
         if self._prepared:
             self._hooks.finalize_load(self.load)
             self._prepared = False
 
     def abandon(self) -> None:
-        """The update is given up; nothing happens unless its load was begun and not finalised."""
+        """Call the hook for an abandoned update; no-op unless prepared and not finalised."""
         if self._prepared:
             self._prepared = False
             self._hooks.abandon_load(self.load)
 
 
 def refuse_draft(selector: WeightSelector.ValueType, field: str) -> None:
-    """For engines that have one model: raise UNSUPPORTED when the draft model is meant, naming ``field``."""
+    """Raise UNSUPPORTED, with ``field``, if a selector addresses the draft model. For engines with one model."""
     if selector == WEIGHT_SELECTOR_DRAFT:
         raise Reason.UNSUPPORTED.error("the engine has no draft model", field=field)

@@ -1,7 +1,7 @@
-"""Names the tensor that differs from the sent one, and the digest of each rank's part.
+"""Names the tensor that differs from the sent tensor, and the digest of each rank's part.
 
-A stage digests full tensors; a rank that holds a part of one that differs digests its part by itself. Whoever has the
-full tensor (its source) can digest the same part, and knows then whose is wrong.
+A stage digests full tensors. A rank with a part of a differing tensor digests its part alone. The source has the full
+tensor, digests the same part, and so finds the rank with the wrong part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 
 def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key: bytes = b"") -> TensorDifference:
-    """How the stage's tensors differ from the fingerprints, and what this rank holds of the first that does."""
+    """Report the stage's tensors that differ from the fingerprints, and this rank's part of the first difference."""
     names = differing(found.every, expected)
     report = TensorDifference(tensors=len(found.every), count=len(names))
     if not names:
@@ -43,9 +43,9 @@ def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key:
 def digest_parts(
     name: str, full: torch.Tensor, parts: Sequence[TensorPart], dtype: torch.dtype, key: bytes = b""
 ) -> list[TensorPart]:
-    """Those of the parts that are of this tensor, with the digests that they must have; ``dtype``: the reference's.
+    """Return the parts of this tensor, with the digests that they must have; ``dtype`` is the reference's.
 
-    Raises FIELD_INVALID for a part that a tensor of this shape does not have.
+    Raises FIELD_INVALID for a part outside the tensor's shape.
     """
     digested = []
     for part in parts:

@@ -1,7 +1,7 @@
-"""The exchange between the ranks of one stage that the digests of split tensors need.
+"""The exchange between the ranks of a stage for the digests of divided tensors.
 
-An :class:`Exchange` is all that the model digest needs of the engine's ranks. :class:`GroupExchange` does it over any
-torch process group; it needs one that nothing else uses at the same time.
+The model digest needs no more of the engine's ranks than an :class:`Exchange`. :class:`GroupExchange` implements the
+exchange over a torch process group, which must have no other user at the same time.
 """
 
 from __future__ import annotations
@@ -19,57 +19,53 @@ _TAG = 0
 
 
 class Exchange(Protocol):
-    """The ranks of one stage. Every method is called by all of them, in the same order, with matching arguments."""
+    """The ranks of one stage. All ranks call every method, in the same order, with matching arguments."""
 
     @property
-    def rank(self) -> int:
-        """This rank."""
+    def rank(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
+    def size(self) -> int: ...
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
         """Bring every rank's bytes to rank ``dst``.
 
-        ``part`` is this rank's, 1-d uint8; ``sizes`` says how many bytes each rank has, 0 for none. Returns the parts
-        by rank, on the host, at ``dst``; None elsewhere.
+        ``part`` has this rank's bytes, 1-d uint8; ``sizes`` has the number of bytes of each rank, 0 for none. Returns
+        the parts by rank, on the host, at ``dst``; None elsewhere.
         """
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Bring every rank's data to all; returned by rank. Lengths may differ."""
+        """Bring every rank's data to all ranks; return it by rank. Lengths may differ."""
 
 
 class LocalExchange:
-    """The exchange of a stage that has one rank."""
+    """The exchange of a stage with a single rank."""
 
     rank = 0
     size = 1
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:  # noqa: ARG002
-        """The part itself."""
         return [part.cpu()]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The data itself."""
         return [data]
 
 
 class GroupExchange:
-    """An exchange over a process group of torch (a gloo or NCCL backend, or a ``ProcessGroup``), made for it alone.
+    """An exchange over a torch process group (a gloo or NCCL backend, or a ``ProcessGroup``) of exclusive use.
 
-    Its methods raise GROUP_FAILED when a rank is gone or the group's timeout is over.
+    The methods raise GROUP_FAILED if a rank is gone or after the group's timeout.
     """
 
     def __init__(self, group: Any, *, device: str = "cpu") -> None:
-        """``device`` is where the group wants its tensors: the rank's own device for NCCL."""
+        """Wrap a group; ``device`` is the device of the group's tensors: the rank's own device for NCCL."""
         self._group = group
         self._device = torch.device(device)
         self.rank: int = group.rank()
         self.size: int = group.size()
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
-        """As :meth:`Exchange.gather`, point to point."""
+        """Gather as :meth:`Exchange.gather`, point to point."""
         if self.rank != dst:
             if sizes[self.rank]:
                 self._wait([self._group.send([part.to(self._device).contiguous()], dst, _TAG)])
@@ -84,7 +80,7 @@ class GroupExchange:
         return [received.cpu() for received in parts]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """As :meth:`Exchange.all_gather_bytes`, padded to the longest."""
+        """Gather as :meth:`Exchange.all_gather_bytes`, padded to the longest."""
         lengths = [int(length) for length in self._all_gather(torch.tensor([len(data)]))]
         longest = max(1, *lengths)
         gathered = self._all_gather(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))

@@ -1,8 +1,8 @@
-"""The shard map of a rank: which slice of each full tensor lies where. And the model digest of a stage, for any layout.
+"""The shard map of a rank (the slice and the memory of each tensor), and the model digest of a stage for any layout.
 
-An engine shards, fuses and pads its parameters as it likes. Its shard map says, for every tensor of the checkpoint,
-which slice of it this rank holds and in which memory; that is enough to put full tensors into place and to digest
-the stage's weights as the checkpoint would have them.
+An engine shards, fuses and pads its parameters freely. For every tensor of the checkpoint its shard map has the slice
+at this rank and the memory of the slice. This suffices to place full tensors, and to digest the stage's weights in the
+form of the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 32 << 20
-"""How much of full tensors an owner gathers at a time. While that is hashed, as much again is gathered."""
+"""Bytes of full tensors that an owner gathers at a time. During their digest, as many bytes are gathered."""
 
 
 class ShardMap:
-    """What one rank holds of a model.
+    """The parts of a model at one rank.
 
     Attributes:
-        shards: every tensor that the rank holds a part of, by checkpoint name.
-        together: names of tensors that mean nothing without each other: an update writes all of a list or none.
+        shards: the tensors with a part at this rank, by checkpoint name.
+        together: atomic lists: an update writes all tensors of a list or none.
     """
 
     def __init__(self, shards: Mapping[str, Shard], together: Iterable[tuple[str, ...]] = ()) -> None:
-        """Raises FIELD_INVALID when a shard's name, slice and memory do not fit each other."""
+        """Create a map. Raises FIELD_INVALID if a shard's name, slice and memory do not fit."""
         for name, shard in shards.items():
             full = shard.meta.shape
             if shard.meta.name != name:
@@ -65,17 +65,16 @@ class ShardMap:
 
     @property
     def reference(self) -> dict[str, TensorMeta]:
-        """Every full tensor, by checkpoint name."""
         return {name: shard.meta for name, shard in self.shards.items()}
 
     def fingerprint(self) -> str:
-        """SHA-256 over which part of which full tensor the rank holds, hex; the memory that holds it has no say."""
+        """Return the SHA-256 over the rank's slices of all full tensors, hex; independent of the memory."""
         return hashlib.sha256(json.dumps(parts_held(self.shards), sort_keys=True).encode()).hexdigest()
 
     def place(self, name: str, full: torch.Tensor) -> None:
-        """Copy the rank's part of a full tensor into place, cast to the dtype that it is held in.
+        """Copy the rank's part of a full tensor into place, cast to the dtype of the memory.
 
-        Raises FIELD_INVALID for an unknown name or another shape, before anything is written.
+        Raises FIELD_INVALID for an unknown name or another shape, before any write.
         """
         shard = self._shard(name)
         if tuple(full.shape) != shard.meta.shape:
@@ -83,7 +82,7 @@ class ShardMap:
         shard.local.detach().copy_(shard.slice.of(full.detach()))
 
     def place_local(self, name: str, part: torch.Tensor) -> None:
-        """Copy a tensor that is already the rank's part into place. Raises as :meth:`place` does."""
+        """Copy a tensor that is already the rank's part into place. Raises as :meth:`place`."""
         shard = self._shard(name)
         if part.shape != shard.local.shape:
             raise Reason.FIELD_INVALID.error(
@@ -92,11 +91,11 @@ class ShardMap:
         shard.local.detach().copy_(part.detach())
 
     def load(self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None) -> set[str]:
-        """Read the rank's part of every tensor straight into place; returns the names.
+        """Read the rank's part of every tensor directly into place; return the names.
 
-        ``ignore`` are tensors that may be stored beside those of the map; with ``only``, no others are read, and what
-        else is stored does not matter. Raises CHECKPOINT_MISMATCH when names or shapes differ, CHECKPOINT_NOT_FOUND
-        when a file changes or goes away; with outcome DIRTY once something may have been written.
+        ``ignore`` are tensors that may be stored beside the tensors of the map. With ``only``, no other tensors are
+        read, and other stored tensors do not matter. Raises CHECKPOINT_MISMATCH if names or shapes differ,
+        CHECKPOINT_NOT_FOUND if a file changes or disappears; with outcome DIRTY after a possible write.
         """
         names = self.select(stored, ignore=ignore, only=only)
         stored.check_unchanged()
@@ -111,7 +110,7 @@ class ShardMap:
     def select(
         self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None
     ) -> Set[str]:
-        """The names that :meth:`load` would read, in order, checked as it checks them; nothing is read."""
+        """Return the names that :meth:`load` would read, in order, with the same checks, without a read."""
         chosen = self.shards.keys() if only is None else only
         reference = {name: meta for name, meta in self.reference.items() if name in chosen}
         found = {
@@ -123,13 +122,13 @@ class ShardMap:
         return reference.keys()
 
     def part_in_place(self, name: str) -> torch.Tensor:
-        """The memory that holds the rank's part of a tensor, to be written to. Raises FIELD_INVALID: unknown name."""
+        """Return the memory of the rank's part of a tensor, for writing. Raises FIELD_INVALID for an unknown name."""
         return self._shard(name).local.detach()
 
     def full_in_place(self, name: str) -> torch.Tensor | None:
-        """The memory itself, when it holds the whole tensor in the reference's dtype and C order; else None.
+        """Return the memory of a tensor that is whole here in the reference's dtype and C order; else None.
 
-        What is received into it needs no further copy. Raises FIELD_INVALID for an unknown name.
+        A receive into this memory needs no further copy. Raises FIELD_INVALID for an unknown name.
         """
         shard = self._shard(name)
         fits = shard.slice.whole(shard.meta.shape) and shard.local.dtype == shard.meta.dtype
@@ -143,15 +142,15 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class ModelDigestResult:
-    """What the ranks of a stage found out about its weights.
+    """Digests of a stage's weights.
 
     Attributes:
         digest: model digest, hex; the same at every rank.
-        digests: hex digest of each full tensor of this rank's share, by checkpoint name. Over all ranks every tensor
-            is in exactly one share.
+        digests: hex digest of each full tensor of this rank's share, by checkpoint name. Over all ranks every tensor is
+            in exactly one share.
         every: hex digest of each full tensor, by checkpoint name; the same at every rank.
-        inconsistent: names of the tensors of which two ranks hold different copies; the digest is then one that no
-            good weights have.
+        inconsistent: names of tensors with different copies at two ranks; the digest then differs from that of any
+            valid weights.
     """
 
     digest: str
@@ -171,16 +170,16 @@ def model_digest(
 ) -> ModelDigestResult:
     """Digest a stage's weights as full tensors under their checkpoint names and reference dtypes.
 
-    Called by all ranks together. Equals :class:`~rlctl.weights.tensor.digest.ModelDigest` over the full tensors,
-    whatever the layout. The tensors that are cut up are shared out over the ranks; they are gathered at their owners,
-    at most ``max_bytes`` (or one row) at a time, and digested there. Of what several ranks hold, every rank digests its
-    own copy, and the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before they
-    do, ends it at all. ``known``: SHA-256 digests, by checkpoint name, of full tensors that this rank holds and has
-    digested since they were last written; each under its reference dtype. With a ``key`` every rank digests its
-    own parts, and only the sums are exchanged.
+    All ranks call together. The result equals :class:`~rlctl.weights.tensor.digest.ModelDigest` over the full tensors,
+    for any layout. Divided tensors are distributed over the ranks. Each is gathered at its owner, at most ``max_bytes``
+    (or one row) at a time, and digested there. Every rank digests its own copy of parts that several ranks have, and
+    the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before a change, ends the
+    digest at all ranks. ``known``: SHA-256 digests, by checkpoint name, of full tensors that this rank has digested
+    since their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only
+    the sums are exchanged.
 
-    Raises what a rank's ``stop`` was told, at every rank; INTERNAL when the ranks' shard maps contradict each other;
-    GROUP_FAILED when the ranks cannot exchange.
+    Raises the cause of a rank's ``stop``, at every rank; INTERNAL if the ranks' shard maps contradict each other;
+    GROUP_FAILED if the ranks cannot exchange.
     """
     if key:
         return _keyed_digest(shards, exchange, stop or Stop(), key)
@@ -191,7 +190,7 @@ def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) 
     spreads = Gathering(shards.shards, exchange).spreads
     held = [shards.shards[name] for name in sorted(shards.shards)]
     sums: list[Sum] = []
-    # An error at one rank is raised at every rank. Otherwise the others would wait.
+    # An error at one rank is raised at every rank. Otherwise the other ranks would wait.
     try:
         sums = keyed_sums(key, held, stop)
     except RlctlError as error:
@@ -239,7 +238,7 @@ class _Digesting:
     def run(self) -> ModelDigestResult:
         copies = self._digest_copies()
         owned = self._digest_cut_up()
-        # Every rank has read what it had to: what is told to stop from here on has come too late to matter.
+        # Every rank has read its weights: a later stop does not matter.
         self._go_on()
         answers = self._exchange.all_gather_bytes(json.dumps({"copies": copies, "owned": owned}).encode())
         found = [json.loads(answer) for answer in answers]
@@ -260,7 +259,7 @@ class _Digesting:
         return ModelDigestResult(combine(digests), share, digests, sorted(inconsistent))
 
     def _digest_copies(self) -> dict[str, str]:
-        """Digest what other ranks hold as well, and what is whole here."""
+        """Digest parts with copies at other ranks, and tensors that are whole here."""
         wanted: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         for name, spread in self._spreads.items():
             mine = [piece for piece in spread.pieces if self._exchange.rank in piece.holders]
@@ -271,7 +270,7 @@ class _Digesting:
         return digests | tensor_digests({name: wanted[name] for name in wanted.keys() - digests.keys()})
 
     def _digest_cut_up(self) -> dict[str, str]:
-        """Digest this rank's share of the tensors that are cut up; gather for the other ranks' shares."""
+        """Digest this rank's share of the divided tensors; gather for the other ranks' shares."""
         hashes = {
             name: TensorHash(spread.meta)
             for name, spread in self._spreads.items()
@@ -279,7 +278,7 @@ class _Digesting:
         }
         hashing: list[Future[None]] = []
         with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as pool:
-            # In every step each rank gathers one batch of its own share; what it gathered before is hashed meanwhile.
+            # In every step each rank gathers one batch of its own share; the previous batch is digested meanwhile.
             for step in zip_longest(*(self._batches_of(owner) for owner in range(self._exchange.size))):
                 mine: dict[str, list[torch.Tensor]] = {}
                 for owner, batch in enumerate(step):
@@ -294,7 +293,7 @@ class _Digesting:
         return {name: hash_.hexdigest() for name, hash_ in hashes.items()}
 
     def _batches_of(self, owner: int) -> Iterator[list[Job]]:
-        """What an owner gathers, in order, at most ``max_bytes`` (or one block) at a time."""
+        """Yield the batches of an owner, in order, of at most ``max_bytes`` (or one block) each."""
         batch: list[Job] = []
         room = self._max_bytes
         for name, spread in self._spreads.items():
@@ -311,12 +310,12 @@ class _Digesting:
             yield batch
 
     def _go_on(self) -> None:
-        """Raise at every rank what one of them was told to stop for."""
+        """Raise the cause of any rank's stop at every rank."""
         agree_to_go_on(self._exchange, self._stop)
 
 
 def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
-    """Called by all ranks together: raise at every rank what one of them was told to stop for."""
+    """Raise the cause of any rank's stop at every rank. All ranks call together."""
     mine = stop.cause
     answers = exchange.all_gather_bytes(b"" if mine is None else mine.detail().SerializeToString())
     if mine is not None:
