@@ -1,7 +1,7 @@
 """Versions as files: written complete or as a delta, and pulled into a local directory.
 
-Decides the layout and manifest of a version, and which deltas lead to it. A pull replaces only directories that an
-earlier pull has made.
+Decides the layout and manifest of a version, and the deltas that lead to it. A pull replaces only directories of
+earlier pulls.
 
 Imports: weights.checkpoint, weights.tensor, contract.
 

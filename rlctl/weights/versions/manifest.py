@@ -1,19 +1,18 @@
 """The manifest of a published version: ``rlctl-manifest.json``, written last.
 
-A version lies in a directory of its own below the directory that versions are published in, named by its sequence and
-its label, ``00000042-step-42`` (characters that file names cannot hold are quoted as in URLs). A directory without a
-manifest is no version: somebody is still writing it, or died doing so.
+A version has a directory below the directory of all versions, named by its sequence and label, such as
+``00000042-step-42`` (characters that file names cannot hold are quoted as in URLs). A directory without a manifest is
+no version: its writer is still at work, or dead.
 
 The manifest (JSON, ``format`` 1) holds ``version``, ``sequence``, ``kind`` ("full" or "delta"), of a delta ``base``
-(version, sequence and digest of what it is a difference to), ``digest``, ``files`` (name → size and SHA-256 of the
-files that are not weights), ``shards`` (file → size), and per tensor ``dtype``, ``shape``, ``sha256``; in a delta also
-``base_sha256``, ``encoding`` and ``compression``. The manifest of a copy that was pulled says so (``pulled``, true): a
-pull replaces nothing else. A copy of a version in slime's layout has ``origin``: the identity of that version and,
-where the copy began at the engine's own checkpoint, the identity of that (:mod:`rlctl.weights.versions.slime_layout`).
+(version, sequence and digest of its base), ``digest``, ``files`` (name → size and SHA-256 of the files without
+weights), ``shards`` (file → size), and per tensor ``dtype``, ``shape``, ``sha256``; in a delta also ``base_sha256``,
+``encoding`` and ``compression``. The manifest of a pulled copy has ``pulled`` true: a pull replaces nothing else. A
+copy of a version in slime's layout has ``origin``: the identity of that version, and the identity of the engine's own
+checkpoint if the copy began there (:mod:`rlctl.weights.versions.slime_layout`).
 
 ``sha256`` is a tensor's digest as everywhere in rlctl (:func:`rlctl.weights.tensor.digest.tensor_digest`), and
-``digest`` the model digest over them: what was published, what was pulled and what the ranks hold are compared in the
-same terms.
+``digest`` the model digest over these. So published, pulled and served weights are comparable.
 """
 
 from __future__ import annotations
@@ -40,22 +39,25 @@ Encoding = Literal["", "same", "overwrite", "xor"]
 Compression = Literal["", "zlib"]
 
 _LAST = (1 << 64) - 1
-"""The highest sequence: messages hold no other."""
+"""The highest sequence: the limit of messages."""
 
 _LONGEST_NAME = 219
-"""Of a version's directory, in bytes: file systems take 255, and while it is built its name is 36 longer."""
+"""Maximum length of a version's directory name, in bytes.
+
+File systems allow 255, and the name during the build is 36 bytes longer.
+"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a version.
+    """A tensor of a version.
 
     Attributes:
-        meta: what it is.
+        meta: description of the tensor.
         sha256: its digest, hex.
         base_sha256: of a delta: its digest in the base.
         encoding: of a delta: "same" (as in the base), "overwrite" (the new bytes), "xor" (new bytes XOR old bytes).
-        compression: of a delta: how the stored bytes are compressed; "" not at all.
+        compression: of a delta: compression of the stored bytes; "" for none.
     """
 
     meta: TensorMeta
@@ -67,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Base:
-    """The version that a delta is a difference to."""
+    """The base of a delta."""
 
     version: str
     sequence: int
@@ -76,7 +78,7 @@ class Base:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file that holds no weights: a config, a tokenizer.
+    """A file without weights: a config, a tokenizer.
 
     Attributes:
         size: in bytes.
@@ -89,17 +91,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One version.
+    """A version.
 
     Attributes:
         version: its label.
         sequence: grows with every version of a directory.
-        tensors: every tensor of the version, by checkpoint name, in a delta the unchanged ones too.
-        base: None: the version is complete in itself.
+        tensors: every tensor of the version, by checkpoint name; in a delta also unchanged tensors.
+        base: base of a delta; None: the version is complete.
         files: files beside the weights.
         shards: size of each file with weights, in bytes.
-        pulled: it is a copy of a published version. Those that were made before there was this mark lack it.
-        origin: of a copy of a version in slime's layout: which one.
+        pulled: a copy of a published version. Copies from before this mark lack it.
+        origin: of a copy of a version in slime's layout: the identity of the version.
     """
 
     version: str
@@ -118,16 +120,14 @@ class Manifest:
 
     @property
     def metas(self) -> dict[str, TensorMeta]:
-        """Every tensor's description."""
         return {name: entry.meta for name, entry in self.tensors.items()}
 
     def is_base_of(self, delta: Manifest) -> bool:
-        """Whether that delta is a difference to this version, by its weights and not only by its name."""
+        """Return whether ``delta`` has this version as its base, by the weights and not only by the name."""
         base = delta.base
         return base is not None and (base.sequence, base.digest) == (self.sequence, self.digest)
 
     def to_json(self) -> bytes:
-        """The manifest as it is stored."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "version": self.version,
@@ -148,8 +148,9 @@ class Manifest:
 
 
 def directory_name(version: str, sequence: int) -> str:
-    """Name of a version's directory. Raises FIELD_INVALID when the label is empty or too long for one, or
-    for a sequence that cannot be.
+    """Return the name of a version's directory.
+
+    Raises FIELD_INVALID for an empty or too long label, or an impossible sequence.
     """
     name = f"{sequence:08d}-{_label(version)}"
     if not version or not 1 <= sequence <= _LAST or len(name) > _LONGEST_NAME:
@@ -160,7 +161,7 @@ def directory_name(version: str, sequence: int) -> str:
 
 
 def find_version(source: Path, version: str = "", sequence: int = 0) -> Path | None:
-    """Directory of a published version by label, sequence or both; of several the latest. None when there is none."""
+    """Return the directory of a published version by label, sequence or both; the latest if several, None if none."""
     wanted = _label(version)
     found: list[tuple[int, Path]] = []
     for path in source.iterdir() if source.is_dir() else ():
@@ -172,15 +173,15 @@ def find_version(source: Path, version: str = "", sequence: int = 0) -> Path | N
 
 
 def is_named(directory: Path, manifest: Manifest) -> bool:
-    """Whether a version's directory has the name of what lies in it."""
+    """Return whether a version's directory is named after its manifest."""
     number, _, label = directory.name.partition("-")
     return number.isdecimal() and (int(number), label) == (manifest.sequence, _label(manifest.version))
 
 
 def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | None:
-    """The manifest of a directory, or None when it has none.
+    """Read the manifest of a directory, or return None without a manifest.
 
-    Raises CHECKPOINT_NOT_FOUND, blaming that field, when it is damaged or of a format that this version does not know.
+    Raises CHECKPOINT_NOT_FOUND, with the field ``blame``, for a damaged manifest or an unknown format.
     """
     path = directory / MANIFEST
     try:
@@ -196,7 +197,7 @@ def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | N
 def _label(version: str) -> str:
     try:
         return quote(version, safe=" ")
-    except (TypeError, UnicodeEncodeError) as error:  # nor could any message hold it
+    except (TypeError, UnicodeEncodeError) as error:  # no message could hold it either
         raise Reason.FIELD_INVALID.error(f"no version can be called {version!r:.60}", field="version") from error
 
 
@@ -217,7 +218,7 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     if "base" in body:
         before = body["base"]
         base = Base(text(before["version"]), number(before["sequence"]), text(before["digest"]))
-    if base is not None and not base.sequence < sequence:  # whoever follows the bases comes to an end
+    if base is not None and not base.sequence < sequence:  # so that a chain of bases ends
         raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):
         raise ValueError(f"kind {body['kind']!r} does not go with what it holds")

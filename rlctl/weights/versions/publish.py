@@ -1,11 +1,11 @@
-"""Publishing a version as files: complete, or as a difference to an earlier one. The trainer's side of PullWeights.
+"""Publishing a version as files: complete, or as a delta. The trainer's side of PullWeights.
 
-Nobody sees a version before it is complete: it is built under another name and given its own at the end, its manifest
-the last file. The form of both is a safetensors checkpoint, so a full version can be loaded as it lies there.
+An incomplete version is never visible. A version is built under a temporary name and renamed at the end, with its
+manifest as the last file. Both kinds are safetensors files, so a full version can be loaded directly.
 
-A delta stores, for every tensor that changed, the new bytes (``overwrite``) or the new XOR the old ones (``xor``: where
-little changed, almost all of it is zeros, which compress to nothing). XOR applied twice gives the old version back, so
-both carry the digest of every tensor before and after.
+For every changed tensor a delta stores the new bytes (``overwrite``) or new XOR old bytes (``xor``). After a small
+change almost all XOR bytes are zeros and compress to nothing. A second XOR would restore the old bytes, so both kinds
+carry the digest of every tensor before and after.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ from rlctl.weights.versions.manifest import (
 )
 
 SHARD_BYTES = 4 << 30
-"""Most bytes of tensors in one file of a full version, unless one tensor is larger."""
+"""Maximum bytes of tensors in a file of a full version, unless a single tensor is larger."""
 
 DELTA_BYTES = 256 << 20
-"""How much of a delta is collected in memory before it is written."""
+"""Bytes of a delta that are collected in memory before a write."""
 
 TURN_S = 60.0
-"""How long somebody else's giving a version its name is waited for."""
+"""Time to wait for another publisher that renames a version into place."""
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *(".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite"),  # of other frameworks
 )
-"""How files end that hold weights, or say where they lie: others than those that are published with them."""
+"""Suffixes of weight files and their indices, which are not copied alongside a version."""
 
 _LEVEL = 1
-"""zlib's fastest: the zeros of an XOR shrink at any level, and noise at none."""
+"""zlib's fastest level: the zeros of an XOR shrink at any level, and noise at none."""
 
 Weights: TypeAlias = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
 
@@ -85,7 +85,7 @@ class Published:
 
     Attributes:
         path: its directory.
-        manifest: what it says about itself; ``manifest.digest`` is the model digest to expect at the engines.
+        manifest: the manifest; ``manifest.digest`` is the expected model digest of the engines.
     """
 
     path: Path
@@ -94,12 +94,12 @@ class Published:
 
 @dataclass(frozen=True)
 class BaseVersion:
-    """A full version at hand, to make a difference to.
+    """A local full version as the base of a delta.
 
     Attributes:
         path: its directory: a published or a pulled version, or a plain checkpoint.
-        version: label; "" takes the directory's own manifest's.
-        sequence: likewise; 0 takes the manifest's.
+        version: label; "": from the manifest.
+        sequence: 0: from the manifest.
     """
 
     path: str | Path
@@ -120,12 +120,12 @@ def publish_full(
     """Publish a complete version below ``source_dir``.
 
     ``weights`` are full tensors under checkpoint names; ``files_from`` is a checkpoint whose other files (config,
-    tokenizer) go with them. ``sequence`` must be above that of every version published there; publishing the same
-    again confirms. ``finite``: refuse weights that hold NaN or infinite values.
+    tokenizer) are copied. ``sequence`` must be above that of every version published there; a repeated publication is
+    confirmed. ``finite``: refuse weights with NaN or infinite values.
 
-    Raises WEIGHTS_NOT_FINITE, FIELD_INVALID (a label or sequence that cannot be, or is taken by other weights; more
-    tensors than a manifest has room for; no permission to write), CHECKPOINT_NOT_FOUND (``files_from`` holds no config,
-    or a file that is too large), DISK_FULL; nothing is then published.
+    Raises WEIGHTS_NOT_FINITE, FIELD_INVALID (an impossible label or sequence, or a taken one with other weights; more
+    tensors than fit a manifest; no permission to write), CHECKPOINT_NOT_FOUND (``files_from`` holds no config, or a
+    file that is too large), DISK_FULL. After an error nothing is published.
     """
     source = as_source(weights)
     beside = files_beside(Path(files_from), blame="files_from")
@@ -142,7 +142,7 @@ def publish_full(
         plan = _shards(source.metas(), shard_bytes)
         for name, metas in plan.items():
             shards[name] = _write_tensors(new / name, metas, tensors, take_in)
-        deque(tensors, maxlen=0)  # what is too much is told
+        deque(tensors, maxlen=0)  # raises for surplus tensors
         if list(plan) != [SINGLE]:
             data = index_of({meta.name: name for name, metas in plan.items() for meta in metas}, source.metas())
             beside[INDEX] = data
@@ -163,11 +163,11 @@ def publish_delta(
 ) -> Published:
     """Publish the difference of ``weights`` to a base version below ``source_dir``; otherwise as :func:`publish_full`.
 
-    Holds at most two copies of the largest tensor and 256 MiB of the delta in memory. A following delta's base is this
-    version: keep a copy of it up to date with :func:`rlctl.weights.versions.pull.pull`.
+    Holds at most two copies of the largest tensor and 256 MiB of the delta in memory. The base of the next delta is
+    this version: keep a copy up to date with :func:`rlctl.weights.versions.pull.pull`.
 
-    Raises CHECKPOINT_MISMATCH when names, shapes or dtypes are not the base's: publish a full version then; and
-    DIGEST_MISMATCH when the base is not what its manifest says.
+    Raises CHECKPOINT_MISMATCH if names, shapes or dtypes differ from the base's: publish a full version then. Raises
+    DIGEST_MISMATCH if the base differs from its manifest.
     """
     source = as_offer(weights)
     old, about = _open_base(base)
@@ -190,7 +190,7 @@ def publish_delta(
                     writer.add(meta.name, payload, tensor)
             shards = writer.finish()
             found = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
-            if about.digest not in ("", found.digest):  # nobody else has it
+            if about.digest not in ("", found.digest):  # no other copy of the base has these bytes
                 raise Reason.DIGEST_MISMATCH.error(f"{base.path} is not what its manifest says", field="base")
             return _finish(new, place, Manifest(version, sequence, entries, base=found, shards=shards))
     finally:
@@ -198,7 +198,7 @@ def publish_delta(
 
 
 def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
-    """What lies in a checkpoint's directory beside its weights: config, tokenizer. Raises CHECKPOINT_NOT_FOUND."""
+    """Read the files beside a checkpoint's weights: config, tokenizer. Raises CHECKPOINT_NOT_FOUND."""
     try:
         names = sorted(path.name for path in checkpoint.iterdir() if path.is_file())
         files = {name: read_regular(checkpoint / name) for name in names if not _is_left_out(name)}
@@ -206,7 +206,7 @@ def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} cannot be read: {error}", field=blame) from error
     if CONFIG not in files:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} holds no {CONFIG}", field=blame)
-    read_config(str(checkpoint), field=blame)  # what engines would refuse is not published
+    read_config(str(checkpoint), field=blame)  # a config that engines would refuse is not published
     return files
 
 
@@ -215,7 +215,7 @@ def _is_left_out(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], to: Path) -> dict[str, FileEntry]:
-    """Write small files; what a manifest says of them. Raises OSError."""
+    """Write small files; return their manifest entries. Raises OSError."""
     for name, data in files.items():
         atomic_write.write_file(to / name, data)
     return {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
@@ -223,7 +223,6 @@ def write_files(files: Mapping[str, bytes], to: Path) -> dict[str, FileEntry]:
 
 @contextlib.contextmanager
 def _building(place: Path) -> Iterator[Path]:
-    """A directory that is being built for a place; removed when that fails."""
     place.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.sweep(place.parent)
     with atomic_write.building(place) as path:
@@ -241,12 +240,12 @@ def _refuse_late(place: Path, sequence: int) -> None:
 
 
 def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
-    """Give a finished version its name, unless one is there: the same one confirms, another one refuses.
+    """Rename a finished version into place. An existing equal version is confirmed, a different version refused.
 
-    Others may have published since this one was begun; those of this host take turns.
+    Other publishers may have published meanwhile; publishers on this host take turns.
     """
     told = manifest.to_json()
-    if len(told) > MOST_BYTES:  # nobody could pull it
+    if len(told) > MOST_BYTES:  # no pull could read it
         raise Reason.FIELD_INVALID.error(
             f"its manifest would have {len(told)} bytes, more than the {MOST_BYTES} that are read", field="weights"
         )
@@ -259,7 +258,7 @@ def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
         known = known or read_manifest(place)
     if known is None or (known.digest, known.base) != (manifest.digest, manifest.base):
         raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
-    for name in sorted((known.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut otherwise
+    for name in sorted((known.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut differently
         if known.files.get(name) != manifest.files.get(name):
             raise Reason.FIELD_INVALID.error(f"{place} is published already, with another {name}", field="files_from")
     return Published(place, known)
@@ -271,7 +270,7 @@ def _sequence(path: Path) -> int:
 
 
 def _shards(metas: list[TensorMeta], shard_bytes: int) -> dict[str, list[TensorMeta]]:
-    """File name → the tensors in it, in the source's order."""
+    """Assign tensors to files, in the source's order: file name → tensors."""
     groups: list[list[TensorMeta]] = [[]]
     size = 0
     for meta in metas:
@@ -286,8 +285,9 @@ def _shards(metas: list[TensorMeta], shard_bytes: int) -> dict[str, list[TensorM
 
 
 def _given(source: WeightSource, *, finite: bool) -> Iterator[torch.Tensor]:
-    """A source's tensors: all that it has announced, in that order, exactly so. Raises FIELD_INVALID; with ``finite``,
-    WEIGHTS_NOT_FINITE for the first that holds such values.
+    """Yield a source's tensors, exactly as announced and in that order.
+
+    Raises FIELD_INVALID; with ``finite``, WEIGHTS_NOT_FINITE for the first tensor with such values.
     """
     tensors = source.tensors()
     for meta in source.metas():
@@ -307,7 +307,7 @@ def _write_tensors(
     tensors: Iterator[torch.Tensor],
     written: Callable[[TensorMeta, torch.Tensor], None],
 ) -> int:
-    """Write one file, taking from ``tensors`` as many as it holds; returns its size. Raises OSError."""
+    """Write one file with the next ``len(metas)`` tensors; return its size. Raises OSError."""
     header = header_of(metas, {"format": "pt"})
     size = len(header) + sum(meta.nbytes for meta in metas)
     fd = atomic_write.create(path, size)
@@ -326,7 +326,7 @@ def _write_tensors(
 
 
 def _open_base(base: BaseVersion) -> tuple[Checkpoint, Base]:
-    """The base's tensors, and what it is said to be; without a digest where it has no manifest."""
+    """Open the base's tensors, and describe the base; without a digest if it has no manifest."""
     manifest = read_manifest(Path(base.path), blame="base")
     if manifest is not None and manifest.base is not None:
         raise Reason.FIELD_INVALID.error(f"{base.path} is a delta itself; pull it into a full copy", field="base")
@@ -350,7 +350,7 @@ def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:
 def _difference(
     meta: TensorMeta, tensor: torch.Tensor, old: Checkpoint, encoding: Literal["overwrite", "xor"], compress: bool
 ) -> tuple[Entry, torch.Tensor | None]:
-    """What to say and to store of one tensor; nothing is stored of one that did not change."""
+    """Return the entry of a tensor and the bytes to store; None for an unchanged tensor."""
     before = old.read(meta.name)
     new = as_bytes(tensor).cpu()
     base_sha256 = tensor_digest(meta.name, before)
@@ -367,7 +367,7 @@ def _difference(
 
 
 class _DeltaWriter:
-    """Collects what a delta stores and writes it in files of bounded size."""
+    """Collects the stored bytes of a delta and writes files of bounded size."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -376,7 +376,7 @@ class _DeltaWriter:
         self._shards: dict[str, int] = {}
 
     def add(self, name: str, payload: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take what is stored of a tensor. Its memory may be the tensor's own, which the source uses again."""
+        """Add the stored bytes of a tensor. Bytes in the tensor's memory are copied: the source reuses the memory."""
         lent = payload.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         self._held[name] = payload.clone() if lent else payload
         self._bytes += payload.nbytes
@@ -384,7 +384,7 @@ class _DeltaWriter:
             self._write()
 
     def finish(self) -> dict[str, int]:
-        """Write what is left; the files and their sizes."""
+        """Write the remaining bytes; return the files and their sizes."""
         if self._held:
             self._write()
         return self._shards
@@ -398,7 +398,7 @@ class _DeltaWriter:
 
 
 def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:
-    """A version that was published. Raises CHECKPOINT_NOT_FOUND, and PATH_NOT_ALLOWED for links out of ``roots``."""
+    """Return a published version. Raises CHECKPOINT_NOT_FOUND, and PATH_NOT_ALLOWED for links out of ``roots``."""
     found = look_up(Path(source_dir), version, roots=roots)
     if found is None:
         raise Reason.CHECKPOINT_NOT_FOUND.error(
@@ -408,10 +408,10 @@ def published(source_dir: str | Path, version: str, roots: Roots | None = None) 
 
 
 def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:
-    """A published version by label, sequence or both; None when there is none.
+    """Return a published version by label, sequence or both; None if it does not exist.
 
-    Raises CHECKPOINT_NOT_FOUND for a directory that cannot be read and for a manifest that is damaged or of another
-    version, PATH_NOT_ALLOWED where the version, or a file of it, is a link that leads out of ``roots``.
+    Raises CHECKPOINT_NOT_FOUND for an unreadable directory and for a manifest that is damaged or of another version,
+    PATH_NOT_ALLOWED if the version, or a file of it, is a link out of ``roots``.
     """
     try:
         path = find_version(source, version, sequence)

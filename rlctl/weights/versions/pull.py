@@ -1,14 +1,14 @@
-"""Bringing a local copy of a checkpoint to a published version: complete ones are copied, deltas are replayed.
+"""Bringing a local copy of a checkpoint to a published version: complete versions are copied, deltas are replayed.
 
-Nothing is changed in place. Every tensor of the target is computed from the seed (the local copy, a complete version,
-or the checkpoint that the engine was started with) and all deltas after it, written into a new directory, and checked;
-then the new directory takes the old one's place in one step. The version that a directory is at is written in it, so
-both change together: a delta is applied exactly once, whatever moment a crash comes at. The price is room for a second
-copy on the local disk.
+Nothing is changed in place. Every tensor of the target is computed from the seed and all later deltas, written into a
+new directory, and checked. The seed is the local copy, a complete version, or the checkpoint with which the engine was
+started. Then the new directory replaces the old directory atomically. A directory contains its version, so both change
+together. A delta is thus applied exactly once, even with a crash at any moment. The price is space for a second copy on
+the local disk.
 
-Versions lie in the project's own layout (:mod:`rlctl.weights.versions.publish`) or in slime's
-(:mod:`rlctl.weights.versions.slime_layout`). Only the plan differs: slime's versions have no digests, so the copy's are
-computed while it is written.
+Versions have rlctl's layout (:mod:`rlctl.weights.versions.publish`) or slime's
+(:mod:`rlctl.weights.versions.slime_layout`). Only the plan differs: slime's versions have no digests, so the digests of
+the copy are computed during the write.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ LOCAL = "local_checkpoint_dir"
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a pull came to.
+    """Result of a pull.
 
     Attributes:
-        manifest: of the version that the local directory is at.
-        changed: this call brought it there; False: it was there already, or another process did it meanwhile.
-        deltas: how many deltas were replayed.
+        manifest: manifest of the version in the local directory.
+        changed: this call wrote the version; False: the version was there, or another process wrote it meanwhile.
+        deltas: number of replayed deltas.
         bytes_read: bytes of weights and deltas that were read.
     """
 
@@ -63,7 +63,7 @@ class Pulled:
 
 
 def pull_within(roots: Roots, request: PullWeightsRequest, base_dir: str, patience: Patience) -> PullReport:
-    """:func:`pull` as an engine's verb, between directories below ``roots``. Raises PATH_NOT_ALLOWED too."""
+    """Run :func:`pull` as an engine's verb, between directories below ``roots``. Raises PATH_NOT_ALLOWED too."""
     pulled = pull(
         roots.resolve(request.source_dir, field=SOURCE),
         roots.resolve_checkpoint(request.local_checkpoint_dir, field=LOCAL),
@@ -92,28 +92,27 @@ def pull(
     threads: int = 0,
     roots: Roots | None = None,
 ) -> Pulled:
-    """Bring ``local_checkpoint_dir`` to a version that is published in ``source_dir``; afterwards it can be loaded.
+    """Bring ``local_checkpoint_dir`` to a version published in ``source_dir``; afterwards it can be loaded.
 
-    ``base_dir`` is the checkpoint that a chain of deltas may begin at when no complete version is published. It is
-    version "0" where no such version is published in the project's layout, as for slime's trainers;
-    ``threads`` 0 takes one for each core, up to 8; no version may be, or hold, a link that leads out of ``roots``.
-    Processes that pull into the same directory take turns; those that come later find it done. Memory: two or three
-    times the largest tensor, for each thread.
+    ``base_dir`` is the checkpoint at which a chain of deltas may begin if no complete version is published. It is
+    version "0", as for slime's trainers, if nothing is published in rlctl's layout. ``threads`` 0: one for each core,
+    up to 8. No version may be, or hold, a link out of ``roots``. Processes that pull into the same directory take
+    turns; later processes find the result. Memory: two or three times the largest tensor, for each thread.
 
-    Raises, and the local directory is as it was: CHECKPOINT_NOT_FOUND (no such version; one that its deltas need is
-    missing; a file is cut short, damaged or written to), CHECKPOINT_MISMATCH (a delta's base is another version than
-    the one there, or has other tensors), UNSUPPORTED (a form of slime's layout that is not known, or a package that it
-    needs is not installed), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL,
-    FIELD_INVALID (the directory cannot be written, or holds something that was not pulled, or the versions or the
-    engine's checkpoint themselves), PATH_NOT_ALLOWED (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
+    After an error the local directory is unchanged. Raises CHECKPOINT_NOT_FOUND (no such version; a missing version
+    that a delta needs; a file that is truncated, damaged or changed), CHECKPOINT_MISMATCH (a delta's base is not the
+    version that is there, or has other tensors), UNSUPPORTED (an unknown form of slime's layout, or a missing package
+    for it), DIGEST_MISMATCH (a tensor differs from its checksum, before or after), DISK_FULL, FIELD_INVALID (the
+    directory cannot be written; it holds something that was not pulled, the versions themselves, or the engine's
+    checkpoint), PATH_NOT_ALLOWED (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
     """
     patience = patience or Patience()
     place = Path(os.path.realpath(local_checkpoint_dir))
     with atomic_write.writing(place, LOCAL):
         place.parent.mkdir(parents=True, exist_ok=True)
-        # Only a pull locks; and what comes where nothing was comes by a pull.
+        # Only a pull locks, and only a pull creates this directory.
         ours = atomic_write.was_locked(place) or not place.exists()
-        _local_version(place, ours=ours)  # what is refused is not locked: it would pass for a copy from then on
+        _local_version(place, ours=ours)  # no lock for a refused directory: with a lock it would count as a copy
     with atomic_write.locked(place, patience, LOCAL):
         with atomic_write.writing(place, LOCAL):
             atomic_write.recover(place)
@@ -142,20 +141,20 @@ def pull(
 
 
 class _Change(Protocol):
-    """A delta, opened."""
+    """An opened delta."""
 
     path: Path
 
     def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
-        """Raise CHECKPOINT_MISMATCH where it is no difference to these tensors, which lie in ``seed``."""
+        """Raise CHECKPOINT_MISMATCH if the delta does not fit these tensors in ``seed``."""
 
     def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """A tensor's bytes after this delta, given those before it, which may be changed; and the bytes read."""
+        """Return a tensor's bytes after this delta and the number of bytes read; ``data`` may be changed."""
 
 
 @dataclass(frozen=True)
 class _Seed:
-    """Where the replay starts; ``manifest`` says what must be found there. None: a checkpoint without one."""
+    """Start of the replay; ``manifest`` has the expected contents. None: a checkpoint without a manifest."""
 
     path: Path
     manifest: Manifest | None
@@ -164,14 +163,12 @@ class _Seed:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to make a copy of a version.
+    """The plan for a copy of a version.
 
     Attributes:
-        version: label of the version.
-        sequence: its sequence.
-        tensors: what must come out; None: nothing says so as a whole, and the copy's digests are computed.
-        seed: where to start.
-        deltas: what opens each delta, in the order of the replay.
+        tensors: the expected result; None: not known as a whole, and the copy's digests are computed.
+        seed: start of the replay.
+        deltas: functions that open the deltas, in the order of the replay.
         read: the versions in slime's layout that are read.
         origin: as in the manifest of the copy.
     """
@@ -185,22 +182,22 @@ class _Plan:
     origin: tuple[str, ...] = ()
 
     def can_replace(self, place: Path) -> bool:
-        """False where slime's version 0 would be lost, or be another version since the last pull."""
+        """Return False if the copy would replace slime's version 0, or if an earlier pull has replaced it."""
         return not any(
             version.number == 0 and Path(os.path.realpath(version.path)).is_relative_to(place) for version in self.read
         )
 
     def check_unchanged(self) -> None:
-        """Raise CHECKPOINT_NOT_FOUND when what was read was written to meanwhile."""
+        """Raise CHECKPOINT_NOT_FOUND if a version was changed during the read."""
         for version in self.read:
             version.check_unchanged()
 
 
 def _local_version(place: Path, *, ours: bool) -> Published | None:
-    """What is in the local directory. None: nothing, or something that a crash of the system has damaged.
+    """Return the version in the local directory; None for an empty or damaged directory.
 
-    ``ours``: what does not say that it was pulled is a copy all the same, from before they said so, unless it has the
-    name of a published version. Raises FIELD_INVALID for what is no copy; OSError.
+    Damage comes from a crash of the system. ``ours``: also accept an older copy without the mark ``pulled``, unless its
+    name is that of a published version. Raises FIELD_INVALID for a directory that is no copy; OSError.
     """
     if not place.exists() or not any(place.iterdir()):
         return None
@@ -208,7 +205,7 @@ def _local_version(place: Path, *, ours: bool) -> Published | None:
         manifest = read_manifest(place, blame=LOCAL)
     except RlctlError as error:
         if ours:
-            return None  # it was pulled once: another pull makes it whole
+            return None  # the directory was pulled once: another pull repairs it
         raise _not_pulled(f"{place} holds something that cannot be told to have been pulled") from error
     if manifest is None:
         raise _not_pulled(f"{place} holds something that was not pulled")
@@ -229,7 +226,7 @@ def _is_at(here: Manifest, target: Manifest) -> bool:
 
 
 def _plan(source: Path, version: str, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
-    """How to make a copy of a version in either layout; of one that is in both, the project's."""
+    """Plan a copy of a version in either layout; rlctl's layout takes precedence."""
     found = look_up(source, version, roots=roots)
     number = slime_layout.number_of(version)
     if found is None and number is not None:
@@ -258,7 +255,7 @@ def _plan_slime(source: Path, target: Slime, here: Published | None, base_dir: s
 
 
 def _is_copy(here: Manifest, version: Slime, base_dir: str) -> bool:
-    """Whether the local copy is of this very version, and began at the checkpoint that the engine has now."""
+    """Return whether the local copy is of this very version and began at the engine's present checkpoint."""
     if here.origin[:1] != (version.identity,) or here.sequence != version.number:
         return False
     begun = here.origin[1:]
@@ -266,7 +263,6 @@ def _is_copy(here: Manifest, version: Slime, base_dir: str) -> bool:
 
 
 def _base_of(source: Path, delta: Slime, base_dir: str, roots: Roots | None) -> Slime:
-    """The version that a delta in slime's layout is a difference to."""
     assert delta.delta is not None
     number = delta.delta.base
     if number == 0 and base_dir:
@@ -295,7 +291,7 @@ def _plan_ours(source: Path, target: Published, here: Published | None, base_dir
 def _chain(
     source: Path, target: Published, here: Published | None, base_dir: str, roots: Roots | None
 ) -> tuple[_Seed, list[Published]]:
-    """From where to start, and which deltas to replay in which order."""
+    """Return the start of the replay, and the deltas in order."""
     deltas: list[Published] = []
     at = target
     while True:
@@ -305,7 +301,7 @@ def _chain(
         if base is None:
             return _Seed(at.path, at.manifest), deltas[::-1]
         deltas.append(at)
-        # Its label may have been given otherwise where the delta was made; two may have the same sequence.
+        # The delta's writer may have used another label; two versions may have the same sequence.
         found = look_up(source, base.version, base.sequence, roots) or look_up(source, "", base.sequence, roots)
         if found is not None:
             if not found.manifest.is_base_of(at.manifest):
@@ -328,7 +324,7 @@ def _chain(
 
 
 def _before(delta: Manifest) -> Manifest:
-    """What a delta says that its base is."""
+    """Return the base's manifest as recorded in a delta."""
     assert delta.base is not None
     entries = {name: Entry(entry.meta, entry.base_sha256) for name, entry in delta.tensors.items()}
     return Manifest(delta.base.version, delta.base.sequence, entries)
@@ -342,7 +338,7 @@ def _open(path: Path, stack: contextlib.ExitStack) -> list[TensorFile]:
 
 
 class _Delta:
-    """One delta, opened and checked against its manifest."""
+    """An opened delta, checked against its manifest."""
 
     def __init__(self, found: Published, stack: contextlib.ExitStack) -> None:
         self.path, self.manifest = found.path, found.manifest
@@ -362,11 +358,9 @@ class _Delta:
             )
 
     def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
-        """See :class:`_Change`."""
         _compare(metas, self.manifest, seed)
 
     def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """See :class:`_Change`."""
         entry = self.manifest.tensors[name]
         if entry.encoding == "same":
             return data, 0
@@ -414,10 +408,10 @@ class _Replay:
             delta.check(found, plan.seed.path)
 
     def write(self, new: Path, threads: int) -> Manifest:
-        """Write all files of the target but the manifest, which is returned. Raises OSError."""
+        """Write all files of the target but the manifest; return the manifest. Raises OSError."""
         files = self._files_beside()
         with contextlib.ExitStack() as stack:
-            # All room is claimed first: a full disk shows before anything is read.
+            # All space is reserved first: a full disk is reported before any read.
             outputs = [_Output(file, new, stack) for file in self._files]
             with ThreadPoolExecutor(threads, "rlctl-pull") as pool:
                 jobs = [pool.submit(self._tensor, out, meta) for out in outputs for meta in out.file.metas.values()]
@@ -440,7 +434,7 @@ class _Replay:
         )
 
     def _files_beside(self) -> dict[str, bytes]:
-        """The files that go with the weights: those that the seed's manifest names, of a plain checkpoint all."""
+        """Return the files beside the weights: those in the seed's manifest, or all of a plain checkpoint."""
         path, manifest = self._seed.path, self._seed.manifest
         named = manifest.files if manifest is not None else {}
         if not named:
@@ -496,7 +490,7 @@ def _compare(found: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) ->
 
 
 class _Output:
-    """A file of the new directory: laid out as the seed's."""
+    """A file of the new directory, with the layout of the seed's file."""
 
     def __init__(self, file: TensorFile, new: Path, stack: contextlib.ExitStack) -> None:
         self.file = file

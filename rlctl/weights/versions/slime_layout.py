@@ -1,22 +1,22 @@
-"""Versions in slime's layout, as its trainers write them to a disk and ``/pull_weights`` reads them.
+"""Versions in slime's layout, written by slime's trainers to a disk and read by ``/pull_weights``.
 
 The facts, from slime 624b824: ``update_weight_from_disk.py`` and ``update_weight_from_disk_delta.py`` in
 ``slime/backends/megatron_utils/update_weight`` write it, ``docker/patch/latest/sglang-pull_weights.patch`` reads it.
 
-- Version N lies in ``weight_v{N:06d}/``. Version 0 is the checkpoint that the engine was started with.
+- Version N is in ``weight_v{N:06d}/``. Version 0 is the checkpoint with which the engine was started.
 - A version is a delta if the ``metadata`` of its ``model.safetensors.index.json`` has ``delta_encoding``. Any other
   version is complete: a checkpoint of safetensors files with a config.
 - A delta's ``metadata`` holds texts: ``version`` and ``base_version`` (numbers), ``delta_encoding`` (``xor`` or
   ``overwrite``), ``compression_format`` (``zstd``) and ``checksum_format`` (``xxh3-128``, ``blake3`` or ``adler32``).
 - A delta's files hold the changed tensors under their names, each as the bytes (U8, one dimension) of a zstd frame. A
-  version without changes has no file. The ``__metadata__`` of a file has for each of its tensors the checksum of all
-  bytes that the tensor has afterwards, in hex.
+  version without changes has no file. The ``__metadata__`` of a file has a checksum for each of its tensors, in hex:
+  of all bytes of the tensor after the delta.
 - A frame of ``xor`` holds new bytes XOR old bytes. A frame of ``overwrite`` holds a count, as many positions in
   ascending order (little-endian u32 each), and the new byte for each position.
 
-Tensors that a delta does not store have no checksum, and a version has no digest. A copy therefore records the identity
-of the version that it was made from (:attr:`Slime.identity`). A trainer that starts anew publishes other versions under
-the same numbers: their identity differs, and such a copy is no base.
+Unchanged tensors of a delta have no checksum, and a version has no digest. A copy therefore records the identity of its
+version (:attr:`Slime.identity`). A restarted trainer publishes other versions under the same numbers. Their identity
+differs, and a copy of an old version is no base for them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from rlctl.weights.tensor.tensors import TensorMeta
 SOURCE = "source_dir"
 
 _CHUNK_BYTES = 2 << 20
-"""How much is decompressed at a time."""
+"""Bytes that are decompressed at a time."""
 
 _POSITIONS = 1 << 20
-"""How many positions of ``overwrite`` are applied at a time: numpy widens them to 8 bytes each."""
+"""Positions of ``overwrite`` that are applied at a time: numpy widens each to 8 bytes."""
 
 _DIGITS = 18
-"""Of a version's number; more do not fit a sequence."""
+"""Maximum digits of a version's number; more do not fit a sequence."""
 
 _READ_ON = "Publish the version again, or ask for an earlier one."
 
@@ -83,10 +83,10 @@ _ENCODINGS = ("xor", "overwrite")
 
 @dataclass(frozen=True)
 class DeltaFacts:
-    """What the index of a delta says.
+    """Contents of a delta's index.
 
     Attributes:
-        base: number of the version that it is a difference to.
+        base: number of the base.
         encoding: ``xor`` or ``overwrite``.
         checksum: name of the checksum.
     """
@@ -104,7 +104,7 @@ class Slime:
         path: its directory.
         number: N.
         identity: hex, from the names, sizes and times of its files.
-        delta: None: it is complete.
+        delta: None for a complete version.
     """
 
     path: Path
@@ -113,27 +113,26 @@ class Slime:
     delta: DeltaFacts | None = None
 
     def check_unchanged(self) -> None:
-        """Raise CHECKPOINT_NOT_FOUND when a file was added, removed or written to since the version was found."""
+        """Raise CHECKPOINT_NOT_FOUND if a file was added, removed or changed since the version was found."""
         if _identity(self.path) != self.identity:
             raise _damaged(self.path, "its files were changed while they were read", "Pull again.")
 
 
 def number_of(version: str) -> int | None:
-    """The number that a requested version is in slime's layout; None when it is none."""
+    """Return the number of a requested version in slime's layout, or None for a label that is no number."""
     digits = version.isascii() and version.isdigit() and len(version) <= _DIGITS
     return int(version) if digits and str(int(version)) == version else None
 
 
 def directory_of(source: Path, number: int) -> Path:
-    """Where a version lies."""
     return source / f"weight_v{number:06d}"
 
 
 def find(source: Path, number: int, roots: Roots | None = None) -> Slime | None:
-    """A version from 1 on; None when there is none.
+    """Return a version from 1 on, or None if it does not exist.
 
-    Raises CHECKPOINT_NOT_FOUND (it cannot be read, or its index is damaged), UNSUPPORTED (an encoding, compression or
-    checksum that is not known), PATH_NOT_ALLOWED (links out of ``roots``).
+    Raises CHECKPOINT_NOT_FOUND (an unreadable version or a damaged index), UNSUPPORTED (an unknown encoding,
+    compression or checksum), PATH_NOT_ALLOWED (links out of ``roots``).
     """
     path = directory_of(source, number)
     try:
@@ -158,12 +157,12 @@ def find(source: Path, number: int, roots: Roots | None = None) -> Slime | None:
 
 
 def version_0(base_dir: str) -> Slime:
-    """The checkpoint that the engine was started with. Raises CHECKPOINT_NOT_FOUND."""
+    """Return the checkpoint with which the engine was started. Raises CHECKPOINT_NOT_FOUND."""
     return Slime(Path(base_dir), 0, _identity(Path(base_dir), "The engine needs the checkpoint that it started with."))
 
 
 def _identity(path: Path, next_step: str = _READ_ON) -> str:
-    """What tells a version from another one that is published under its number, before or after it."""
+    """Return the identity of a version, to tell versions with the same number apart."""
     lines = []
     try:
         with os.scandir(path) as entries:
@@ -213,15 +212,17 @@ def _number(index: Path, name: str, text: str) -> int:
 
 
 class SlimeDelta:
-    """One delta, opened: every header is read, no tensor is.
+    """An opened delta: all headers are read, no tensor is.
 
     Attributes:
         path: its directory.
     """
 
     def __init__(self, version: Slime, stack: contextlib.ExitStack) -> None:
-        """Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH (index and files disagree), and UNSUPPORTED where a package
-        that reads it is not installed.
+        """Open a delta.
+
+        Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH (index and files disagree), and UNSUPPORTED without the
+        packages to read it.
         """
         assert version.delta is not None
         self.path = version.path
@@ -240,7 +241,7 @@ class SlimeDelta:
             self._stored |= dict.fromkeys(file.metas, file)
 
     def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
-        """Raise CHECKPOINT_MISMATCH for a tensor that is not among these, which lie in ``seed``."""
+        """Raise CHECKPOINT_MISMATCH for a changed tensor that is not in ``metas``, the tensors in ``seed``."""
         if unknown := sorted(self._stored.keys() - metas.keys()):
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"{self.path} changes {len(unknown)} tensors that {seed} does not hold ({unknown[0]})",
@@ -249,16 +250,16 @@ class SlimeDelta:
             )
 
     def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """A tensor's bytes after this delta, given those before it, which are changed; and the bytes read.
+        """Apply the delta to a tensor's bytes, in place; return the new bytes and the number of bytes read.
 
-        Raises CHECKPOINT_NOT_FOUND (what is stored is damaged), DIGEST_MISMATCH (the checksum is of other bytes).
+        Raises CHECKPOINT_NOT_FOUND (the stored bytes are damaged), DIGEST_MISMATCH (the checksum differs).
         """
         file = self._stored.get(name)
         if file is None:
             return data, 0
         room = data.numel() if self._encoding == "xor" else 4 + 5 * data.numel()
         size = file.metas[name].nbytes
-        if size > room + room // 128 + 1024:  # zstd makes nothing longer
+        if size > room + room // 128 + 1024:  # zstd never lengthens data by more
             raise self._cannot_apply(name, f"{size} bytes are stored for a tensor of {data.numel()}")
         stored = torch.empty(size, dtype=torch.uint8)
         file.read_bytes(file.offsets[name], stored)
@@ -304,7 +305,7 @@ def _overwrite(plain: Any, data: np.ndarray[Any, Any]) -> None:
 
 
 def _exactly(plain: Any, size: int) -> np.ndarray[Any, Any]:
-    """That many of the bytes that come next. Raises ValueError when there are fewer."""
+    """Read exactly the next ``size`` bytes. Raises ValueError for fewer."""
     block = np.empty(size, dtype=np.uint8)
     view = block.data
     while view.nbytes:
