@@ -1,8 +1,8 @@
-"""Receives the tensors of an update at a rank, from groups or from shared memory, into the places of its shard map. The
-sending side is :mod:`rlctl.weights.group.sender`.
+"""Receives the tensors of an update at a rank, from groups or shared memory, into the places of its shard map.
 
-The buckets are announced over the control plane in advance. A group carries only the bytes of the tensors. The receiver
-checks the announced buckets against its shard map before it takes the first byte.
+The sending side is :mod:`rlctl.weights.group.sender`. The buckets are announced over the control plane in advance; a
+group carries only the bytes of the tensors. The receiver checks the announced buckets against its shard map before the
+first byte.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ __all__ = ["ReceiveStats", "Receiver", "SendStats", "send"]
 
 @dataclass
 class ReceiveStats:
-    """What was taken in.
+    """Statistics of a receive.
 
     Attributes:
         tensors: tensors that were written, wholly or the rank's slice.
-        bytes_received: bytes that arrived.
         transfer_s: time inside broadcasts, seconds.
-        load_s: time spent putting slices into place, seconds.
+        load_s: time of placement and digests, seconds.
     """
 
     tensors: int = 0
@@ -48,12 +47,12 @@ class ReceiveStats:
 
 
 class Receiver:
-    """Takes updates in at one rank. Receiving happens in one thread; :meth:`interrupt` comes from any.
+    """Receives updates at one rank. One thread receives; :meth:`interrupt` may come from any thread.
 
     Attributes:
-        update_id: the update that was begun last, or "".
+        update_id: the last update that was begun, or "".
         kind: "full" or "partial".
-        written: checkpoint names of the tensors that this update has put into place.
+        written: checkpoint names of the tensors that this update has placed.
     """
 
     def __init__(self, shards: ShardMap) -> None:
@@ -74,31 +73,32 @@ class Receiver:
 
     @property
     def at_risk(self) -> bool:
-        """Whether a broadcast that was given up may still write into the weights.
+        """Whether an interrupted broadcast may still write into the weights.
 
-        It ends by its own timeout at the latest; until then nothing that is put into place is safe.
+        The broadcast ends by its own timeout at the latest. Until then no placed tensor is safe.
         """
         return self._late is not None and self._late.under_way
 
     @property
     def begun(self) -> Collection[str]:
-        """Names of the tensors whose placing has begun in this update."""
+        """Names of the tensors whose placement has begun in this update."""
         return self._begun
 
     @property
     def received_digest(self) -> str:
-        """Digest over the tensors that came in this update, as they came, hex; "" unless :meth:`begin` was told so."""
+        """Digest of the tensors received in this update, as received, hex; "" without ``digest`` in :meth:`begin`."""
         return "" if self._received is None else self._received.digest()
 
     def begin(
         self, update_id: str, kind: Literal["full", "partial"] = "full", *, digest: bool = False, key: bytes = b""
     ) -> None:
-        """Start an update; what an earlier one wrote is forgotten. ``digest``: digest what comes, with this key.
+        """Start an update and forget what an earlier update wrote.
 
-        The same update again starts anew, but what it has left half-written must still be written.
+        ``digest``: digest the received tensors, with ``key``. A repeated begin of the same update starts anew;
+        half-written tensors must still be written.
 
-        Raises FIELD_INVALID for another kind, OPERATION_CONFLICT while buckets are being received, GROUP_FAILED while
-        the weights are :attr:`at_risk`.
+        Raises FIELD_INVALID for another kind, OPERATION_CONFLICT during a receive, GROUP_FAILED while the weights are
+        :attr:`at_risk`.
         """
         if kind not in ("full", "partial"):
             raise Reason.FIELD_INVALID.error(f"an update of kind {kind!r} cannot be received", field="options.kind")
@@ -118,23 +118,23 @@ class Receiver:
             self._late = None
 
     def receive(self, stream: Sequence[tuple[WeightGroup, Bucket]], deadline: float | None = None) -> ReceiveStats:
-        """Take in the buckets that come next, each over its group, in the order given; blocks until they are in place.
+        """Receive the next buckets, each over its group, in the given order; block until all are placed.
 
-        ``deadline``: on :func:`time.monotonic`'s clock; a broadcast may take what is left. None: what a group allows.
-        All ranks that share groups must be given the same order: then no two sources wait for each other.
-        Every group counts its buckets from 0 on, over all calls since :meth:`begin`. A tensor that is whole here and
-        comes on its own is received in place; the others come through one buffer, of which the rank's part is copied.
+        ``deadline`` is on :func:`time.monotonic`'s clock; each broadcast may take the remaining time. None: the group's
+        limit. All ranks that share groups must have the same order, so that no two sources wait for each other. Every
+        group numbers its buckets from 0, over all calls since :meth:`begin`. A tensor that is whole here and is sent
+        alone is received in place. Other tensors arrive in one buffer, from which the rank's part is copied.
 
-        Raises, before anything is received: ILLEGAL_STATE (no update was begun), OPERATION_CONFLICT (a receive is
-        under way), FIELD_INVALID (a gap or repeat in the sequence, an unknown name, a shape or dtype that does not
-        fit the shard map), GROUP_FAILED with outcome REJECTED (interrupted, or the group is spent). Afterwards:
-        GROUP_FAILED, DIRTY; the tensors of a bucket that did not come completely are not ``written``. At any time:
-        MEMORY_FULL, DIRTY past the first tensor; the others still wait for this rank then.
+        Raises before the first byte: ILLEGAL_STATE (no update was begun), OPERATION_CONFLICT (a receive is running),
+        FIELD_INVALID (a gap or repeat in the sequence, an unknown name, a shape or dtype unfit for the shard map),
+        GROUP_FAILED with outcome REJECTED (interrupted, or the group is spent). Afterwards: GROUP_FAILED, DIRTY; the
+        tensors of an incomplete bucket are not ``written``. At any time: MEMORY_FULL, DIRTY past the first tensor; the
+        other members of the group then still wait for this rank.
         """
         with self._claim(groups=[group for group, _ in stream]):
             self._check(stream)
             stats = ReceiveStats()
-            # One buffer for all: a smaller one that a larger replaces would stay with the allocator.
+            # One buffer for all buckets: a replaced smaller buffer would stay with the allocator.
             self._largest = max((bucket.nbytes for _, bucket in stream if bucket.flattened), default=0)
             for group, bucket in stream:
                 names = {meta.name for meta in bucket.metas}
@@ -145,7 +145,7 @@ class Receiver:
                     with _enough_memory():
                         self._take_bucket(group, bucket, stats)
                 except RlctlError as error:
-                    # What was given up may still write into the buffer: it goes with the group.
+                    # An interrupted broadcast may still write into the buffer: the buffer goes with the group.
                     self._buffer = None
                     if stats.tensors:
                         error.outcome = common_pb2.OUTCOME_DIRTY
@@ -163,14 +163,14 @@ class Receiver:
         *,
         threads: int = 1,
     ) -> ReceiveStats:
-        """Copy full tensors that lie in memory at hand into place, once :meth:`check` has found that they fit.
+        """Copy full tensors from memory into place, after :meth:`check` has accepted all.
 
-        ``source`` says in words where they lie. ``proceed`` is asked before the first tensor, after each one and when
-        all device work is done, in any of the threads; it raises when the memory is no longer good to read. The
-        tensors are ``written`` only if it never did. ``threads``: at most so many copy at the same time.
+        ``source`` names the memory in errors. ``proceed`` is called before the first tensor, after each tensor and
+        after all device work, in any of the threads. It raises if the memory is no longer valid. The tensors are
+        ``written`` only if no call raised. ``threads``: maximum number of copying threads.
 
-        Raises ILLEGAL_STATE, OPERATION_CONFLICT, CANCELLED (it was interrupted), MEMORY_FULL and what ``proceed``
-        raises; the outcome is DIRTY past the first tensor.
+        Raises ILLEGAL_STATE, OPERATION_CONFLICT, CANCELLED (interrupted), MEMORY_FULL and errors of ``proceed``; the
+        outcome is DIRTY after the copying has begun.
         """
         started = time.perf_counter()
         with self._claim(source):
@@ -178,8 +178,8 @@ class Receiver:
             names = {name for name, _ in tensors}
             self.writing(names)
             if self._on_gpu and self._received is None:
-                threads = 1  # a GPU copies by itself: threads that only tell it to stand in each other's way
-            # The largest first, so that the threads end together.
+                threads = 1  # a GPU copies by itself; several threads would only contend
+            # The largest tensor first, so that the threads end together.
             queue = deque(sorted(tensors, key=lambda entry: -entry[1].nbytes))
             try:
                 with ThreadPoolExecutor(threads, thread_name_prefix="copy") as helpers:
@@ -190,7 +190,7 @@ class Receiver:
                 self._synchronise()
                 proceed()
             except RlctlError as error:
-                # What was only enqueued ends here too: the memory is let go of after this.
+                # Wait also for enqueued copies: the memory is released afterwards.
                 self._synchronise()
                 error.outcome = common_pb2.OUTCOME_DIRTY
                 raise
@@ -213,7 +213,7 @@ class Receiver:
                     raise self._broken_off(source)
                 proceed()
         except BaseException:
-            # The other threads stop after the tensor that each of them is at.
+            # The other threads stop after their present tensor.
             queue.clear()
             raise
 
@@ -223,32 +223,33 @@ class Receiver:
 
     def _synchronise(self) -> None:
         if self._on_gpu:
-            # Copies into place are only enqueued; what generates may be on another stream.
+            # Copies into place are only enqueued, and generation may use another stream.
             torch.cuda.synchronize()
 
     def writing(self, names: Collection[str]) -> None:
-        """These tensors are about to be put into place, also if they were before: until all of it is, they are none
-        of those that are ``written``, and an update that leaves it at that is not complete.
+        """Record the start of a placement, also of tensors that were placed before.
+
+        The tensors are not ``written`` until their placement is complete. An update that ends before is incomplete.
         """
         self.written.difference_update(names)
         self._begun.update(names)
 
     def wrote(self, names: Collection[str]) -> None:
-        """These tensors have come completely."""
+        """Record tensors whose placement is complete."""
         self.written.update(names)
 
     def undone(self) -> None:
-        """Everything is again as it was before the update."""
+        """Record that all weights are as before the update."""
         self.written, self._begun = set(), set()
 
     def missing(self) -> list[str]:
-        """Names of the reference that this update has not written, sorted."""
+        """Return the names of the reference that this update has not written, sorted."""
         return sorted(self._shards.shards.keys() - self.written)
 
     def incomplete(self) -> list[str]:
-        """Names that must still be written before this update can be committed, sorted.
+        """Return the names that must still be written before a commit, sorted.
 
-        Of a full update all that are :meth:`missing`; of a partial one what was begun, and what belongs to it.
+        For a full update all :meth:`missing` names; for a partial update the begun tensors and their atomic lists.
         """
         if self.kind == "full":
             return self.missing()
@@ -257,9 +258,9 @@ class Receiver:
         return sorted(begun.union(*together) - self.written)
 
     def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
-        """End what is under way with GROUP_FAILED (or CANCELLED, see :meth:`copy`); refuse more until :meth:`begin`.
+        """End a receive with GROUP_FAILED (or CANCELLED, see :meth:`copy`). Refuse more until :meth:`begin`.
 
-        With ``update_id``, only if that update is the present one; ``cause`` is what the error says. Never blocks.
+        With ``update_id``, only if that update is the present update; ``cause`` is the text of the error. Never blocks.
         """
         with self._lock:
             if update_id and update_id != self.update_id:
@@ -270,12 +271,12 @@ class Receiver:
             group.interrupt(cause)
 
     def finish(self) -> None:
-        """The update is over: give the buffer's memory back. What was written stays known until the next begin."""
+        """Free the buffer after the update. Written names stay known until the next begin."""
         self._buffer = None
 
     @contextmanager
     def _claim(self, source: str = "", groups: Iterable[WeightGroup] = ()) -> Iterator[None]:
-        """Nobody else receives meanwhile: from groups, or from what ``source`` says."""
+        """Exclude other receives meanwhile; ``source`` or the groups are named in their errors."""
         with self._lock:
             self._check_idle()
             if not self.update_id:
@@ -315,12 +316,12 @@ class Receiver:
                     self.check(meta, *(f"{field}.{part}[{index}]" for part in ("names", "dtypes", "shapes")))
 
     def fits(self, meta: TensorMeta) -> bool:
-        """Whether a tensor is exactly what the shard map has: there is nothing to :meth:`check`."""
+        """Return whether a tensor equals the shard map's entry, so that :meth:`check` is not needed."""
         shard = self._shards.shards.get(meta.name)
         return shard is not None and meta == shard.meta
 
     def check(self, meta: TensorMeta, name: str, dtype: str, shape: str) -> None:
-        """Raise FIELD_INVALID when a tensor cannot be put into place; the rest say where the request has its fields."""
+        """Raise FIELD_INVALID if a tensor cannot be placed; the other arguments are fields of the request."""
         shard = self._shards.shards.get(meta.name)
         if shard is None:
             raise Reason.FIELD_INVALID.error(f"the model has no tensor {meta.name!r}", field=name)
@@ -363,7 +364,6 @@ class Receiver:
         self._place([(meta.name, data.view(meta.dtype).reshape(meta.shape))], stats)
 
     def _take_part(self, group: WeightGroup, meta: TensorMeta, stats: ReceiveStats) -> None:
-        """Take in just what this rank holds of a tensor."""
         target = self._shards.part_in_place(meta.name)
         device = wire_device(group, target.device)
         if target.dtype == meta.dtype and target.device == device and target.is_contiguous():
@@ -404,7 +404,7 @@ class Receiver:
 
 @contextmanager
 def _enough_memory() -> Iterator[None]:
-    """A device without memory for a buffer refuses an update; it is no defect that an engine would have to end for."""
+    """Raise MEMORY_FULL if a device has no memory for a buffer: this refuses an update, and does not end the engine."""
     try:
         yield
     except torch.OutOfMemoryError as error:
