@@ -59,7 +59,6 @@ class CoordinatorMetrics(Observer):
         await self._exposition.stop()
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
-        """Count an operation and the phases of the timeline."""
         del traceparent
         operation = record.operation
         verb, state = operation.verb, OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower()
@@ -86,11 +85,9 @@ class CoordinatorMetrics(Observer):
                 self._exposition.count(m.UPDATE_BYTES, name, by=total)
 
     def fan_out_ended(self, verb: str, took_s: float) -> None:
-        """Count a fan-out."""
         self._exposition.observe(m.FAN_OUT_SECONDS, took_s, verb)
 
     def quarantined(self, model: str, reason: str) -> None:
-        """Count a quarantine."""
         self._exposition.count(m.QUARANTINES, model, reason)
 
     def measured(self, methods: Mapping[str, Unary | Streaming]) -> dict[str, Unary | Streaming]:

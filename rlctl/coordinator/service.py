@@ -220,7 +220,6 @@ class Coordinator:
         await self.operations.stop(STOP_S)
 
     def subject(self, request: Message) -> Subject | None:
-        """Return the models and the adapter of a request."""
         return subject_of(request, self.roster, self.operations)
 
     # The table's verbs.
@@ -418,7 +417,6 @@ class Coordinator:
     # Weight updates.
 
     async def begin_weight_update(self, request: BeginWeightUpdateRequest) -> BeginWeightUpdateResponse:
-        """Open an update."""
         check(request)
         refuse_fence(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
@@ -436,7 +434,6 @@ class Coordinator:
         return await self.updates.retry(request)
 
     async def commit_weight_update(self, request: CommitWeightUpdateRequest) -> Operation:
-        """Commit an update."""
         check(request)
         if not request.update_id:
             return await self._joined(await self.implicit.commit(request))
@@ -500,7 +497,6 @@ class Coordinator:
         )
 
     async def watch_operation(self, request: rpc.WatchOperationRequest) -> AsyncIterator[Operation]:
-        """Follow an operation until the end."""
         async for operation in self.operations.get(request.operation_id).watch():
             yield operation
 
@@ -617,7 +613,6 @@ class Coordinator:
         return fleet
 
     async def list_versions(self, request: rpc.ListVersionsRequest) -> rpc.ListVersionsResponse:
-        """Return the published versions of a model."""
         check(request)
         record = self.roster.model(request.model).record
         return rpc.ListVersionsResponse(header=self.roster.header(), versions=versions.history(record))
@@ -628,7 +623,6 @@ class Coordinator:
             yield event
 
     async def confirm_fleet(self, request: rpc.ConfirmFleetRequest) -> rpc.ConfirmFleetResponse:
-        """Confirm events of a watch."""
         check(request)
         self.roster.followers.confirm(request.watch_id, request.revision)
         return rpc.ConfirmFleetResponse(header=self.roster.header())
@@ -688,7 +682,6 @@ class Coordinator:
         return self.roster.fleet()
 
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:
-        """Bring stages to the published version."""
         check(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
         known = self.operations.known(request.header.request_id, request) is not None

@@ -6,14 +6,17 @@ leases are granted in ``stage_links.py`` (``Peers.grant``); a stage that must no
 
 Imports: coordinator.journal, command_stream, contract, ports.
 
-Start with ``roster.py`` (``Slot``, ``ModelState``, ``Roster.register``, ``Roster.quarantine``) and
-``versions.py`` (``publish``, ``adoptable``). ``inflight_replay.py`` repeats commands after a broken link;
-``replaced_leases.py`` waits for replaced processes; ``kept_pauses.py`` holds pauses by name;
-``admitted_slots.py`` (``AdmittedSlots.refuse``) refuses a stage in a slot that is not admitted.
+Start with ``roster.py`` (``Slot``, ``ModelState``, ``Roster.register``, ``Roster.quarantine``) and ``versions.py``
+(``publish``, ``adoptable``). ``inflight_replay.py`` repeats commands after a broken link; ``replaced_leases.py`` waits
+for replaced processes; ``kept_pauses.py`` holds pauses by name; ``admitted_slots.py`` (``AdmittedSlots.refuse``)
+refuses a stage in a slot that is not admitted.
 
-Callers of ``Roster.quarantine``: ``coordinator/operations/fanout.py`` (a command ended UNKNOWN or DIRTY),
-``coordinator/transaction/commit.py`` (a target failed verification, or did not continue),
-``coordinator/transaction/transfer.py`` (a target was lost), and ``stage_links.py`` (a batch is not verified yet, or the
-weights of a stage are unknown). A stage that loses a rank quarantines itself in ``stage/state_machine.py``
-(``Stage.rank_lost``).
+Callers of ``Roster.quarantine``:
+
+- ``coordinator/operations/fanout.py``: a command ended UNKNOWN or DIRTY.
+- ``coordinator/transaction/commit.py``: a target failed verification, or did not continue.
+- ``coordinator/transaction/transfer.py``: a target was lost.
+- ``stage_links.py``: a batch is not verified yet, or the weights of a stage are unknown.
+
+A stage that loses a rank quarantines itself in ``stage/state_machine.py`` (``Stage.rank_lost``).
 """

@@ -29,7 +29,6 @@ _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
 
 def can_digest(slot: Slot) -> bool:
-    """Whether a stage can digest the weights at its ranks."""
     return any(level in slot.capabilities.verification for level in _BY_DIGEST)
 
 
@@ -39,7 +38,6 @@ def computes_keyed_digests(slot: Slot) -> bool:
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
-    """Return why a stage does not support a verb."""
     if verb_name in slot.verbs:
         return None
     why = slot.capabilities.unsupported.get(verb_name, "")

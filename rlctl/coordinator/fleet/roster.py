@@ -230,7 +230,6 @@ class Slot:
 
     @property
     def linked(self) -> bool:
-        """Whether the coordinator has a link to the stage."""
         return self.commander is not None and not self.commander.lost
 
     @property
@@ -385,7 +384,6 @@ class Roster:
         return slot
 
     def covered(self, target: Target) -> list[Slot]:
-        """Return the slots of a target, in any state."""
         return [slot for slot in self.slots.values() if covers(target, slot)]
 
     def _take_pause(self, slot: Slot) -> None:
@@ -486,7 +484,7 @@ class Roster:
             self._unrecorded.pop(slot, None)
 
     def slot(self, name: str, field_path: str = "slot") -> Slot:
-        """Return the slot of a name. Raises STAGE_NOT_FOUND."""
+        """Return the slot, or raise STAGE_NOT_FOUND."""
         try:
             return self.slots[name]
         except KeyError:
@@ -496,7 +494,7 @@ class Roster:
             ) from None
 
     def model(self, name: str, field_path: str = "model") -> ModelState:
-        """Return the model of a name. Raises MODEL_NOT_FOUND."""
+        """Return the model, or raise MODEL_NOT_FOUND."""
         try:
             return self.models[name]
         except KeyError:
@@ -689,7 +687,7 @@ class Roster:
 
 
 def failed(failure: EngineFailure) -> str:
-    """Describe a failure of an engine in a line."""
+    """Describe a failure of an engine in one line."""
     if failure.given_up:
         return f"crash loop, not started again after {failure.failures} failures: {failure.reason}"
     if failure.failures > 1:

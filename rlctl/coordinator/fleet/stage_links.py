@@ -76,9 +76,7 @@ class Peers:
         """Set once another coordinator owns the journal."""
 
     def connect(self, slot: Slot) -> None:
-        """Keep a link to the process in a slot until the process is replaced, the slot retired or the coordinator
-        stopped.
-        """
+        """Keep a link to the process in a slot until it is replaced or retired, or the coordinator stops."""
         former = self._tasks.get(slot.name)
         if former is not None and not former.done():
             if former.get_name() == _task_name(slot):
@@ -262,7 +260,6 @@ class Peers:
         return linked and slot.report is not None and slot.report.grant_number >= slot.silent_from > 0
 
     def grant_model(self, model: str) -> None:
-        """Send a grant to every stage of a model."""
         for slot in self._roster.slots.values():
             if slot.model == model:
                 self.grant(slot)

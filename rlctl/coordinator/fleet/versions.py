@@ -144,7 +144,6 @@ def publish(model: ModelState, record: ModelRecord, beside: Iterable[WeightVersi
 
 
 def close(model: ModelState) -> None:
-    """Admit only the latest version."""
     model.admitted = [model.record.latest]
 
 

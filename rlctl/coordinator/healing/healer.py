@@ -301,7 +301,6 @@ class Healer:
         task.add_done_callback(lambda _: self._looking.pop(slot, None))
 
     def is_open(self, update_id: str) -> bool:
-        """Whether a heal with this update id is running."""
         return any(session.update_id == update_id for session in self.sessions())
 
     def sessions(self) -> list[Session]:
@@ -325,7 +324,7 @@ class Healer:
             await heal.makes_way(f"{verb} goes first", within_s)
 
     def _holding(self, model: str) -> _Heal | None:
-        """Return a heal with stages of a model, also if the heal is at a stage of a different model now."""
+        """Return a heal with stages of a model, also while the heal is at a stage of a different model."""
         if not self._heals:
             return None
         names = {slot.name for slot in self._roster.slots.values() if slot.model == model}

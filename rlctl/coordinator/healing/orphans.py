@@ -68,14 +68,12 @@ class Orphans:
         self._steps = 0
 
     def look(self, slots: Iterable[Slot]) -> None:
-        """Clear the orphans of stages."""
         for slot in slots:
             if slot not in self._tasks and self._orphan(slot) is not None:
                 task = self._tasks[slot] = asyncio.create_task(self._end(slot))
                 task.add_done_callback(lambda _, slot=slot: self._tasks.pop(slot, None))  # type: ignore[misc]
 
     async def stop(self) -> None:
-        """Stop clearing."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -115,7 +113,7 @@ class Orphans:
         return None
 
     def _due_pause(self, slot: Slot, pause: Pause) -> PauseGenerationRequest | None:
-        """Return the pause of a stage that has not carried out a pause by name, or that only an update has paused."""
+        """Return the pause of a stage that owes a pause by name, or that only an update has paused."""
         assert slot.report is not None
         # A stage that joins later serves no requests yet, so any of its modes will do.
         mode = pause.mode if slot.pauses_in(pause.mode) else slot.capabilities.pause_modes[0]
@@ -126,7 +124,7 @@ class Orphans:
         return request if able and not busy else None
 
     def _due_scoped(self, slot: Slot, report: StageReport) -> PauseGenerationRequest | ContinueGenerationRequest | None:
-        """Return the pause of an adapter that the stage owes, or the continue of an adapter without a pause by name."""
+        """Return the pause of an owed adapter, or the continue of an adapter without a pause by name."""
         busy = self._roster.models[slot.model].update_id or self._is_held(slot)
         able = VERBS["PauseGeneration"].allows(report.state) and not report.HasField("quarantine")
         modes = slot.capabilities.adapter_pause_modes

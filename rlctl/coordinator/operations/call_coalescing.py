@@ -2,9 +2,9 @@
 
 A client that addresses single engines calls each engine, although the weights belong to the model. The first call
 starts the operation. Each call for a further engine gets the result once. A request id of the client identifies a
-repeat exactly. Without a request id, an equal body for the same engine is a repeat while the operation runs, and until
-a caller has received its result. After that it is a new operation. A call is also a new operation if it comes
-:data:`JOINED_S` after a result was delivered, or after the end of an operation whose callers have all disconnected.
+repeat exactly. Without a request id, an equal body for the same engine is a repeat until a caller has received the
+result. A later call is a new operation. So is a call that comes :data:`JOINED_S` after a result was delivered, or after
+the end of an operation whose callers have all disconnected.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Together:
     ) -> list[StageResult]:
         """Join every rank into a group, once each rank can.
 
-        A group of the same name with a different store or shape belongs to an ended source, or to a source that forms
-        the group anew. The ranks leave this group first. ``patient_s``: longest wait for the store to be reachable.
+        A group of the same name may stand with a different store or shape. Its source has ended or forms the group
+        anew, so the ranks leave first. ``patient_s``: longest wait for the store to be reachable.
         """
         probe = InitWeightsUpdateGroupRequest()
         probe.CopyFrom(request)

@@ -79,9 +79,9 @@ class Fanout:
     ) -> list[StageResult]:
         """Return results in the order of ``slots``. The request is serialised once, with the fence.
 
-        A stage whose outcome of a mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches no served
-        weights (groups, steps of a staged update). Reads quarantine no stage: the stage reports its own state, and the
-        answer may be old.
+        A stage is quarantined if a mutating verb ends UNKNOWN or DIRTY there, unless the verb touches no served weights
+        (groups, steps of a staged update). Reads quarantine no stage: the stage reports its own state, and the answer
+        may be old.
 
         Args:
             step: name of the fan-out within the operation. Operation, slot, incarnation and step identify a command, so

@@ -371,7 +371,6 @@ def _version(request: BeginWeightUpdateRequest, model: ModelState) -> WeightVers
 
 
 def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
-    """Return the transport of a target."""
     if request.path == DATA_PATH_DISK:
         return TRANSPORT_DISK
     if request.path in (DATA_PATH_UNSPECIFIED, DATA_PATH_IPC) and _shares_memory(request, slot):

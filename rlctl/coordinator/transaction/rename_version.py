@@ -1,7 +1,7 @@
 """Relabels the published version. Weights and sequence stay.
 
-For clients that name the version only after their update. A stage with the version gets a single grant that admits the
-new label and adopts it, so that no stage stops serving.
+For clients that name the version only after their update. A stage with the version adopts the new label in the same
+grant that admits it. So no stage stops serving.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ async def relabel(
 ) -> Run:
     """Label the published version of a model ``request.version``.
 
-    The operation fails with WEIGHTS_DIRTY after an update that left a mixture, and with WEIGHTS_STALE if no stage has
-    the version.
+    The operation fails with WEIGHTS_DIRTY if a stage is DIRTY, and with WEIGHTS_STALE if no stage has the version.
     """
     targets, excluded = roster.select(Target(model=model))
 

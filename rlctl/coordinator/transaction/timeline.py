@@ -87,8 +87,8 @@ class _Phase:
 class UpdateTimeline:
     """Records the phases of an update. Steps of the same kind in the same batch and attempt are one phase.
 
-    Messages are made by :meth:`write`, at the end of the operation or for an earlier read, since the engines wait
-    during most steps.
+    :meth:`write` makes the messages at the end of the operation, or for an earlier read. The engines wait during most
+    steps, so no messages are made then.
     """
 
     def __init__(self, clock: Clock) -> None:

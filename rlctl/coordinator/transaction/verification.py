@@ -132,10 +132,9 @@ async def compute(session: Session, slots: Sequence[Slot]) -> Computed:
 async def _compared(
     session: Session, results: Sequence[StageResult], wrong: Mapping[str, RlctlError], expected: Expected
 ) -> dict[str, StageResult]:
-    """Compare targets with a wrong digest tensor by tensor.
+    """Compare targets with a wrong digest tensor by tensor, with the source's fingerprints or those of a stage.
 
-    The reference is the source's fingerprints, else the first right target, else a stage at the version, else the first
-    wrong target.
+    The stage is the first right target, else a stage at the version, else the first wrong target.
     """
     differ = [
         result.slot

@@ -480,7 +480,6 @@ class Implicit:
         return self._roster.select(Target(model=model))[0]
 
     def _model(self, target: Target, for_slot: str) -> str:
-        """Return the model of a call."""
         if not for_slot:
             return self._planner.only_updatable(target)
         model = self._roster.slot(for_slot, "header.for_slot").model

@@ -141,7 +141,6 @@ class WrittenTensors:
 
 
 def names_of(request: Write) -> set[str]:
-    """Return the tensors that a write announces."""
     if isinstance(request, UpdateWeightsFromDistributedRequest):
         return {name for bucket in request.buckets for name in bucket.names}
     return {tensor.name for segment in request.segments for tensor in segment.tensors}

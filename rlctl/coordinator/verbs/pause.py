@@ -127,9 +127,7 @@ class Pausing:
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
     ) -> None:
-        """Continue the targets.
-
-        Pauses by name end for stages that continue now or when memory is resumed, and for absent stages of the
+        """Continue the targets, now or when memory is resumed. Pauses by name end there and for absent stages of the
         target.
         """
         target, known = request.header.target, self._roster.pauses.besides((), "")
@@ -220,7 +218,6 @@ def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
 
 
 def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
-    """Record that the absent stages are paused on return."""
     for stage in excluded:
         stage.reason = PAUSED_LATER
 
