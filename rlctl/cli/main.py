@@ -103,7 +103,6 @@ class Entry:
     Attributes:
         words: words after ``rlctl``.
         section: section of the root's help.
-        help: line of help.
         load: imports or builds the command.
     """
 
@@ -145,7 +144,6 @@ class Words(click.Group):
         self.prefix = prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the next words, in the order of the entries."""
         del ctx
         return list(self._below())
 

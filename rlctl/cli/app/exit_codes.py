@@ -94,7 +94,6 @@ def of_error(error: RlctlError, *, mutating: bool) -> Exit:
 
 
 def of_operation(operation: Operation) -> Exit:
-    """Return the code of an operation's present state."""
     if operation.state in _BY_STATE:
         return _BY_STATE[operation.state]
     reason = Reason.__members__.get(operation.error.reason, Reason.INTERNAL)

@@ -88,7 +88,6 @@ class Command(click.Command):
         self.params.extend(option for option in global_options() if not taken & set(option.opts))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options in full, the global options by name."""
         write_options(self, ctx, formatter)
 
 

@@ -75,7 +75,6 @@ class FleetChoice:
 
 
 def listed(fleets: list[FleetState]) -> str:
-    """Return names and endpoints of fleets, for an error."""
     return ", ".join(f"{fleet.name!r} at {fleet.endpoint or 'no endpoint yet'}" for fleet in fleets) or "none"
 
 

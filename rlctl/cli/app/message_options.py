@@ -45,7 +45,6 @@ class Field:
 
     Attributes:
         path: the field, or the nested message's field and the inner field.
-        flag: name of the option.
     """
 
     path: tuple[FieldDescriptor, ...]

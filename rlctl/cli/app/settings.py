@@ -90,7 +90,6 @@ class Settings:
 
     @property
     def quiet(self) -> bool:
-        """Only errors on stderr."""
         return bool(self.flags.get("quiet"))
 
     @property
@@ -253,7 +252,6 @@ def _broken(path: Path, why: str) -> RlctlError:
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the arguments without these options and option values."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

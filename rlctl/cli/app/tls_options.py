@@ -30,7 +30,6 @@ TLS_OPTIONS = (
 
 
 def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the TLS options to a command."""
     for option in reversed(TLS_OPTIONS):
         command = option(command)
     return command

@@ -112,7 +112,6 @@ class EnumType(ParamType):
         self.offered = [name for name in short_names(enum) if name not in hidden]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the names, as in [abort|retract]."""
         del param, ctx
         return f"[{'|'.join(self.offered)}]"
 
@@ -127,7 +126,6 @@ class EnumType(ParamType):
         return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the names that begin with ``incomplete``."""
         del ctx, param
         return [CompletionItem(name) for name in self.offered if name.startswith(incomplete)]
 

@@ -149,7 +149,6 @@ def _file(file: Path | None, name: str | None) -> Path | None:
 
 
 def _fetch(settings: Settings, target: Path) -> None:
-    """Copy the journal of the running coordinator."""
     with bounded(settings) as fleet, open(target, "wb", opener=private_files.opener) as copied:
         for part in fleet.backup_journal():
             copied.write(part)

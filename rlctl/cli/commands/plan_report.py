@@ -35,7 +35,6 @@ class Prepared:
     """The deployment plan of a file and flags on this machine.
 
     Attributes:
-        plan: engines and gateways to run.
         problems: warnings.
         running: the fleet of that name that is up, or None.
     """

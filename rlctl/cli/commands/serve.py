@@ -391,7 +391,6 @@ def refuse_without_aiohttp() -> None:
 
 
 def bound_metrics(address: str) -> dict[str, str]:
-    """Return the announced fact with the address of the metrics, if metrics are served."""
     return {"metrics_address": address} if address else {}
 
 

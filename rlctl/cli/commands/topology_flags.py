@@ -142,7 +142,6 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags(given: dict[str, Any]) -> Flags:
-    """Return the flags from the parameters of the running command."""
     ctx = click.get_current_context()
     sglang: dict[str, str] = ctx.meta[_SGLANG]
     return Flags(

@@ -74,7 +74,6 @@ def about(verb: Verb) -> tuple[str, dict[str, str]]:
 
 
 def targeting() -> list[click.Parameter]:
-    """Return the options of every verb beside the request's fields."""
     return [
         click.Option(["--model"], default="", metavar="NAME", help="Only the stages of this model."),
         click.Option(["--slot", "slots"], multiple=True, metavar="SLOT", help="Only this stage.  [repeatable]"),

@@ -19,9 +19,6 @@ class Finding:
     """The result of a check for a subject.
 
     Attributes:
-        check: name of the check.
-        subject: object of the check.
-        verdict: severity.
         seen: observed state.
         mend: the next step; "" for an ok subject.
     """

@@ -49,7 +49,6 @@ class Answer:
     """The answer of a stage through the coordinator.
 
     Attributes:
-        info: info about the server.
         clock_s: lead of the stage's clock over this host's, without the time of the call; negative: behind.
         error: reason for a missing info; "" with an info.
     """
@@ -64,8 +63,6 @@ class FleetReadings:
     """The readings for the checks of a fleet.
 
     Attributes:
-        endpoint: endpoint of the coordinator.
-        fleet: the coordinator's view of the fleet.
         took_s: time until the coordinator's answer.
         clock_s: lead of the coordinator's clock over this host's, without that time; negative: behind.
         answers: answers of stages, by slot; a stage that was not called has no entry.

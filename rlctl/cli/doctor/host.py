@@ -95,15 +95,12 @@ class HostReadings:
 
     Attributes:
         versions: versions of installed libraries, by name.
-        plugins: plug-ins for engines.
         shared_memory: space of /dev/shm; None: no such directory.
         limits: soft limits by the letter of ``ulimit``; -1: unlimited.
-        environment: environment variables.
         listens: whether a process listens at the coordinator's default address.
         fleets: endpoints of fleets that are up on this host.
         state: name and space of the directory of journals and logs.
         rdma: the host has RDMA devices.
-        gpus: GPUs.
     """
 
     versions: Mapping[str, str]

@@ -17,7 +17,6 @@ class Column:
     """A column.
 
     Attributes:
-        header: header.
         field: field of the data message.
         over: value of a stage: the first rank's value, or the sum over the ranks.
         optional: omitted if the column is empty in all rows.

@@ -136,7 +136,6 @@ class Changes:
         return self._running is not None and bool(listed) and all(_begun(each) > self._newest for each in listed)
 
     def of_loss(self, error: RlctlError) -> Event:
-        """Return the event of the coordinator's loss."""
         now = Timestamp()
         now.GetCurrentTime()
         return Event(values.moment(now), "coordinator", self._endpoint, "state", "", "UNREACHABLE", error.message)

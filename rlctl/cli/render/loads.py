@@ -24,7 +24,6 @@ class Sample:
 
     Attributes:
         at_s: the moment, monotonic.
-        fleet: the fleet.
         loads: sums over the ranks of a stage, by slot; a stage that did not answer has no entry.
         running: running operations.
     """

@@ -39,7 +39,6 @@ _OPTIONAL = frozenset({"ERROR", "WARNING", "VERIFIED"})
 
 
 def view(operation: Operation) -> View:
-    """Return the view of an operation, for the verbs and ``get operation``."""
     return View(operation, lambda wide: _tables(operation, wide), lambda: [operation.operation_id])
 
 
@@ -114,7 +113,6 @@ def is_update(operation: Operation) -> bool:
 
 
 def unconfirmed(operation: Operation) -> list[str]:
-    """Return the slots that did not confirm."""
     update = is_update(operation)
     return [result.slot for result in operation.stage_results if not acknowledged(result, update=update)]
 

@@ -112,7 +112,6 @@ def why_not(stage: Stage) -> str:
 
 
 def _healed(stage: Stage) -> str:
-    """Return the time until the coordinator heals the stage."""
     if not stage.HasField("heal_time"):
         return ""
     left_s = max(0.0, stage.heal_time.ToNanoseconds() / 1e9 - time.time())
@@ -120,7 +119,6 @@ def _healed(stage: Stage) -> str:
 
 
 def _disabled(stage: Stage) -> str:
-    """Return whether an operator has disabled the stage, with the reason."""
     if stage.enabled:
         return ""
     return f"disabled: {stage.disabled_reason}" if stage.disabled_reason else "disabled"
@@ -275,7 +273,6 @@ def _paused_adapters(stage: Stage) -> list[tuple[str, str]]:
 
 
 def _pause(pause: Pause) -> str:
-    """Return start, caller, end and reason of a pause by name."""
     return (
         f"since {values.moment(pause.since)}"
         + f" by {pause.by}" * bool(pause.by)

@@ -130,7 +130,6 @@ def rich(tables: Sequence[Table], *, width: int, whole_ids: bool) -> RenderableT
 
 
 def style(word: str) -> str:
-    """Return the style of a state or an outcome; "" for other words."""
     return _STYLES.get(word, "")
 
 

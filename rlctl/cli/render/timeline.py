@@ -30,7 +30,6 @@ class Bar:
     Attributes:
         name: kind of the phase, or the slot.
         start_s: time from the acceptance of the operation.
-        length_s: duration.
         last: the stage, or the rank, that took longest.
         moved: bytes that arrived.
         rate: bytes per second. 0: not measured.
@@ -49,7 +48,6 @@ class Bar:
 
     @property
     def end_s(self) -> float:
-        """Time from the acceptance of the operation to the end."""
         return self.start_s + self.length_s
 
 

@@ -36,7 +36,6 @@ class Content:
         """Lines of the listed ended operations, which do not change. Each operation has the results of all stages."""
 
     async def state(self) -> dict[str, Any]:
-        """Return the tables, and the facts above the tables."""
         fleet = await self._coordinator.get_fleet(GetFleetRequest())
         running = [
             await self._coordinator.get_operation(GetOperationRequest(operation_id=operation.operation_id))
