@@ -30,7 +30,6 @@ class Metric:
         kind: type of Prometheus.
         help: meaning, in a sentence.
         processes: kinds of process with this metric.
-        labels: names of the labels.
         buckets: upper bounds of a histogram's buckets.
         read: the value is read at each scrape; otherwise events change it.
     """
