@@ -35,10 +35,7 @@ class Context:
     """The inputs of a resolution.
 
     Attributes:
-        flags: flags of the command line.
         fleet: the file's section, or an empty one.
-        engines: engine plug-ins.
-        problems: collected problems.
         per_node: GPUs of a node.
     """
 

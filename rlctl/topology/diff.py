@@ -15,7 +15,6 @@ class Change:
     """The change of a slot.
 
     Attributes:
-        slot: name of the slot.
         action: "add", "remove", "restart" or "unchanged".
         fields: reason of a restart: the fields that differ.
     """

@@ -83,8 +83,6 @@ class ModelPlan:
 
     Attributes:
         name: unique name.
-        model_path: the checkpoint.
-        update_weights: whether the model receives weights.
         engines: number of engines.
         ranks: number of ranks of all engines.
         world_size: size of a weight-update group with one source: the ranks and the source; 0 for a frozen model.
@@ -108,12 +106,9 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The deployment plan of a topology.
+    """The deployment plan of a topology. Models and engines are in the file's order.
 
     Attributes:
-        topology: source of the plan.
-        models: models in the file's order.
-        engines: engines in the file's order.
         reserved: places of placeholders as (node, GPU), by slot stem.
         placeholders: the same reservations, for a launcher that finds the places itself.
     """

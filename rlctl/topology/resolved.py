@@ -14,7 +14,6 @@ class Group:
         key: name of the group in slots; "" for the first regular group.
         worker_type: regular, prefill, decode, encoder or placeholder.
         num_gpus: GPUs of all engines; 0 for external engines, whose GPUs rlctl does not assign.
-        num_gpus_per_engine: GPUs of each engine.
         pp_size: pipeline-parallel size of each engine.
         overrides: arguments of the engines after the whole cascade, by name, as text.
         device: "auto", "cpu" or "cuda".
@@ -23,7 +22,7 @@ class Group:
         external: URLs of servers to attach to.
         stages: (name, GPUs) of each pipeline stage.
         line: line in the file.
-        path: path of its key.
+        path: path of the key in the file.
     """
 
     key: str
@@ -50,11 +49,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Model:
-    """A model with server groups.
+    """A model with server groups, in the file's order.
 
     Attributes:
         name: unique name.
-        model_path: the checkpoint.
         update_weights: whether the model receives weights.
         engine: name of the plug-in.
         dtype: dtype to hold the weights in, or "auto".
@@ -64,9 +62,8 @@ class Model:
         heals_itself: whether the engines are healed automatically.
         router: router in front of the gateway, or "".
         router_listen: address of the router, or "".
-        groups: groups in the file's order.
         line: line in the file.
-        path: path of its key.
+        path: path of the key in the file.
     """
 
     name: str

@@ -38,12 +38,10 @@ class Key:
     """A key of a section.
 
     Attributes:
-        name: name in the file.
         kind: "string", "integer", "number", "boolean", "strings", "integers", "settings" (free names), "section" or
             "list".
         meaning: meaning, in a sentence.
         default: default in words; "" for no default.
-        required: whether the key must be present.
         choices: values that a string may have.
         least: smallest number.
         of: keys of the section, or of each item of the list.
@@ -179,8 +177,6 @@ class Section:
     """A section as read: valid values only, but lines and paths of all keys.
 
     Attributes:
-        path: path of the section.
-        line: line of the section.
         values: values by the names of the table.
         lines: line of each present key.
         written: name of each key as written in the file.
