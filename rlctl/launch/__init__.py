@@ -1,13 +1,13 @@
 """Fleets of processes: a coordinator, engines and gateways, kept as the topology describes them.
 
-Decides when an engine starts, drains, is replaced and is restarted. A launcher decides where its processes run.
+Decides when an engine starts, drains, is replaced and is restarted. A launcher decides where the processes run.
 
-Imports: launch.interface, launch.local, launch.ray, sdk, contract, runtime; ``embedded.py`` also coordinator,
-engine, transport.
+Imports: launch.interface, launch.local, launch.ray, sdk, contract, runtime; ``embedded.py`` also coordinator, engine,
+transport.
 
 Start with ``fleet_controller.py`` (``LaunchedFleet.want``, ``LaunchedFleet.look``: one step at a time) and
 ``engine_lifecycle.py`` (``EngineRun.start``; ``EngineRun.advance``; ``EngineRun.again`` after a failure). A stage
-server starts its SGLang or vLLM program itself: ``engines/rlctl_servers/server/process.py`` (``ServerProcess``).
-``deployment.py`` holds the processes that a supervisor keeps running;
-``embedded.py`` runs a coordinator inside the trainer's process.
+server starts the SGLang or vLLM program: ``engines/rlctl_servers/server/process.py`` (``ServerProcess``).
+``deployment.py`` describes the processes that a supervisor keeps running; ``embedded.py`` runs a coordinator inside the
+trainer's process.
 """

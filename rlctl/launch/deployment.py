@@ -1,4 +1,4 @@
-"""The processes that a supervisor keeps running, in a form that can be sent to it."""
+"""The processes that a supervisor keeps running, in a serialisable form."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ _FIXED = {
     "metrics": "fleet.metrics",
     "web": "fleet.web",
 }
-"""What cannot change in a fleet that is up, by the key that says it: who heeds it is told once, at its start."""
+"""Fields that cannot change in a running fleet, with the topology keys: processes read these only at the start."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A fleet as it is wanted.
+    """The wanted state of a fleet.
 
     Attributes:
-        name: of the fleet on this machine; names the state directory.
-        listen: where the coordinator listens.
-        engines: what is to run.
-        insecure: bind where others can reach it though there is no token.
+        name: name of the fleet on this machine, and of the state directory.
+        listen: address of the coordinator.
+        engines: engines to run.
+        insecure: allow addresses that other hosts reach, without a token.
         tls: directory of the certificates of all processes; "": plain text.
-        restart: engines that end by themselves are started again.
-        limits: how long what may take.
+        restart: restart engines that end by themselves.
+        limits: time limits of engines.
         launcher: "local" or "ray".
         cluster: address of the Ray cluster, or "".
-        group: name or id of a placement group there that engines go into, or "".
-        bundles: those of it that may be used, in the order of the plan's places; (): all.
-        share: how much of its bundle a rank takes.
-        interface: interface or network that servers on other nodes bind to, or "".
-        per_node: ranks of an engine that go on one node.
-        reserved: room that placeholders keep free.
+        group: name or id of a placement group of the cluster for the engines, or "".
+        bundles: usable bundles of the group, in the order of the plan's places; (): all.
+        share: part of the bundle that a rank takes.
+        interface: interface or network for servers on other nodes, or "".
+        per_node: ranks of an engine on one node.
+        reserved: room for placeholders.
         gateways: HTTP gateways.
-        heal_by_hand: models whose engines are healed only when somebody asks.
-        owner_grace_s: how long the owner of an update may be silent after a write has failed.
-        heal_grace_s: how long a DIRTY engine is left to the next update before it is healed.
-        metrics: its processes serve metrics.
-        web: where the coordinator serves its page; "": nowhere.
+        heal_by_hand: models with engines healed only on request.
+        owner_grace_s: seconds of silence of an update's owner after a failed write.
+        heal_grace_s: seconds that a DIRTY engine waits for the next update before a heal.
+        metrics: the processes serve metrics.
+        web: address of the coordinator's web page; "": no page.
     """
 
     name: str
@@ -85,11 +85,14 @@ class Deployment:
 
     @property
     def authority(self) -> Authority | None:
-        """What issues the certificates; None for plain text."""
+        """Issuer of the certificates; None for plain text."""
         return Authority(Path(self.tls)) if self.tls else None
 
     def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
-        """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""
+        """Return the launcher, connected to the cluster; None for the local launcher.
+
+        Raises UNSUPPORTED, UNREACHABLE.
+        """
         if self.launcher == "local":
             return None
         from rlctl.launch.ray.launcher import RayLauncher  # loads ray
@@ -101,11 +104,11 @@ class Deployment:
         )  # fmt: skip
 
     def fixed(self, running: Deployment) -> list[tuple[str, str]]:
-        """(key, why) for everything that is wanted otherwise, and cannot change in a fleet that runs."""
+        """Return (key, reason) of each change that a running fleet does not allow."""
         keys = dict(_FIXED)
         if self.launcher == running.launcher == "local":
             for name in ("cluster", "interface", "per_node"):
-                del keys[name]  # engines say what it means for them
+                del keys[name]  # engines report the effect of these
         return [
             (key, f"it cannot change in a fleet that is up, where it is {getattr(running, name)!r}")
             for name, key in keys.items()
@@ -113,7 +116,7 @@ class Deployment:
         ]
 
     def refusal(self, running: Deployment) -> RlctlError | None:
-        """The error with everything that is :meth:`fixed`, if anything is."""
+        """Return an error with all :meth:`fixed` changes, or None."""
         found = self.fixed(running)
         if not found:
             return None
@@ -125,12 +128,12 @@ class Deployment:
 
     @property
     def data(self) -> dict[str, Any]:
-        """For JSON."""
+        """The deployment for JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Deployment:
-        """From :attr:`data`. Raises UNSUPPORTED for what another version of rlctl has made of one."""
+        """Return the deployment of :attr:`data`. Raises UNSUPPORTED for data of a different version of rlctl."""
         try:
             return cls._of(data)
         except (TypeError, KeyError, ValueError, AttributeError) as error:

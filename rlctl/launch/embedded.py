@@ -1,4 +1,4 @@
-"""A coordinator inside the trainer's own process: no daemon to run, the same SDK in front of it."""
+"""A coordinator inside the trainer's own process: no daemon to run, and the same SDK."""
 
 from __future__ import annotations
 
@@ -45,29 +45,32 @@ def embedded(
     heal_by_hand: Collection[str] = (),
     tls: str | Path | None = None,
 ) -> EmbeddedFleet:
-    """Start a coordinator on threads of this process and take charge of stages. Returns when each of them may serve, or
-    after 10 s: one may have to be healed first. The logger ``rlctl.launch.embedded``
-    tells of the attaching, and warns if it is slow.
+    """Start a coordinator on threads of this process and attach stages.
+
+    Returns when each stage may serve, or after 10 s.
+
+    A stage may have to be healed first. The logger ``rlctl.launch.embedded`` reports the attaching, and warns if that
+    is slow.
 
     Args:
-        stages: addresses (``host:port``) of stage servers that run without a coordinator (``rlctl stage``), and URLs
-            (``http://host:port``) of SGLang or vLLM servers: each of these gets a stage server in a child process,
-            which ends with this one. The server itself is attached to, and never ended.
-        model: model that the servers at URLs serve; the first one's slot is ``MODEL-0``.
-        options: the plug-in's settings for servers at URLs, as ``rlctl stage --option`` takes them (``api_key_file``).
-        journal: file of the journal; a temporary one if None, which ends with this process. The logs of child processes
-            are in ``logs`` beside it.
-        listen: where the coordinator can be reached besides, by ``rlctl`` for instance; also by stage servers that
-            register by themselves.
-        token: bearer token, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none.
-        insecure: bind where others can reach it though there is no token.
-        heal_by_hand: models whose late joiners and restarted engines wait for :meth:`Fleet.heal`; others are brought to
-            the published version without being asked.
+        stages: addresses (``host:port``) of stage servers without a coordinator (``rlctl stage``), and URLs
+            (``http://host:port``) of SGLang or vLLM servers. Each URL gets a stage server in a child process that ends
+            with this process. The server at the URL is attached to, and never ended.
+        model: model of the servers at URLs. The slot of the first is ``MODEL-0``.
+        options: the plug-in's settings for servers at URLs, as for ``rlctl stage --option`` (``api_key_file``).
+        journal: file of the journal; None for a temporary file that ends with this process. Logs of child processes are
+            in ``logs`` beside the journal.
+        listen: further address of the coordinator, for instance for ``rlctl`` and for stage servers that register by
+            themselves.
+        token: bearer token, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else no token.
+        insecure: allow addresses that other hosts reach, without a token.
+        heal_by_hand: models whose late or restarted engines wait for :meth:`Fleet.heal`. Engines of all other models
+            are healed automatically.
         tls: directory of the fleet's certificates (``rlctl certs init``); None for plain text.
 
-    Raises UNREACHABLE for a stage or server that does not answer, FIELD_INVALID for what is no address and for a URL at
-    which something else answers, ENGINE_FAILED or DEADLINE_EXCEEDED when a server cannot be attached to,
-    JOURNAL_FAILED, INSECURE_BIND. Then nothing is left behind.
+    Raises UNREACHABLE for a stage or server without an answer. Raises FIELD_INVALID for an invalid address, and for a
+    URL of something else. Raises ENGINE_FAILED or DEADLINE_EXCEEDED if attaching to a server fails. Raises
+    JOURNAL_FAILED, INSECURE_BIND. After an error, no process and no file is left behind.
     """
     token = token if token is not None else load_token()
     for stage in stages:
@@ -115,7 +118,10 @@ async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) ->
 
 
 def _announced(child: Process) -> dict[str, str]:
-    """What a stage server says once it is attached; people are told that it goes on, and what its log says."""
+    """Wait for the announcement of a stage server.
+
+    Logs at intervals that the attaching continues, and shows the last log line.
+    """
     log.info("%s: attaching; its log is %s", child.name, child.log)
     began, remind_s = time.monotonic(), REMIND_S
     while not child.serves and child.returncode is None and (since_s := time.monotonic() - began) < LOAD_S:
@@ -157,36 +163,37 @@ async def _adopt(server: CoordinatorServer, addresses: Sequence[str]) -> None:
 
 
 class EmbeddedFleet(Fleet):
-    """A :class:`rlctl.sdk.blocking.Fleet` whose coordinator lives here. Closing it stops the coordinator.
+    """A :class:`rlctl.sdk.blocking.Fleet` with the coordinator in this process.
+
+    Closing the fleet stops the coordinator.
 
     Attributes:
-        address: where the coordinator can be reached by others.
+        address: address of the coordinator for further clients.
     """
 
     def __init__(
         self, client: aio.AsyncFleet, client_loop: LoopThread, address: str, loop: LoopThread, resources: ExitStack
     ) -> None:
-        """``resources``: what goes with the coordinator, which runs on ``loop``."""
+        """``resources``: closed with the coordinator, which runs on ``loop``."""
         super().__init__(client, client_loop)
         self.address = address
         self._coordinator_loop = loop
         self._resources = resources
 
     def __enter__(self) -> Self:
-        """Use it as a context manager to stop it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
         self.close()
 
     def close(self) -> None:
-        """Close the client, end the child processes, stop the coordinator; stages serve until their lease has run out,
-        and servers that were attached to go on.
+        """Close the client, end the child processes and stop the coordinator.
+
+        Stages serve until the leases end, and attached servers continue.
         """
         super().close()
-        if self._coordinator_loop.running:  # not where this process was forked off: they are the parent's
+        if self._coordinator_loop.running:  # false in a forked process: the resources are the parent's
             with self._closing:
                 self._resources.close()

@@ -1,7 +1,7 @@
-"""One engine's life: started, loaded, healed, ready, drained, gone; and started again when it ends by itself.
+"""The life of an engine: started, loaded, healed, ready, drained, gone; and restarted after a failure.
 
-:meth:`EngineRun.advance` does what can be done now and returns; nobody waits inside of it longer than a look at a
-process takes. What an engine is waiting for is therefore always known, and many go through it side by side.
+:meth:`EngineRun.advance` does the possible steps and returns; a check of a process is the longest wait. The cause of a
+wait is therefore always known, and many engines advance side by side.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ START_S = 300.0
 BACKOFF_AT_MOST_S = 60.0
 TELL_S = 1.0
 REMIND_S = 10.0
-"""After so long in a phase people are told that it goes on, then after twice, four times ... as long."""
+"""Seconds in a phase until the first progress message. The interval then doubles with each message."""
 STEADY_S = 60.0
-"""An engine that was ready for so long has its back-off forgotten."""
+"""Seconds that an engine must be ready until the back-off is reset."""
 STALE_S = 2.0
-"""An engine that nobody heals is taken to stay stale after so long: one that has the published version is admitted
-within a moment."""
+"""Seconds in which a stage with the published version is admitted. An engine without a heal that is still STALE
+afterwards stays STALE.
+"""
 
 REPLACED = "its engine is replaced or removed by `rlctl up`"
-"""Why a slot is disabled before it is drained. The engine that fills it next is enabled again, by another supervisor
-too: the reason is in the coordinator's journal.
+"""Reason of a slot disabled before a drain. The next engine in the slot is enabled again, also by a new supervisor: the
+reason is in the coordinator's journal.
 """
 
 
 class Phase(enum.Enum):
-    """Where an engine is in its life."""
+    """Phase in the life of an engine."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -54,21 +55,21 @@ class Phase(enum.Enum):
 
 
 UP = (Phase.READY, Phase.STALE)
-"""It is as far as it comes by itself: STALE waits for a heal by hand, or for an update where nothing can heal it."""
+"""Phases without a further step: STALE waits for a heal by hand, or without a heal source for an update."""
 ALIVE = (Phase.STARTING, Phase.LOADING, Phase.HEALING, *UP)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, seconds.
+    """Time limits of an engine, in seconds.
 
     Attributes:
-        start_s: from the start of a process until it has announced itself.
-        load_s: from the start of rank 0 until its engine has loaded.
-        heal_s: from then until the stage is routable.
+        start_s: from the start of a process to its announcement.
+        load_s: from the start of rank 0 to the loaded engine.
+        heal_s: from the loaded engine to the routable stage.
         drain_s: for requests to end before an engine is stopped.
-        backoff_s: before the first attempt after a failure; doubles.
-        restarts: how often an engine is started again after failures, and within which time.
+        backoff_s: before the first retry after a failure; doubles.
+        restarts: restart limit of an engine.
     """
 
     start_s: float = START_S
@@ -80,15 +81,14 @@ class Limits:
 
 
 class EngineRun:
-    """One engine.
+    """A launched engine.
 
     Attributes:
-        spec: how it is started.
-        phase: where it is.
-        processes: those that were started and not seen to have ended.
-        error: why it failed last, or None.
-        by_hand: the coordinator heals it only when somebody asks.
-        limits: how long what may take.
+        spec: how the engine is started.
+        processes: started processes without a handled end.
+        error: last failure, or None.
+        by_hand: the coordinator heals the engine only on request.
+        limits: time limits.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EngineRun:
         *,
         by_hand: bool = False,
     ) -> None:
-        """``by_hand``: the coordinator heals it only when somebody asks."""
+        """``by_hand``: the coordinator heals the engine only on request."""
         self.spec = spec
         self.by_hand = by_hand
         self.phase = Phase.WAITING
@@ -121,10 +121,10 @@ class EngineRun:
         self._told = False
         self._remind_s = REMIND_S
 
-    # What it is told.
+    # Requests of the controller.
 
     def start(self) -> None:
-        """Start its processes: the followers, or rank 0 where there are none."""
+        """Start the followers, or rank 0 of an engine without followers."""
         spec = self.spec
         self._enter(Phase.STARTING)
         if spec.followers:
@@ -139,7 +139,7 @@ class EngineRun:
         self.advance(None)
 
     def drain(self) -> None:
-        """Let requests end, then stop it. Whoever calls this sees to it that no new ones come."""
+        """Let requests end, then stop the engine. The caller must prevent new requests."""
         if self.phase in (Phase.DRAINING, Phase.STOPPING, Phase.GONE):
             return
         if self.phase is Phase.READY:
@@ -150,7 +150,7 @@ class EngineRun:
             self.stop()
 
     def stop(self) -> None:
-        """Ask its processes to end; they are killed when they do not."""
+        """Terminate the processes; processes that do not end are killed."""
         if self.phase in (Phase.STOPPING, Phase.GONE):
             return
         for process in reversed(self.processes):
@@ -159,28 +159,31 @@ class EngineRun:
         self._enter(Phase.STOPPING)
 
     def again(self) -> None:
-        """After a failure: start anew once its back-off is over."""
+        """Start a failed engine again after the back-off."""
         if self.phase is Phase.FAILED and not self._reap() and self._may_start:
             self._say(f"{self.spec.slot}: starting again (attempt {self.failures + 1})")
             self.start()
 
     def healed_by(self, *, hand: bool) -> None:
-        """Who heals it now; one that waited for a heal by hand waits for the coordinator's."""
+        """Set the kind of heal. An engine that waits for a heal by hand then waits for the coordinator's heal."""
         if self.by_hand and not hand and self.phase is Phase.STALE:
             self._enter(Phase.HEALING)
         self.by_hand = hand
 
     def forgive(self) -> None:
-        """Forget its failures: it is tried again at once."""
+        """Reset failures and retry at once."""
         self.error = None
         self.failures = 0
         self._again_at = 0.0
         self._recent.forget()
 
-    # What becomes of it.
+    # Steps and failures.
 
     def advance(self, stage: Stage | None, *, idle: bool = False) -> None:
-        """Do what can be done now. ``stage``: what the coordinator knows of the slot; ``idle``: nothing runs on it."""
+        """Take the possible steps.
+
+        ``stage``: the coordinator's view of the slot; ``idle``: the slot has no requests.
+        """
         if self.phase in ALIVE and (ended := self._ended()) is not None:
             self._fail(ended.failure())
         match self.phase:
@@ -231,7 +234,7 @@ class EngineRun:
                 if time.monotonic() - self._since > STEADY_S:
                     self.failures = 0
             case Phase.DRAINING:
-                # Twice, as a client that picked it just before may still be on its way.
+                # Twice, since a request of a client that picked this stage before may still be under way.
                 self._quiet_looks = self._quiet_looks + 1 if idle else 0
                 if self._quiet_looks > 1 or self._ended() is not None:
                     self.stop()
@@ -247,13 +250,12 @@ class EngineRun:
 
     @property
     def leader(self) -> Launched:
-        """The process of rank 0."""
         return next(process for process in self.processes if process.name == self.spec.slot)
 
     def failure(self, *, restart: bool) -> EngineFailure | None:
-        """What has become of it, for the coordinator, until it is up again; a process that has ended says nothing.
+        """Return the failure for the coordinator, until the engine is up again. An ended process cannot report.
 
-        ``restart``: it is started again when its back-off is over.
+        ``restart``: the engine starts again after the back-off.
         """
         if self.error is None or self.phase not in (Phase.FAILED, Phase.STARTING, Phase.LOADING):
             return None
@@ -271,7 +273,7 @@ class EngineRun:
 
     @property
     def given_up(self) -> bool:
-        """Whether it has failed, and is not started again by itself: only by an operator."""
+        """Whether the engine has failed and only an operator starts it again."""
         return self.phase is Phase.FAILED and self._recent.exceed(self.limits.restarts)
 
     @property
@@ -280,7 +282,7 @@ class EngineRun:
 
     @property
     def again_in_s(self) -> float:
-        """After a failure: seconds until it is tried again."""
+        """Seconds until a failed engine is retried."""
         return max(0.0, self._again_at - time.monotonic())
 
     def _launch(self, rank: int, followers: Sequence[str] = ()) -> None:
@@ -290,7 +292,7 @@ class EngineRun:
         return next((process for process in self.processes if process.returncode is not None), None)
 
     def _waits_for(self, stage: Stage | None) -> str:
-        """What a stale engine waits for that another start would not bring, or ""."""
+        """Return the heal or update that a stale engine waits for, or "". A restart would not help."""
         if stage is None or stage.state != STAGE_STATE_STALE or time.monotonic() - self._since <= STALE_S:
             return ""
         if self.by_hand:
@@ -298,7 +300,7 @@ class EngineRun:
         return f"the trainer's next update ({stage.not_routable})" if stage.unhealable else ""
 
     def _held_by_operator(self, stage: Stage | None) -> str:
-        """The command that lifts what an operator holds against a stage which is otherwise ready, or ""."""
+        """Return the command that lifts an operator's pause or disabling of an otherwise ready stage, or ""."""
         disabled = stage is not None and not stage.enabled and stage.disabled_reason != REPLACED
         if stage is not None and stage.state == STAGE_STATE_READY and disabled:
             return f"rlctl enable {self.spec.slot}"
@@ -307,7 +309,7 @@ class EngineRun:
         return ""
 
     def _refuse_lost(self, stage: Stage | None) -> None:
-        """A stage server whose engine is gone, and that cannot start it again, holds its slot in vain."""
+        """Fail the run of a stage server that has lost the engine and cannot restart: the slot is blocked."""
         if stage is None or self.spec.restarts_itself or stage.registration.address != self.leader.facts["address"]:
             return
         lost = next((rank for rank in stage.report.ranks if not rank.alive), None)
@@ -317,7 +319,7 @@ class EngineRun:
         self._fail(Reason.ENGINE_FAILED.error(why, next_step=f"See {self.leader.log}."))
 
     def _remind(self, what: str) -> None:
-        """Say that it goes on, and what the process that it waits for has logged last."""
+        """Report that a phase continues, with the last log line of the process under way."""
         since_s = time.monotonic() - self._since
         if since_s < self._remind_s:
             return
@@ -354,7 +356,7 @@ class EngineRun:
         self._enter(Phase.FAILED)
 
     def _reap(self) -> bool:
-        """Forget what has ended, kill what does not end; returns whether something is left."""
+        """Remove ended processes, kill late processes; returns whether any process is left."""
         late = time.monotonic() - self._since > STOP_S
         for process in list(self.processes):
             if process.returncode is None and late:

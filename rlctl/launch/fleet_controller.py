@@ -1,9 +1,8 @@
-"""A fleet of processes: a coordinator and engines, kept as they are wanted.
+"""A fleet of processes: a coordinator and engines, kept as the deployment describes.
 
-:meth:`LaunchedFleet.want` says which engines there are to be, :meth:`LaunchedFleet.look` brings the fleet a step nearer
-to that: new engines are started beside those that serve, changed ones are replaced one after another of each model,
-those that are not wanted any more are disabled, drained and stopped. The same steps start a fleet and restart what has
-ended.
+:meth:`LaunchedFleet.want` sets the engines of the fleet. :meth:`LaunchedFleet.look` takes one step towards this state.
+New engines start beside serving engines. Changed engines are replaced in sequence within each model. Removed engines
+are disabled, drained and stopped. The same steps start a fleet and restart ended processes.
 """
 
 from __future__ import annotations
@@ -43,18 +42,17 @@ POLL_S = 0.05
 CALL_S = 5.0
 ASK_S = 2.0
 RENEW_S = 3600.0
-"""How often the validity of certificates is checked."""
+"""Seconds between checks of the validity of certificates."""
 
 
 def interrupted(processes: int) -> str:
-    """What a launcher says when somebody wants the end."""
     return f"interrupted; taking {processes} process{'es' if processes != 1 else ''} down"
 
 
 class LaunchedFleet:
-    """Starts and stops the processes of a fleet. As a context manager it is up inside the block.
+    """Starts and stops the processes of a fleet. As a context manager, the fleet is up inside the block.
 
-    Nothing outlives this process: children end when it does.
+    Child processes end with this process.
     """
 
     def __init__(
@@ -78,16 +76,16 @@ class LaunchedFleet:
         web: str = "",
         authority: Authority | None = None,
     ) -> None:
-        """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
-        there goes on; ``new``: it is started over.
+        """``directory``: directory of the journal and the logs; None for a temporary directory.
 
-        ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
-        it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
-        coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
-        ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal. ``graces``: of the
-        coordinator, seconds by option. ``metrics``: the coordinator serves metrics; the specs say it of the others.
-        ``web``: where the coordinator serves its page; "": nowhere.
-        ``authority``: what issues a certificate for each process, and renews it; None for plain text.
+        The fleet of an existing journal continues, unless ``new``: then the fleet starts over.
+
+        ``on_progress`` gets lines of progress. ``module``: module of the processes in place of ``rlctl``, with at least
+        the same functions. ``launcher``: launcher of the engines; None for this machine. Coordinator and ``gateways``
+        always run on this machine. ``reserved``: room to keep free. ``heal_by_hand``: models whose engines stay STALE
+        until a heal on request. ``graces``: seconds by option of the coordinator. ``metrics``: the coordinator serves
+        metrics; for other processes the specs decide. ``web``: address of the coordinator's web page; "": no page.
+        ``authority``: issuer of the certificates of all processes, also for renewals; None for plain text.
         """
         self._authority = authority
         self._renew_at = 0.0
@@ -97,7 +95,7 @@ class LaunchedFleet:
         self._graces = dict(graces)
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
-        """What the coordinator goes by."""
+        """Models to heal by hand, as the coordinator knows them."""
         self._told_slots: set[str] = set()
         """Slots that the coordinator admits."""
         self.engines = _placed(engines)
@@ -123,28 +121,26 @@ class LaunchedFleet:
         self._failures_reported: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
-        """Start."""
         self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
         self._tell_of_interrupt(error)
         self.stop()
 
     @property
     def processes(self) -> list[Launched]:
-        """Every process, the coordinator first."""
+        """All processes, the coordinator first."""
         coordinator = [self.coordinator] if self.coordinator is not None else []
         engines = [process for run in self.runs.values() for process in run.processes]
         return [*coordinator, *engines, *self.gateways.processes]
 
     def start(self) -> str:
-        """Start everything and wait until every stage is routable; returns the coordinator's address.
+        """Start all processes, wait until every stage is routable, and return the coordinator's address.
 
-        Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log; then all are stopped.
+        Raises ENGINE_FAILED or DEADLINE_EXCEEDED with process, cause and log. All processes are then stopped.
         """
         try:
             private_files.make_directory(self.directory)
@@ -164,7 +160,7 @@ class LaunchedFleet:
         return self.address
 
     def stop(self) -> None:
-        """End every process: gateways first, then engines, while there is a coordinator that they can take leave of."""
+        """End all processes: gateways first, then engines, while a coordinator can still deregister the engines."""
         self.gateways.stop()
         if self._client is not None:
             self._client.close()
@@ -181,18 +177,17 @@ class LaunchedFleet:
             self._temporary.cleanup()
 
     def connect(self) -> Fleet:
-        """A client of the fleet."""
         tls = None if self._authority is None else Tls(self._authority.ensured("client/supervisor"))
         return connect(self.address, token=self._token, tls=tls or False, client="launcher")
 
     def process(self, name: str) -> Launched:
-        """One of the processes: "coordinator", "actor-0" (rank 0), "actor-0.1" (rank 1)."""
+        """Return a process by name: "coordinator", "actor-0" (rank 0), "actor-0.1" (rank 1)."""
         return next(process for process in self.processes if process.name == name)
 
     def restart(self, slot: str) -> None:
-        """End what is left of an engine, and start it again as it was launched; returns when its server answers.
+        """End the processes of an engine and start the same engine again. Returns when the stage server answers.
 
-        Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log.
+        Raises ENGINE_FAILED or DEADLINE_EXCEEDED with process, cause and log.
         """
         old = self.runs[slot]
         stop_all(old.processes)
@@ -206,11 +201,10 @@ class LaunchedFleet:
 
     @property
     def journal(self) -> Path:
-        """File of the coordinator's journal."""
         return self.directory / "journal.db"
 
     def replace(self, slots: Collection[str]) -> None:
-        """Have engines drained and started again, as they are; :meth:`look` does it. Raises STAGE_NOT_FOUND."""
+        """Drain engines and start them again unchanged, by :meth:`look`. Raises STAGE_NOT_FOUND."""
         known = [spec.slot for spec in self.engines]
         for slot in slots:
             if slot not in known:
@@ -220,12 +214,12 @@ class LaunchedFleet:
         self._replacing |= set(slots) & self.runs.keys()
 
     def restart_coordinator(self) -> None:
-        """Start it again at its address, with its journal, after it has ended."""
+        """Start an ended coordinator again, with the same address and journal."""
         if self.coordinator is not None:
             self.coordinator.wait()
         self._start_coordinator(self.address)
 
-    # What is wanted, and the way there.
+    # The deployment, and the steps towards it.
 
     def want(
         self,
@@ -235,10 +229,10 @@ class LaunchedFleet:
         heal_by_hand: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> None:
-        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone, and one
-        that has failed is tried again at once. ``limits``: from now on, for those that run too; None: as they are.
+        """Set the engines of the fleet; :meth:`look` takes the steps.
 
-        Raises what the launcher refuses with; then nothing has changed.
+        An engine with an unchanged spec keeps running, and a failed engine is retried at once. ``limits`` also apply to
+        running engines; None keeps the present limits. Raises the launcher's refusal, without any change.
         """
         placed = _placed(engines)
         self._launcher.make_room(placed, reserved)
@@ -253,11 +247,11 @@ class LaunchedFleet:
         for spec in self.engines:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
-                run.stop()  # nothing is to be drained
+                run.stop()  # nothing to drain
 
     @property
     def settled(self) -> bool:
-        """Whether everything that is wanted is ready, or waits for a heal by hand, and nothing else runs."""
+        """Whether all wanted engines are ready, or wait for a heal by hand, and no other process runs."""
         wanted = {spec.slot: spec for spec in self.engines}
         engines = self.runs.keys() == wanted.keys() and all(
             run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
@@ -266,19 +260,18 @@ class LaunchedFleet:
 
     @property
     def all_ended(self) -> bool:
-        """Whether none of its processes runs any more."""
         return all(process.returncode is not None for process in self.processes)
 
     def settle(self) -> None:
-        """Look until everything is as wanted. Raises as :meth:`settling`."""
+        """Take steps until the fleet is settled. Raises as :meth:`settling`."""
         for _ in self.settling():
             time.sleep(POLL_S)
 
     def settling(self) -> Iterator[None]:
-        """One look for each turn, until everything is as wanted; something else may be wanted in between.
+        """Take one step per iteration until the fleet is settled. The deployment may change in between.
 
-        Raises what the first engine that fails has failed with; the others go on, and it is up to the caller what
-        becomes of it.
+        Raises the error of the first failed engine. All other engines continue, and the caller decides on the next
+        step.
         """
         while True:
             self.look(restart=True)
@@ -288,9 +281,9 @@ class LaunchedFleet:
             yield
 
     def look(self, *, restart: bool = False) -> None:
-        """One step for every engine. Raises nothing for one that fails: :attr:`runs` tell.
+        """Take one step for every engine. A failed engine raises nothing; the error is in :attr:`runs`.
 
-        ``restart``: engines that have failed are started again when their back-off is over.
+        ``restart``: failed engines start again after the back-off.
         """
         wanted = {spec.slot: spec for spec in self.engines}
         self._renew_certificates()
@@ -330,14 +323,14 @@ class LaunchedFleet:
                 continue
 
             def tell(client: Fleet, slot: str = slot, failure: EngineFailure = failure) -> None:
-                with contextlib.suppress(NotFound):  # it has never registered
+                with contextlib.suppress(NotFound):  # never registered
                     client.report_engine_failure(slot, failure)
 
             if self._asked(tell):
                 self._failures_reported[slot] = key
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
-        """Take it out of routing before it is drained."""
+        """Disable the slot before the drain."""
         slot = run.spec.slot
         if run.phase is Phase.READY and slot in stages:
             if not stages[slot].enabled or self._asked(
@@ -356,7 +349,10 @@ class LaunchedFleet:
             self._asked(lambda client: client.set_enabled([slot], True))
 
     def _may_replace(self, run: EngineRun, wanted: Mapping[str, EngineSpec]) -> bool:
-        """One of a model after the other, so that the others serve meanwhile; a failed one is in nobody's way."""
+        """Whether a changed engine may be replaced: in sequence within a model, so that the model stays served.
+
+        A failed engine blocks no replacement.
+        """
         if run.phase is not Phase.READY:
             return True
         return all(
@@ -368,7 +364,7 @@ class LaunchedFleet:
         )
 
     def _gpus_held(self, spec: EngineSpec) -> bool:
-        """Whether another engine still has one of its GPUs."""
+        """Whether an engine that runs has a GPU of this spec."""
         if spec.device != "cuda":
             return False
         return any(run.spec.device == "cuda" and set(run.spec.gpus) & set(spec.gpus) for run in self.runs.values())
@@ -395,7 +391,7 @@ class LaunchedFleet:
         self._told_by_hand, self._told_slots = self._by_hand, slots
 
     def _renew_certificates(self) -> None:
-        """Renew certificates in the last third of their validity; processes read them by themselves."""
+        """Renew certificates in the last third of their validity. Processes read new certificates by themselves."""
         if self._authority is None or time.monotonic() < self._renew_at:
             return
         self._renew_at = time.monotonic() + RENEW_S
@@ -405,7 +401,7 @@ class LaunchedFleet:
             self._say(f"Warning: certificates were not renewed: {error}")
 
     def _tell_policies(self) -> None:
-        """Send the admitted slots and the models to heal by hand, if they have changed."""
+        """Send the admitted slots and the models to heal by hand, after a change."""
         slots = {spec.slot for spec in self.engines}
         if slots != self._told_slots:
             new, gone = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
@@ -425,8 +421,9 @@ class LaunchedFleet:
         self._say(f"the fleet of {self.journal} goes on (epoch {fleet.header.fleet_epoch}): {versions}")
 
     def _dismiss_absent(self) -> None:
-        """Deregister empty slots that are not in the topology: engines of an earlier topology. A stage that is only
-        unreachable registers again.
+        """Deregister empty slots that are not in the topology: engines of an earlier topology.
+
+        A stage that is only unreachable registers again.
         """
         fleet = self._status()
         wanted = {spec.slot for spec in self.engines}
@@ -446,10 +443,10 @@ class LaunchedFleet:
         for error in self.gateways.errors.values():
             raise error
 
-    # What the coordinator says.
+    # Queries to the coordinator.
 
     def _stages(self) -> dict[str, Stage]:
-        """What is known of the slots; asked now and then while nobody waits for it."""
+        """Return the stages by slot. Asks the coordinator at intervals while the fleet is settled."""
         asking = (Phase.HEALING, Phase.DRAINING, *UP)
         if (self.settled and time.monotonic() < self._ask_at) or not any(r.phase in asking for r in self.runs.values()):
             return {}
@@ -458,7 +455,7 @@ class LaunchedFleet:
         return {stage.registration.slot: stage for stage in fleet.stages} if fleet is not None else {}
 
     def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
-        """Whether nothing runs there, and no update counts on it."""
+        """Whether the slot has no running requests and no update."""
         found: list[dict[str, str]] = []
         asked = slot in stages and self._asked(lambda client: found.append(client.busy([slot])))
         return asked and not found[0]
@@ -474,9 +471,9 @@ class LaunchedFleet:
         return found[0] if found else None
 
     def _asked(self, ask: Callable[[Fleet], object]) -> bool:
-        """Ask the coordinator; False when it does not answer, and is asked again at the next look.
+        """Call the coordinator. Returns False without an answer; the next step calls again.
 
-        One that has ended is not asked: the SDK would wait for it, and whoever looks is to start it again.
+        An ended coordinator is not called: the SDK would wait, and the supervisor must restart the coordinator.
         """
         if self.coordinator is not None and self.coordinator.returncode is not None:
             return False
@@ -498,7 +495,7 @@ class LaunchedFleet:
 
 
 def _placed(engines: Sequence[EngineSpec]) -> list[EngineSpec]:
-    """Engines with GPUs: those that were given none take the next ones."""
+    """Assign the next free GPUs to engines without GPUs."""
     placed = []
     following = max((max(spec.gpus, default=-1) for spec in engines if spec.device == "cuda"), default=-1) + 1
     for spec in engines:

@@ -1,7 +1,7 @@
-"""The HTTP gateways of a fleet: one process for each model that has one, kept as they are wanted.
+"""The HTTP gateways of a fleet: one process per model with a gateway, kept as the deployment describes.
 
-They hold nothing that would be lost with them, so there is nothing to drain here: a gateway finishes what it has begun
-when it is asked to end, and one that ends by itself is started again.
+Gateways keep no state, so no drain is needed: an ending gateway completes open requests. A gateway that ends by itself
+is restarted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.runtime.addresses import split
 
 LEAVE_S = 60.0
-"""For what a gateway has begun, once it is not wanted any more."""
+"""Seconds for the requests of a removed gateway."""
 
 
 @dataclass
@@ -35,12 +35,12 @@ class _Gateway:
 
 
 class Gateways:
-    """Those of a fleet. They run beside the coordinator, whatever starts the engines.
+    """The gateways of a fleet. Gateways run beside the coordinator, with any launcher.
 
     Attributes:
-        wanted: what is to run.
-        errors: why a gateway failed last, by model; a gateway that answers has none.
-        backoff_s: before the first attempt after a failure; doubles.
+        wanted: gateways to run.
+        errors: last failure by model; a gateway that answers has no entry.
+        backoff_s: seconds before the first retry after a failure; doubles.
     """
 
     def __init__(
@@ -56,29 +56,28 @@ class Gateways:
 
     @property
     def processes(self) -> list[Launched]:
-        """Those that run."""
         return [*(gateway.process for gateway in self._running.values()), *(process for process, _ in self._leaving)]
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Where the gateway of a model answers, http://HOST:PORT."""
+        """URL of the gateway by model, http://HOST:PORT."""
         return {model: gateway.process.facts["address"] for model, gateway in self._running.items() if gateway.ready}
 
     @property
     def routers(self) -> dict[str, str]:
-        """Where the router in front of it answers, for models that have one."""
+        """URL of the router in front of the gateway, for models with a router."""
         ready = {model: gateway.process.facts for model, gateway in self._running.items() if gateway.ready}
         return {model: facts["router"] for model, facts in ready.items() if "router" in facts}
 
     @property
     def settled(self) -> bool:
-        """Whether those that are wanted answer, and no others run."""
+        """Whether all wanted gateways answer, and no other gateway runs."""
         return {gateway.spec for gateway in self._running.values() if gateway.ready} == set(self.wanted) and not (
             self.errors or self._leaving
         )
 
     def look(self, coordinator: str, *, restart: bool) -> None:
-        """One step for each. ``restart``: those that ended are started again, at the same address."""
+        """Take one step per gateway. ``restart``: ended gateways start again at the same address."""
         self._reap()
         wanted = {spec.model: spec for spec in self.wanted}
         for model, gateway in list(self._running.items()):
@@ -94,20 +93,19 @@ class Gateways:
                 try:
                     self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec, time.monotonic())
                 except RlctlError as error:
-                    self.errors.setdefault(model, error)  # tried again at the next look
+                    self.errors.setdefault(model, error)  # retried at the next step
                 else:
                     self.errors.pop(model, None)
         for model in self.errors.keys() - wanted.keys():
             del self.errors[model]
 
     def stop(self) -> None:
-        """End all."""
         stop_all(self.processes)
         self._running.clear()
         self._leaving.clear()
 
     def _port_held(self, spec: GatewaySpec) -> bool:
-        """Whether one that leaves, and may have requests to end, still listens where this one is to."""
+        """Whether a removed gateway, which may have requests to end, still listens at this address."""
         held = {_bound(process.facts.get(kind, "")) for process, _ in self._leaving for kind in ("address", "router")}
         return not held.isdisjoint({spec.listen, spec.router_listen} - {""})
 
@@ -131,7 +129,7 @@ class Gateways:
             gateway.ready = True
             gateway.failures = 0
             router = gateway.process.facts.get("router", "")
-            # Whoever was told of them finds them there again.
+            # Clients that know the addresses reach them again.
             gateway.at = replace(gateway.spec, listen=_bound(address), router_listen=_bound(router))
             behind = f", {gateway.spec.router} at {router}" if router else ""
             self._say(f"{gateway.spec.process}: ready at {address}{behind}")
@@ -139,7 +137,7 @@ class Gateways:
             self._wait_for(gateway)
 
     def _wait_for(self, gateway: _Gateway) -> None:
-        """Say that it goes on; end one that takes too long."""
+        """Report that a start continues; end a gateway that takes too long."""
         process, since_s = gateway.process, time.monotonic() - gateway.since
         if since_s > START_S:
             process.kill()

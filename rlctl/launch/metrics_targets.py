@@ -1,4 +1,4 @@
-"""The file that names the metrics addresses of a fleet, as Prometheus reads it (``file_sd_configs``)."""
+"""The file with the metrics addresses of a fleet, for Prometheus (``file_sd_configs``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "metrics-targets.json"
 
 
 class MetricsTargets:
-    """Writes the file when the addresses have changed."""
+    """Writes the file after a change of the addresses."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         """``say`` takes a warning."""
@@ -23,7 +23,7 @@ class MetricsTargets:
         self._failed = False
 
     def write(self, processes: Sequence[Launched]) -> None:
-        """Write the addresses of the processes that have announced one.
+        """Write the addresses of the processes with an announced address.
 
         A failed write is a warning, once until a write succeeds. The next call writes again.
         """
@@ -33,7 +33,7 @@ class MetricsTargets:
         draft = self._path.with_suffix(".draft")
         try:
             private_files.write_text(draft, text + "\n")
-            draft.replace(self._path)  # Prometheus reads it at any time
+            draft.replace(self._path)  # Prometheus reads at any time
         except OSError as error:  # the fleet runs without the file
             if not self._failed:
                 self._say(f"Warning: {self._path} was not written, Prometheus reads older addresses: {error.strerror}")

@@ -1,7 +1,7 @@
-"""The interface of launchers, and the specifications of the processes that they start.
+"""The interface of launchers, and the specifications of the processes to start.
 
 Imports: engine, contract.
 
-Start with ``launcher.py`` (``Launcher``, ``Launched``) and ``spec.py`` (``EngineSpec``: one engine and its
-command lines).
+Start with ``launcher.py`` (``Launcher``, ``Launched``) and ``spec.py`` (``EngineSpec``: one engine and its command
+lines).
 """

@@ -1,4 +1,4 @@
-"""Where processes run: the one interface that a launcher implements."""
+"""The interface of launchers, which decide where processes run."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from rlctl.launch.interface.spec import EngineSpec, Reservation
 
 
 class Launched(Protocol):
-    """A server that was started, wherever it runs."""
+    """A started server, on any machine."""
 
     name: str
     facts: dict[str, str]
-    """What it announced: address, rollout_address, pid; empty until it has."""
+    """The announced address, rollout_address and pid; empty before the announcement."""
 
     @property
     def pid(self) -> int:
-        """Its process id, where it runs."""
+        """Process id on the server's machine."""
 
     @property
     def log(self) -> Path:
-        """Where its log is, for people."""
+        """Path of the log, for people."""
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Exit status; None while the server runs."""
 
     @property
     def serves(self) -> bool:
-        """Whether it has announced itself."""
+        """Whether the server has announced its address."""
 
     def announced(self, timeout_s: float) -> dict[str, str]:
         """Wait for the facts. Raises ENGINE_FAILED, DEADLINE_EXCEEDED."""
 
     def said(self) -> str:
-        """The last line that it has logged; "" where there is none, or that cannot be read from here."""
+        """Return the last line of the log; "" without a line or without access from here."""
 
     def log_lines(self) -> list[str]:
-        """The last lines that it has logged; [] where they cannot be read from here."""
+        """Return the last lines of the log; [] without access from here."""
 
     def failure(self) -> RlctlError:
-        """Why it ended."""
+        """Return the error that says why the server ended."""
 
     def terminate(self) -> None:
-        """Ask it to end; it leaves the fleet in order."""
+        """Ask the server to end; the server then leaves the fleet in order."""
 
-    def kill(self) -> None:
-        """End it at once."""
+    def kill(self) -> None: ...
 
     def wait(self, timeout_s: float = ...) -> bool:
-        """Wait until it has ended, killing it when that takes longer; returns whether that was needed."""
+        """Wait for the end, with a kill after the time; returns whether the kill was needed."""
 
 
 class Launcher(Protocol):
-    """Starts the servers of engines. None outlives the launcher's process."""
+    """Starts the servers of engines. No server outlives the launcher's process."""
 
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Launched:
-        """Start the server of one rank; does not wait. ``followers``: where the others are, for rank 0.
+        """Start the server of one rank, without waiting. ``followers``: addresses of the other ranks, for rank 0.
 
-        All processes of an engine have ended before one of them is launched again.
+        All processes of an engine must have ended before any of them is launched again.
         """
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        """Before engines are started: keep room for placeholders, in which nothing is; what is not named any more is
-        given back. Raises PLACE_UNAVAILABLE; FIELD_INVALID where the engines cannot be put where they are to be.
+        """Keep empty room for placeholders, before engines start, and give back the room of removed placeholders.
+
+        Raises PLACE_UNAVAILABLE; FIELD_INVALID if the engines do not fit.
         """
 
     def close(self) -> None:
-        """Give back what is held; every process has ended."""
+        """Give back all reserved room, after the end of every process."""

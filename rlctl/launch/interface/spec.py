@@ -1,4 +1,4 @@
-"""The specification of one engine for a launcher, and its command lines. Pure: nothing is started here."""
+"""The specification of an engine for a launcher, and the command lines. Pure: starts nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rlctl.engine import brings_ranks
 from rlctl.runtime.restart_limit import RESTARTS, WITHIN_S
 
 LOAD_S = 1860.0
-"""Longest time for an engine to load: more than a stage server gives it, so that who knows the cause ends first."""
+"""Longest time for an engine to load, in seconds. Longer than a stage server's limit, since the stage server knows the
+cause.
+"""
 
 
 _NO_DIFFERENCE = ("gpus", "restarts", "restarts_within_s")
@@ -18,31 +20,30 @@ _NO_DIFFERENCE = ("gpus", "restarts", "restarts_within_s")
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine to start.
+    """An engine to start.
 
     Attributes:
         slot: stable name, "actor-0".
-        model_path: directory of its checkpoint.
-        model: model that it serves.
+        model_path: directory of the checkpoint.
         engine: plug-in.
-        tp_size: tensor-parallel ranks (of each of its pp_size pipeline ranks).
-        device: "cpu", or "cuda": then the ranks of a fleet take this machine's GPUs in order, one each.
+        tp_size: tensor-parallel ranks (of each of the pp_size pipeline ranks).
+        device: "cpu", or "cuda": the ranks of a fleet then take this machine's GPUs in order, one GPU each.
         options: the plug-in's settings.
-        environment: additional environment variables of its ranks.
+        environment: further environment variables of the ranks.
         frozen: the model receives no weights.
-        pp_size: pipeline-parallel ranks, of engines that have such.
-        worker_type: what the engine is for.
-        dtype: dtype to hold the weights in; "auto" takes the checkpoint's.
+        pp_size: pipeline-parallel ranks, for engines with pipeline parallelism.
+        worker_type: role of the engine.
+        dtype: dtype of the weights in memory; "auto" takes the checkpoint's.
         weight_version: label of the model's first version, or "".
         cpus_per_rank: cores that each rank is bound to; 0: not bound.
-        bind: host that its servers bind to.
-        advertise: host under which others reach them; "" for the one that is bound.
-        gpus: GPUs of its ranks; (): the launcher chooses. Where it is, not what it is: see :meth:`differs`.
-        nodes: hosts that a server with ranks of its own is started over, a process each.
-        metrics: its stage server serves metrics.
-        restarts: how often its stage server starts its engine again after failures; 0: no limit. Of engines that their
-            stage server starts. It counts from the next start on.
-        restarts_within_s: the time in which they count, seconds.
+        bind: host that the servers bind to.
+        advertise: host under which peers reach the servers; "" for the bound host.
+        gpus: GPUs of the ranks; (): the launcher chooses. A location, ignored by :meth:`differs`.
+        nodes: hosts of a server engine, one process each.
+        metrics: the stage server serves metrics.
+        restarts: restarts by the stage server within ``restarts_within_s``; 0: no limit. A change counts from the next
+            start.
+        restarts_within_s: time of the restart limit, seconds.
     """
 
     slot: str
@@ -69,55 +70,53 @@ class EngineSpec:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has."""
         return self.tp_size * self.pp_size
 
     @property
     def attached(self) -> bool:
-        """Whether its server runs already and is only attached to."""
+        """Whether the engine is an attached server."""
         return "url" in self.options
 
     @property
     def restarts_itself(self) -> bool:
-        """Whether its stage server starts its engine again: that of a server that it has launched, all by itself."""
+        """Whether the stage server restarts the engine: a server engine on one node, started by the stage server."""
         return brings_ranks(self.engine) and not self.attached and self.nodes == 1
 
     @property
     def followers(self) -> range:
-        """Ranks that are processes of ours beside rank 0; of a server with ranks of its own, its further nodes."""
+        """Ranks other than 0 with processes of rlctl; for a server engine, the further nodes."""
         return range(1, self.nodes if brings_ranks(self.engine) else self.ranks)
 
     @property
     def ranks_each(self) -> int:
-        """How many ranks each of its processes has."""
+        """Number of ranks per process."""
         return self.ranks // (1 + len(self.followers))
 
     @property
     def cpus(self) -> int:
-        """Cores that each of its processes is bound to, with those of the ranks that it brings; 0: not bound."""
+        """Cores that each process is bound to, for all ranks in the process; 0: not bound."""
         return self.cpus_per_rank * self.ranks_each
 
     def process(self, rank: int) -> str:
-        """Name of the process of a rank: "actor-0", "actor-0.1"."""
+        """Return the process name of a rank: "actor-0", "actor-0.1"."""
         return f"{self.slot}.{rank}" if rank else self.slot
 
     def identity(self, rank: int) -> str:
-        """Identity in the certificate of the process of a rank."""
+        """Return the identity in the certificate of a rank's process."""
         return f"worker/{self.slot}" if rank else f"stage/{self.slot}"
 
     def differs(self, other: EngineSpec) -> list[str]:
-        """Fields in which another one would be started differently; where it runs and how often is none."""
+        """Return the fields that differ in the start of a different spec. Location and restart limit do not count."""
         names = [each.name for each in fields(self) if each.name not in _NO_DIFFERENCE]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
     def data(self) -> dict[str, Any]:
-        """For JSON."""
+        """The spec for JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> EngineSpec:
-        """From :attr:`data`."""
         return cls(**{**data, "gpus": tuple(data.get("gpus", ()))})
 
 
@@ -126,14 +125,14 @@ class GatewaySpec:
     """An HTTP gateway in front of one model.
 
     Attributes:
-        model: the model; one gateway each.
-        listen: HOST:PORT; port 0 takes any.
-        policy: how it, or the router in front of it, picks an engine; "": its own default.
-        router: program in front of it, "sglang-router"; "": none.
-        router_listen: where that listens.
-        tokenizer: directory of the model's tokenizer, for versions that come over groups; "": the coordinator tells.
+        model: the model; at most one gateway per model.
+        listen: HOST:PORT; TCP port 0 takes any.
+        policy: policy of the gateway, or of the router in front; "": the default.
+        router: program in front of the gateway, "sglang-router"; "": no router.
+        router_listen: address of the router.
+        tokenizer: directory of the model's tokenizer, for versions sent over groups; "": from the coordinator.
         pairs: the model has prefill and decode engines.
-        metrics: it serves metrics.
+        metrics: the gateway serves metrics.
     """
 
     model: str
@@ -147,16 +146,15 @@ class GatewaySpec:
 
     @property
     def process(self) -> str:
-        """Name of its process."""
         return f"gateway-{self.model}"
 
     @property
     def identity(self) -> str:
-        """Identity in its certificate."""
+        """Identity in the gateway's certificate."""
         return f"gateway/{self.model}"
 
     def arguments(self, coordinator: str) -> list[str]:
-        """Arguments of ``rlctl``."""
+        """Return the arguments of ``rlctl``."""
         policy = ["--router-policy" if self.router else "--policy", self.policy] if self.policy else []
         router = ["--router-backend", self.router, "--router-listen", self.router_listen] if self.router else []
         if self.router and self.pairs:
@@ -171,19 +169,19 @@ class GatewaySpec:
 
 
 def any_port(listen: str) -> str:
-    """A free port of the host of an address; of this host for a Unix socket."""
+    """Return a free port of an address's host; of this host for a Unix socket."""
     return "127.0.0.1:0" if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:0"
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Room that a placeholder keeps free.
+    """Room for a placeholder.
 
     Attributes:
-        name: what its slots would begin with.
-        ranks: how many GPUs; on a CPU, ranks.
+        name: prefix of the slots.
+        ranks: number of GPUs; on a CPU, of ranks.
         device: "cpu" or "cuda".
-        places: those of the plan that it is. Where it is, not what it is.
+        places: places of the plan. A location, ignored in comparisons.
     """
 
     name: str
@@ -193,7 +191,7 @@ class Reservation:
 
 
 def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> list[str]:
-    """Arguments of ``rlctl`` for the process of one rank; rank 0 is told where the others are."""
+    """Return the arguments of ``rlctl`` for the process of one rank. Rank 0 gets the addresses of the followers."""
     device = spec.device
     if device == "cuda":
         device = f"cuda:{spec.gpus[rank * spec.ranks_each]}" if spec.gpus else "cuda"

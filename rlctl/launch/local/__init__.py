@@ -1,4 +1,4 @@
-"""Processes on this machine: children that end with their parent, their GPUs, cores and logs.
+"""Processes on this machine: children that end with the parent, with GPUs, cores and logs.
 
 Imports: launch.interface, engine, contract, runtime, transport.
 

@@ -1,4 +1,4 @@
-"""Child processes that announce themselves: started, awaited, ended by id, never orphaned."""
+"""Child processes that announce addresses: started, awaited, ended by id, never orphaned."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rlctl.runtime.server_process import ANNOUNCEMENT
 
 STOP_S = 10.0
 READ_S = 1.0
-"""For what a process that has ended said last to be read."""
+"""Seconds to read the last output of an ended process."""
 TEND_S = 30.0
-"""How often it is looked whether a log has become too long."""
+"""Seconds between checks of the log's size."""
 
 
 class Process:
-    """One rlctl server in a process of its own, logging to a file that is kept short.
+    """An rlctl server in a child process, with a log of limited size.
 
-    Its standard input is a pipe that this process holds: when this process dies, however it dies, the child ends too.
+    Standard input is a pipe of this process: when this process dies in any way, the child ends too.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Process:
         module: str = "rlctl",
         cpus: Sequence[int] = (),
     ) -> None:
-        """Start ``rlctl ARGUMENTS``; ``module`` is run in its place, and is to do what it does.
+        """Start ``rlctl ARGUMENTS``, or a ``module`` with the same interface.
 
-        ``cpus``: cores that it is bound to, with all of its threads and children; none: not bound.
+        ``cpus``: cores for the process with all threads and children; empty: not bound.
         """
         self.name = name
         self.log = log
         self.facts: dict[str, str] = {}
         self._announced = threading.Event()
         self._silent = threading.Event()
-        """Nothing more is said: neither by it nor by a child of its own."""
+        """Set once the standard output is closed by the process and its children."""
         self._log_from = log_end(log)
         with open(log, "ab", opener=private_files.opener) as stderr:
             self._popen = subprocess.Popen(
@@ -60,10 +60,10 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, **environment},
-                process_group=0,  # Ctrl-C is for the launcher, which ends its processes in order
+                process_group=0,  # Ctrl-C is for the launcher, which ends all processes in order
             )
         if cpus:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already, and is told by that
+            with contextlib.suppress(ProcessLookupError):  # already ended, as the end of the output shows
                 os.sched_setaffinity(self._popen.pid, cpus)
         self._reader = threading.Thread(target=self._read, name=f"announcements of {name}", daemon=True)
         self._reader.start()
@@ -71,21 +71,23 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._popen.pid
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Exit status; None while the process runs."""
         return self._popen.poll()
 
     @property
     def serves(self) -> bool:
-        """Whether it has announced itself. Before that it holds nothing that would have to be given back."""
+        """Whether the process has announced its address. Before that, the process holds nothing to give back."""
         return bool(self.facts)
 
     def announced(self, timeout_s: float) -> dict[str, str]:
-        """What it bound, once it has. Raises ENGINE_FAILED when it ended, DEADLINE_EXCEEDED when it did not say."""
+        """Wait for the announced facts.
+
+        Raises ENGINE_FAILED after the process's end, DEADLINE_EXCEEDED after the time.
+        """
         if not self._announced.wait(timeout_s):
             raise Reason.DEADLINE_EXCEEDED.error(f"{self.name} did not come up in {timeout_s:g} s; see {self.log}")
         if not self.facts:
@@ -94,43 +96,41 @@ class Process:
         return self.facts
 
     def until_announced(self) -> dict[str, str]:
-        """Wait until it has announced itself, and return what; {} when it ended before."""
+        """Wait for the announcement and return the facts; {} if the process ended before."""
         self._announced.wait()
         return self.facts
 
     def until_ended(self) -> int:
-        """Wait until it has ended; how."""
+        """Wait for the end and return the exit status."""
         return self._popen.wait()
 
     def said(self) -> str:
-        """The last line that it has logged; "" where there is none."""
+        """Return the last line of the log, or ""."""
         return last_line(self.log, self._log_from)
 
     def log_lines(self) -> list[str]:
-        """The last lines that it has logged; [] when they are on another machine."""
+        """Return the last lines of the log."""
         return last_lines(self.log, self._log_from)
 
     def failure(self) -> RlctlError:
-        """Why it ended, from the end of its log."""
+        """Return the error that says why the process ended, from the end of the log."""
         code, said = self.returncode, self.said()
         how = f"ended with {code}"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}" if -code in {*signal.Signals} else how
-            # It had no time to say why; its last line is about something else.
+            # Killed without time for an explanation: the last line is about something else.
             said = f"what it logged last was {said!r}" if said else ""
         why = f": {said}" if said else ""
         return Reason.ENGINE_FAILED.error(f"{self.name} {how}{why}", next_step=f"See {self.log}.")
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._popen.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
         self._popen.kill()
 
     def wait(self, timeout_s: float = STOP_S) -> bool:
-        """Wait until it has ended, killing it when that takes longer; returns whether that was needed."""
+        """Wait for the end, with a kill after the time; returns whether the kill was needed."""
         killed = False
         try:
             self._popen.wait(timeout_s)
@@ -138,7 +138,7 @@ class Process:
             killed = True
             self._popen.kill()
             self._popen.wait()
-        self._reader.join(READ_S)  # longer where a child of its own goes on, which has the same standard output
+        self._reader.join(READ_S)  # takes longer if a child of the process continues with the same standard output
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         return killed
@@ -163,7 +163,10 @@ class Process:
 
 
 def end(process: Launched) -> None:
-    """Ask it to end. One that has not announced itself is killed: while it imports torch it would not react."""
+    """Ask a process to end.
+
+    A process without an announcement is killed: during the import of torch no signal is handled.
+    """
     if process.serves:
         process.terminate()
     else:
@@ -171,7 +174,7 @@ def end(process: Launched) -> None:
 
 
 def stop_all(processes: Sequence[Launched]) -> list[Launched]:
-    """End processes together, last started first; returns those that had to be killed because they did not end."""
+    """End processes together, the last started first; returns the processes that had to be killed."""
     for process in reversed(processes):
         end(process)
     deadline = time.monotonic() + STOP_S

@@ -1,4 +1,4 @@
-"""GPUs of this machine, and which of them ranks compute on. No library is loaded that would touch a GPU."""
+"""The GPUs of this machine, and the GPU of each rank. Loads no library that would touch a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.engine import brings_ranks
 
 
 def gpu_count(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """How many NVIDIA GPUs processes started from here see: the device files, less what CUDA_VISIBLE_DEVICES hides."""
+    """Return the number of visible NVIDIA GPUs: the device files without GPUs hidden by CUDA_VISIBLE_DEVICES."""
     there = sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -18,24 +18,23 @@ def gpu_count(environment: Mapping[str, str] = os.environ, devices: Path = Path(
     shown = 0
     for name in filter(None, visible.split(",")):
         if name.strip().startswith("-"):
-            break  # CUDA ignores what follows one that is not valid
+            break  # CUDA ignores all entries after an invalid entry
         shown += 1
     return min(there, shown)
 
 
 def kind(device: str, gpus: int) -> str:
-    """``device``, with "auto" replaced by "cuda" on a machine with GPUs and by "cpu" elsewhere."""
+    """Return ``device``, with "auto" replaced by "cuda" on a machine with GPUs and by "cpu" elsewhere."""
     if device == "auto":
         return "cuda" if gpus else "cpu"
     return device
 
 
 def of_process(device: str, engine: str, rank: int) -> str:
-    """The device of a process that is started by hand on this machine: "cpu", "cuda:N", or "cuda" for an engine with
-    rank processes of its own.
+    """Return the device of a process started by hand on this machine: "cpu", "cuda:N", or "cuda" for a server engine.
 
-    Ranks of other engines take the GPUs of a machine in order. The ranks of a second machine start at its first GPU,
-    and so does a process that sees one GPU only.
+    Ranks of other engines take the GPUs of a machine in order. The ranks of a second machine start at the first GPU
+    there, and so does a process that sees one GPU only.
     """
     gpus = gpu_count()
     device = kind(device, gpus)

@@ -1,4 +1,4 @@
-"""The local launcher: processes on this machine, with cores of their own where they are to have some."""
+"""The local launcher: processes on this machine, optionally with reserved cores."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class LocalLauncher:
         module: str,
         authority: Authority | None = None,
     ) -> None:
-        """``directory``: of the logs. ``module``: the Python module to run, with the interface of ``rlctl``.
-        ``authority``: issues the certificate of each process; None for plain text.
+        """``directory``: directory of the logs.
+
+        ``module``: the Python module to run, with the interface of ``rlctl``. ``authority``: issuer of the certificate
+        of each process; None for plain text.
         """
         self._authority = authority
         self._directory = directory
@@ -38,7 +40,7 @@ class LocalLauncher:
         self._cores: dict[int, Launched] = {}
 
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Process:
-        """Start the server of a rank, on the GPUs that the plan names."""
+        """Start the server of a rank, on the GPUs of the plan."""
         arguments = rank_arguments(spec, rank, coordinator, followers)
         return self.start(spec.process(rank), arguments, spec.environment, identity=spec.identity(rank), cpus=spec.cpus)
 
@@ -52,10 +54,10 @@ class LocalLauncher:
         hosts: Sequence[str] = (),
         cpus: int = 0,
     ) -> Process:
-        """Start ``rlctl ARGUMENTS``; cores are those that no process that still runs is bound to.
+        """Start ``rlctl ARGUMENTS``, on cores that no running process is bound to.
 
-        ``identity``: in its certificate, with ``hosts``. Raises FIELD_INVALID: too few cores; TLS_INVALID: no
-        certificate; ENGINE_FAILED: the system does not start it.
+        ``identity`` and ``hosts`` are for the certificate. Raises FIELD_INVALID for too few cores, TLS_INVALID without
+        a certificate, ENGINE_FAILED if the system does not start the process.
         """
         bound = self._free_cores(name, cpus)
         threads = str(cpus) if cpus else os.environ.get("OMP_NUM_THREADS", "1")
@@ -65,16 +67,15 @@ class LocalLauncher:
         try:
             private_files.make_directory(self._directory)
             process = Process(name, [*arguments, *self._flags], log, variables, self._module, bound)
-        except (OSError, RuntimeError) as error:  # no memory, no process id, no thread, no room for a log
+        except (OSError, RuntimeError) as error:  # no memory, process id, thread, or room for a log
             raise Reason.ENGINE_FAILED.error(f"{name} cannot be started: {error}") from error
         self._cores.update(dict.fromkeys(bound, process))
         return process
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        """Nothing: the plan leaves them out, and nobody else gives out GPUs of this machine."""
+        """Do nothing: the plan leaves out these GPUs, and no other program assigns GPUs of this machine."""
 
-    def close(self) -> None:
-        """Nothing."""
+    def close(self) -> None: ...
 
     def _free_cores(self, name: str, count: int) -> list[int]:
         if not count:

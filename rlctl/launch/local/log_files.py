@@ -1,4 +1,4 @@
-"""Logs of processes that run for weeks: their last lines, and a limit of their size on disk."""
+"""Logs of processes that run for weeks: the last lines, and a limit of the size on disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlctl.runtime import private_files
 from rlctl.runtime.logs import message_of
 
 LAST_BYTES = 8192
-"""How far back a log is looked into for its last line."""
+"""Bytes at the end of a log that are searched for the last line."""
 MOST_LINE = 500
-"""Characters of a line that is passed on."""
+"""Most characters of a reported line."""
 AT_MOST_BYTES = 64 << 20
-"""Of a log; one that has grown longer is kept as ``NAME.log.1``, in the place of the one before, and begins anew."""
+"""Most bytes of a log. A longer log is moved to ``NAME.log.1``, which replaces the earlier copy, and starts empty."""
 
 _BLOCK = 64 << 10
 """A multiple of the block sizes of file systems; only whole blocks can be cut off."""
@@ -27,21 +27,23 @@ _COLLAPSE_RANGE = 0x08
 
 
 def log_end(log: Path) -> int:
-    """Where a log ends that may be another's before; 0 where there is none."""
+    """Return the end of a log that may contain lines of an earlier process; 0 without a log."""
     with contextlib.suppress(OSError):
         return log.stat().st_size
     return 0
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """The last line of a log from ``start`` on that says something; "" where there is none, or the log is on another
-    machine. One that has begun anew since is read from its beginning.
+    """Return the last non-empty line of a log from ``start`` on; "" without a line, or for a log on a different
+    machine.
+
+    A log that was started anew since then is read from the beginning.
     """
     return next(iter(last_lines(log, start, most=1)), "")
 
 
 def last_lines(log: Path, start: int = 0, most: int = 20) -> list[str]:
-    """The last lines of a log from ``start`` on that say something, as :func:`last_line` finds the last one."""
+    """Return the last non-empty lines of a log from ``start`` on; see :func:`last_line`."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start if start <= size else 0, size - LAST_BYTES))
@@ -51,11 +53,13 @@ def last_lines(log: Path, start: int = 0, most: int = 20) -> list[str]:
 
 
 def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
-    """Move what a log that is too long holds to ``NAME.log.1``, while others append to it. Returns whether it did.
+    """Move the content of a log that is too long to ``NAME.log.1`` while processes append.
 
-    No line is lost where the file system can cut off the beginning of a file (ext4, XFS): the log keeps what has come
-    since, and its last block. Elsewhere the log is emptied, and a line that comes just between the copy and that is
-    lost. Nothing happens where the disk does not take the copy, or while another process does the same.
+    Returns whether the content was moved.
+
+    No line is lost if the file system can cut off the beginning of a file (ext4, XFS): the log keeps the lines since
+    then, and the last block. Elsewhere the log is emptied, and a line between the copy and the emptying is lost.
+    Nothing happens if the disk cannot store the copy, or a different process does the same.
     """
     with contextlib.suppress(OSError):
         if log.stat().st_size <= at_most:
@@ -64,7 +68,7 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
         with log.open("r+b") as file:
             if not _locked(file) or (size := os.fstat(file.fileno()).st_size) <= at_most:
                 return False
-            kept.unlink(missing_ok=True)  # on a full disk, that is the room for the copy
+            kept.unlink(missing_ok=True)  # on a full disk, this makes room for the copy
             try:
                 beginning = _copied(file, kept, (size - 1) // _BLOCK * _BLOCK)
                 if beginning and _cut_off(file, beginning):
@@ -79,7 +83,7 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
 
 
 def _locked(log: IO[bytes]) -> bool:
-    """Lock a log until it is closed; whether no other process has. Without a lock where the file system has none."""
+    """Lock a log until closed; False if a different process has the lock. True on a file system without locks."""
     try:
         fcntl.flock(log.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -90,7 +94,7 @@ def _locked(log: IO[bytes]) -> bool:
 
 
 def _copied(log: IO[bytes], kept: Path, size: int | None) -> int:
-    """Copy the beginning of a log, all of it for None; returns the bytes."""
+    """Copy the beginning of a log, or the whole log for None; returns the bytes."""
     log.seek(0)
     with open(kept, "wb", opener=private_files.opener) as copy:
         while data := log.read(_PART if size is None else min(_PART, size - copy.tell())):
@@ -99,7 +103,7 @@ def _copied(log: IO[bytes], kept: Path, size: int | None) -> int:
 
 
 def _cut_off(log: IO[bytes], size: int) -> bool:
-    """Remove the first bytes of a file, whole blocks, in one step; whether the file system can."""
+    """Remove the first bytes of a file, in whole blocks, in one step; returns whether the file system can."""
     try:
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
     except (OSError, AttributeError):  # not Linux

@@ -1,9 +1,8 @@
-"""The actor that runs one server of an engine, as its child process, on a node of a Ray cluster.
+"""The actor that runs one server of an engine, as a child process, on a node of a Ray cluster.
 
-The server is a process of its own and not the actor: it can be killed whatever state it is in, how it ended and the
-last line of its log are still told, torch finds the environment that it is to load in, and Ray's threads and its copy
-of gRPC are not in the way. The child's standard input is a pipe of the actor's, so it ends when the actor does, however
-that ends.
+The server is a separate process: the actor can kill the server in any state, and still report the exit status and the
+last line of the log. torch finds the environment for the import. Ray's threads and copy of gRPC cannot interfere. The
+child's standard input is a pipe of the actor, so the child ends with the actor in any case.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from rlctl.weights.group.network_interfaces import address_on
 
 @dataclass(frozen=True)
 class Server:
-    """One server to start.
+    """A server to start.
 
     Attributes:
         spec: the engine.
-        rank: which of its ranks.
-        coordinator: its address.
-        followers: addresses of the others, for rank 0.
-        flags: what every server gets.
-        environment: variables, the engine's included.
-        interface: interface or network to bind to; "": the address under which Ray knows the node.
-        log: its log, on the node.
-        module: what is run in place of ``rlctl``.
-        gpus: that it has beside those of its actor, which other bundles hold for it.
+        rank: rank of the engine.
+        coordinator: address of the coordinator.
+        followers: addresses of the other ranks, for rank 0.
+        flags: arguments of every server.
+        environment: environment variables, including the engine's.
+        interface: interface or network to bind to; "": the node's address in Ray.
+        log: path of the log on the node.
+        module: module to run in place of ``rlctl``.
+        gpus: further GPUs beside the actor's GPU, held by other bundles.
     """
 
     spec: EngineSpec
@@ -50,18 +49,17 @@ class Server:
 
 
 class BundleActor:
-    """Holds a bundle for a rank that has no process of its own: a server with ranks of its own is in their first."""
+    """Holds the bundle of a rank without a process: a server engine's process is in its first rank's bundle."""
 
     def gpus(self) -> tuple[str, ...]:
-        """GPUs of the bundle, as its node numbers them."""
+        """Return the GPUs of the bundle, in the node's numbering."""
         return _own_gpus()
 
 
 class ServerActor:
-    """Holds one server. Its methods run side by side, a thread each."""
+    """Runs one server. The methods run concurrently, in a thread each."""
 
     def __init__(self, server: Server) -> None:
-        """Start it."""
         private_files.make_directory(server.log.parent)
         name = server.spec.process(server.rank)
         arguments = [*rank_arguments(self._here(server), server.rank, server.coordinator, server.followers),
@@ -71,31 +69,28 @@ class ServerActor:
 
     @staticmethod
     def _here(server: Server) -> EngineSpec:
-        """The spec on this node: its address, and its GPUs by the numbers that Ray lets them be seen under, 0 first."""
+        """Return the spec on this node: the address, and the GPUs in the actor's numbering from 0."""
         spec = server.spec
         bind = address_on(server.interface) if server.interface else str(ray.util.get_node_ip_address())
-        # A process sees the GPUs of its own ranks only.
+        # A process sees only the GPUs of the own ranks.
         gpus = tuple(rank % spec.ranks_each for rank in range(spec.ranks))
         return replace(spec, bind=bind, gpus=gpus)
 
     def announced(self) -> dict[str, str]:
-        """Wait for what it announces; {} when it ended before."""
+        """Wait for the announcement and return the facts; {} if the process ended before."""
         return self._process.until_announced()
 
     def ended(self) -> tuple[int, bytes]:
-        """Wait until it has ended: with what, and why (an ErrorDetail)."""
+        """Wait for the end and return the exit status and the reason (an ErrorDetail)."""
         code = self._process.until_ended()
         return code, self._process.failure().detail().SerializeToString()
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
 
 def _own_gpus() -> tuple[str, ...]:
-    """GPUs that Ray has given this actor."""
     return tuple(map(str, ray.get_gpu_ids()))

@@ -1,8 +1,8 @@
-"""A placement group that another program, such as a trainer, has made and shares with a fleet.
+"""A placement group made by a different program, such as a trainer, and shared with a fleet.
 
-The n-th place of the plan is the n-th bundle, and a rank has one bundle. So the maker of the group can compute where
-each engine runs, and which bundles a placeholder keeps free. Nothing here makes or removes such a group. If the group
-is gone, the start of an engine fails with this cause until a group of the same name exists.
+The n-th place of the plan is the n-th bundle, and a rank has one bundle. So the maker of the group can compute the
+place of each engine and of each placeholder. rlctl never makes or removes such a group. If the group is gone, the start
+of an engine fails with this cause until a group of the same name exists.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rlctl.launch.ray.placement_groups import PLACE_S, Placement, Places, need
 
 LOOK_S = 0.1
 TAKEN_S = 10.0
-"""How long is waited for a bundle that somebody else has: what was just given back is free a moment later."""
+"""Seconds to wait for a bundle that is taken: resources just given back become free a moment later."""
 CREATED, REMOVED = "CREATED", "REMOVED"
-"""States of a placement group, as Ray calls them; what is in another one waits for nodes."""
+"""States of a placement group in Ray; a group in any other state waits for nodes."""
 _FIELD = "fleet.ray.placement_group"
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What Ray says of it now."""
+    """Ray's present data of the group."""
 
     id: str
     state: str
@@ -42,27 +42,29 @@ class _Group:
 
 
 class GivenGroup(Places):
-    """Its bundles, as far as they were given."""
+    """The usable bundles of the group."""
 
     def __init__(self, per_node: int, named: str, bundles: Sequence[int] = (), share: float = 1.0) -> None:
-        """``named``: its name or id; ``bundles``: which, in order, all by node if none; ``share``: how much of its
-        bundle a rank takes, so that others may have the rest.
+        """``named``: name or id of the group.
+
+        ``bundles``: usable bundles, in order; empty: all, ordered by node. ``share``: part of its bundle that a rank
+        takes, so that other programs may have the rest.
         """
         super().__init__(per_node)
         self._named = named
         self._given = tuple(bundles)
         self._share = share
         self._by_node: dict[str, Sequence[int]] = {}
-        """Bundles in the order of their nodes as it was at the first look, by the group's id."""
+        """Bundles in the order of the nodes at the first look, by group id."""
         self._held: dict[int, Placement] = {}
         self._holders: dict[Placement, list[tuple[int, Any, Any]]] = {}
-        """Of bundles without a process: (bundle, actor, its GPUs to come)."""
+        """For bundles without a process: (bundle, actor, future of the actor's GPUs)."""
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        """See that every engine can be put into its bundles. What placeholders keep free, whoever made the group has.
+        """Check that every engine fits into the bundles. The maker of the group keeps the room of placeholders.
 
-        Raises FIELD_INVALID: there is no such group, or its bundles are too few, too small, or on other nodes;
-        PLACE_UNAVAILABLE: it was removed, or waits for nodes.
+        Raises FIELD_INVALID without such a group, or for bundles that are too few, too small, or on other nodes. Raises
+        PLACE_UNAVAILABLE if the group was removed or waits for nodes.
         """
         deadline = time.monotonic() + PLACE_S
         while (group := self._group()).state != CREATED:
@@ -84,9 +86,9 @@ class GivenGroup(Places):
                 self._fits(spec, group, order)
 
     def stands(self, placement: Placement) -> bool:
-        """Whether its bundles can be used.
+        """Whether the bundles of a placement can be used.
 
-        Raises what :meth:`make_room` does, and PLACE_UNAVAILABLE: somebody else has them.
+        Raises as :meth:`make_room`, and PLACE_UNAVAILABLE if a different program has the bundles.
         """
         if placement.ready or placement.spec.attached:
             return super().stands(placement)
@@ -96,7 +98,7 @@ class GivenGroup(Places):
                 return self._wait(placement, self._waits(group))
             bundles = self._fits(placement.spec, group, self._order(group))
             if any(self._held.get(bundle, placement) is not placement for bundle in bundles):
-                placement.since = time.monotonic()  # an engine of ours is on its way out
+                placement.since = time.monotonic()  # an engine of this fleet is ending
                 return False
             if taken := self._taken(placement, group, bundles):
                 return self._wait(placement, taken)
@@ -128,7 +130,7 @@ class GivenGroup(Places):
         takes = placement.takes
         for index, bundle in enumerate(bundles):
             if index % placement.spec.ranks_each == 0:
-                continue  # its process is there
+                continue  # the process is in this bundle
             holder: Any = (
                 ray.remote(BundleActor)
                 .options(
@@ -141,7 +143,7 @@ class GivenGroup(Places):
             self._holders.setdefault(placement, []).append((bundle, holder, holder.gpus.remote()))
 
     def _group(self) -> _Group:
-        """Raises FIELD_INVALID: there is none, or two; PLACE_UNAVAILABLE: it was removed."""
+        """Return the group. Raises FIELD_INVALID for no group or two, PLACE_UNAVAILABLE for a removed group."""
         table: Mapping[str, Mapping[str, Any]] = placement_group_table()
         named = {id_: about for id_, about in table.items() if self._named in (id_, about["name"])}
         found = {id_: about for id_, about in named.items() if about["state"] != REMOVED}
@@ -164,11 +166,11 @@ class GivenGroup(Places):
         )
 
     def _order(self, group: _Group) -> Sequence[int]:
-        """Bundles in the order of the plan's places. Raises FIELD_INVALID."""
+        """Return the bundles in the order of the plan's places. Raises FIELD_INVALID."""
         if not self._given:
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             by_node = sorted(group.bundles, key=lambda bundle: (_number(addresses[group.nodes[bundle]]), bundle))
-            # A bundle keeps its place when it moves to another node: the others are in use.
+            # A bundle keeps the place when it moves to a different node, since the other bundles are in use.
             return self._by_node.setdefault(group.id, by_node)
         if unknown := sorted(set(self._given) - group.bundles.keys()):
             raise Reason.FIELD_INVALID.error(
@@ -181,7 +183,7 @@ class GivenGroup(Places):
         return self._given
 
     def _fits(self, spec: EngineSpec, group: _Group, order: Sequence[int]) -> Sequence[int]:
-        """The bundles of an engine's ranks. Raises FIELD_INVALID: too few, too small, or on several nodes."""
+        """Return the bundles of an engine's ranks. Raises FIELD_INVALID for too few, too small, or spread bundles."""
         if len(spec.gpus) != spec.ranks or max(spec.gpus) >= len(order):
             raise Reason.FIELD_INVALID.error(
                 f"{spec.slot} has {spec.ranks} ranks and places {list(spec.gpus)} of {len(order)}",
@@ -190,7 +192,7 @@ class GivenGroup(Places):
         bundles = [order[place] for place in spec.gpus]
         least = {name: amount * self._share for name, amount in need(spec.device, 1, spec.cpus_per_rank).items()}
         if "GPU" in least:
-            least["GPU"] = 1.0  # a rank has one, and a bundle of several would not tell which
+            least["GPU"] = 1.0  # a rank has one GPU, and in a bundle of several GPUs the GPU would be ambiguous
         for bundle in bundles:
             has = group.bundles[bundle]
             if any(has.get(name, 0.0) < amount for name, amount in least.items()) or (
@@ -212,12 +214,12 @@ class GivenGroup(Places):
         return bundles
 
     def _taken(self, placement: Placement, group: _Group, bundles: Sequence[int]) -> RlctlError | None:
-        """The error when somebody else has what its ranks are to take."""
+        """Return the error for bundles whose resources are taken by a different program, or None."""
         free: Mapping[str, float] = ray.available_resources()
         spec = placement.spec
         for bundle in bundles:
             for name, amount in need(spec.device, 1, spec.cpus_per_rank).items():
-                there = free.get(f"{name}_group_{bundle}_{group.id}", 0.0)  # a bundle has a resource of its own
+                there = free.get(f"{name}_group_{bundle}_{group.id}", 0.0)  # a bundle has a separate resource name
                 if there < amount * self._share:
                     return Reason.PLACE_UNAVAILABLE.error(
                         f"{spec.slot}: bundle {bundle} of placement group {self._named!r} has {there:g} of "
@@ -227,7 +229,7 @@ class GivenGroup(Places):
         return None
 
     def _wait(self, placement: Placement, error: RlctlError, most_s: float = TAKEN_S) -> bool:
-        """For a while; then the error."""
+        """Return False for ``most_s`` seconds, then raise the error."""
         if time.monotonic() - placement.since > most_s:
             raise error
         return False
@@ -246,7 +248,7 @@ class GivenGroup(Places):
 
 
 def _number(address: str) -> tuple[int, str]:
-    """Addresses in the order of their numbers, as slime has them."""
+    """Order addresses by number, as slime does."""
     try:
         return int(ipaddress.ip_address(address)), address
     except ValueError:
@@ -254,5 +256,5 @@ def _number(address: str) -> tuple[int, str]:
 
 
 def _words(resources: Mapping[str, float]) -> str:
-    """1 GPU and 2 CPU."""
+    """Return text such as "1 GPU and 2 CPU"."""
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

@@ -1,7 +1,7 @@
-"""The Ray launcher: every server of an engine in an actor, on the nodes that its placement group holds.
+"""The Ray launcher: every server of an engine in an actor, on the nodes of the engine's placement group.
 
-rlctl decides what becomes of an engine, not Ray: actors are not restarted (a new process is a new incarnation, which is
-healed before it serves), and nothing is detached: what the driver started ends with the driver.
+rlctl restarts engines, and Ray does not restart actors: a new process is a new incarnation, to be healed before it
+serves. No actor is detached: started processes end with the driver.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlctl.transport.auth import token_variables
 from rlctl.transport.tls.authority import Authority, certificate_variables
 from rlctl.v1.common_pb2 import ErrorDetail
 
-# Read by Ray when it is imported. It prints what it notices to the driver's standard output, which is the user's; what
-# concerns an engine is told by its failure.
+# Read at Ray's import. Ray prints messages to the driver's standard output, which belongs to the user. Failures of
+# engines are reported by rlctl.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -47,15 +47,15 @@ CONNECT_S = 5.0
 KILLED_S = 2.0
 LOOK_S = 0.05
 CALLS = 8
-"""Of an actor at once: two that wait, and what it is told meanwhile."""
+"""Concurrent calls of an actor: two that wait, and further commands."""
 LOST = -1
-"""The return code of a process whose end nobody saw."""
+"""Return code of a process whose end was not observed."""
 
 
 class RayProcess:
-    """One server on the cluster, as :class:`rlctl.launch.interface.launcher.Launched` has it.
+    """A server on the cluster, as a :class:`rlctl.launch.interface.launcher.Launched`.
 
-    Asking how it is takes it a step on: from waiting for room to the actor, from there to what the actor says.
+    Each query takes a step: from the wait for room to the actor, then to the actor's answer.
     """
 
     def __init__(self, server: Server, places: Places) -> None:
@@ -75,18 +75,18 @@ class RayProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id on its node; 0 until it has announced itself."""
+        """Process id on the server's node; 0 before the announcement."""
         return int(self.facts.get("pid", 0))
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs; LOST when nobody saw it."""
+        """Exit status; None while the server runs; LOST if the end was not observed."""
         self._look(0)
         return self._returncode
 
     @property
     def serves(self) -> bool:
-        """Whether it has announced itself."""
+        """Whether the server has announced its address."""
         self._look(0)
         return bool(self.facts)
 
@@ -102,39 +102,36 @@ class RayProcess:
         return self.facts
 
     def said(self) -> str:
-        """The last line that it has logged; "" when it is on another machine."""
+        """Return the last line of the log; "" for a log on a different machine."""
         return last_line(self.log, self._log_from)
 
     def log_lines(self) -> list[str]:
-        """The last lines that it has logged; [] when they are on another machine."""
+        """Return the last lines of the log; [] for a log on a different machine."""
         return last_lines(self.log, self._log_from)
 
     def failure(self) -> RlctlError:
-        """Why it ended."""
         return self._error or Reason.ENGINE_FAILED.error(f"{self.name} has not ended")
 
     def terminate(self) -> None:
-        """Ask it to end."""
         if self._actor is None:
             self._over(0, Reason.ENGINE_FAILED.error(f"{self.name} was ended before there was room for it"))
         else:
             self._actor.terminate.remote()
 
     def kill(self) -> None:
-        """End it at once."""
         if self._actor is None:
             self.terminate()
         else:
             self._actor.kill.remote()
 
     def wait(self, timeout_s: float = STOP_S) -> bool:
-        """Wait until it has ended, killing it when that takes longer; returns whether that was needed."""
+        """Wait for the end, with a kill after the time; returns whether the kill was needed."""
         self._look(timeout_s)
         if self._returncode is not None:
             return False
         self.kill()
         self._look(KILLED_S)
-        if self._returncode is None:  # the actor does not answer; its child ends with it
+        if self._returncode is None:  # the actor does not answer, and the child ends with the actor
             self._over(LOST, Reason.ENGINE_FAILED.error(f"{self.name} did not answer and was killed"))
         return True
 
@@ -158,7 +155,7 @@ class RayProcess:
             self._over(LOST, self._lost(error))
 
     def _start(self) -> bool:
-        """Start the actor when there is room; returns whether there is."""
+        """Start the actor if there is room; returns whether there is room."""
         if not self._places.stands(self._placement):
             return False
         server, placement = self._server, self._placement
@@ -186,14 +183,14 @@ class RayProcess:
         self._returncode = code
         self._error = error
         if self._actor is not None:
-            ray.kill(self._actor)  # it has nothing left to hold; one that does not answer takes its child along
+            ray.kill(self._actor)  # no resource is left to hold; a stuck actor takes the child along
         self._places.leave(self._placement)
 
     def _where(self, error: RlctlError) -> RlctlError:
         return error.reason.error(error.message, field=error.field, next_step=f"See {self.log} on {self._node}.")
 
     def _lost(self, error: ray.exceptions.RayError) -> RlctlError:
-        """What Ray says of an actor that is gone, in a line."""
+        """Return an error with Ray's message about a lost actor, in one line."""
         if "placement group was removed" in str(error):
             return self._where(
                 Reason.PLACE_UNAVAILABLE.error(
@@ -207,7 +204,7 @@ class RayProcess:
 
 
 class RayLauncher:
-    """Servers on the nodes of a Ray cluster that runs already; this machine is one of its nodes."""
+    """Starts servers on the nodes of a running Ray cluster. This machine must be a node of the cluster."""
 
     def __init__(
         self,
@@ -225,15 +222,19 @@ class RayLauncher:
         module: str = "rlctl",
         authority: Authority | None = None,
     ) -> None:
-        """Connect. ``directory``: of the logs, on every node. ``listen``: where the coordinator listens.
+        """Connect to the cluster.
 
-        ``per_node``: ranks of an engine that go on one node. ``group``: name or id of a placement group to put the
-        engines into, "": they get groups of their own; ``bundles``: those of it that may be used, in the order of the
-        plan's places, all if none; ``share``: how much of its bundle a rank takes.
-        ``authority``: of the certificates, in a directory that all nodes share.
+        Raises UNREACHABLE without a cluster, FIELD_INVALID if nodes cannot reach the coordinator.
 
-        ``address``: of the cluster; "": RAY_ADDRESS, or the one that runs here. Raises UNREACHABLE: there is none;
-        FIELD_INVALID: its nodes cannot reach the coordinator.
+        Args:
+            directory: directory of the logs, on every node.
+            listen: address of the coordinator.
+            address: address of the cluster; "": RAY_ADDRESS, or the cluster of this machine.
+            group: name or id of a placement group for the engines; "": the launcher makes groups.
+            bundles: usable bundles of ``group``, in the order of the plan's places; empty: all.
+            share: part of the bundle that a rank takes.
+            per_node: ranks of an engine on one node.
+            authority: issuer of the certificates, in a directory shared by all nodes.
         """
         self._directory = directory
         self._interface = interface
@@ -246,7 +247,7 @@ class RayLauncher:
         self._places = GivenGroup(per_node, group, bundles, share) if group else Places(per_node)
 
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> RayProcess:
-        """Start the server of a rank as soon as there is room for its engine."""
+        """Start the server of a rank as soon as the cluster has room for the engine."""
         cores = max(spec.cpus, 1)
         environment = {"OMP_NUM_THREADS": str(cores), **spec.environment, **self._environment}
         environment |= certificate_variables(self._authority, spec.identity(rank))
@@ -257,14 +258,14 @@ class RayLauncher:
         return RayProcess(server, self._places)
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        """Hold a placement group for each placeholder, or see that everything fits into the one that is given.
+        """Make a placement group for each placeholder, or check that all fits into the given group.
 
         Raises PLACE_UNAVAILABLE, FIELD_INVALID.
         """
         self._places.make_room(engines, places)
 
     def close(self) -> None:
-        """Leave the cluster; what is held there is given back."""
+        """Give all groups back and leave the cluster."""
         self._places.close()
         ray.shutdown()
 
@@ -303,7 +304,7 @@ def _connect(address: str) -> None:
 
 
 def _refuse_out_of_reach(listen: str) -> None:
-    """Raise FIELD_INVALID where the nodes of the cluster could not reach a coordinator."""
+    """Raise FIELD_INVALID if nodes of the cluster cannot reach a coordinator at ``listen``."""
     host = listen.rpartition(":")[0].strip("[]")
     nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
     elsewhere = [address for address in nodes if not ipaddress.ip_address(address).is_loopback]
@@ -319,7 +320,7 @@ def _refuse_out_of_reach(listen: str) -> None:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, in Python and below."""
+    """Restore the signal handlers: Ray takes SIGTERM, in Python and in native code."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     try:

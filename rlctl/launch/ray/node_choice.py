@@ -1,7 +1,7 @@
-"""On which nodes of a cluster an engine goes. Pure.
+"""The choice of a cluster's nodes for an engine. Pure.
 
-Inside an engine nodes are few: one, or as many whole ones as it needs. Between engines they are many: the node that has
-the fewest ranks of its model, then the fewest of all, so that the loss of one takes as little of a model as it can.
+An engine takes few nodes: one, or as many whole nodes as needed. Engines are spread over many nodes: the node with the
+fewest ranks of the model, then with the fewest ranks of all. The loss of a node then affects little of a model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Node:
     Attributes:
         id: unique.
         address: for people.
-        total: what it has, by resource.
-        free: what nobody holds, as its cluster says; that may lag behind.
-        held: what the fleet holds there.
-        ranks: the fleet's ranks there, by model.
+        total: resources of the node, by name.
+        free: free resources as reported by the cluster, possibly late.
+        held: resources of the fleet on the node.
+        ranks: the fleet's ranks on the node, by model.
     """
 
     id: str
@@ -31,21 +31,21 @@ class Node:
     ranks: Mapping[str, int] = field(default_factory=dict)
 
     def room(self, resource: str) -> float:
-        """How much of a resource can be had there."""
+        """Return the available amount of a resource."""
         total = self.total.get(resource, 0.0)
         return min(self.free.get(resource, 0.0), total - self.held.get(resource, 0.0))
 
     def fits(self, need: Mapping[str, float]) -> bool:
-        """Whether it can be had now."""
+        """Whether the need can be met now."""
         return all(self.room(resource) >= amount for resource, amount in need.items())
 
     def holds(self, need: Mapping[str, float]) -> int:
-        """How often it can be had once nobody else is there."""
+        """Return how often the need fits on the empty node."""
         return min(int(self.total.get(resource, 0.0) // amount) for resource, amount in need.items())
 
 
 def choose(nodes: Sequence[Node], need: Mapping[str, float], parts: int, model: str) -> list[str] | None:
-    """Ids of as many nodes as there are parts, with room for ``need`` each; None: there are not so many."""
+    """Return the ids of ``parts`` nodes with room for ``need`` each; None without enough nodes."""
     fitting = [node for node in nodes if node.fits(need)]
     if len(fitting) < parts:
         return None
@@ -54,14 +54,14 @@ def choose(nodes: Sequence[Node], need: Mapping[str, float], parts: int, model: 
 
 
 def shortage(nodes: Sequence[Node], need: Mapping[str, float], parts: int) -> str:
-    """What there is too little of, in words."""
+    """Return a text about the missing resources."""
     wanted = " and ".join(f"{amount:g} {resource}" for resource, amount in need.items())
     where = "no node has" if parts == 1 else f"fewer than {parts} nodes have"
     return f"{where} {wanted} free ({room(nodes, need)})"
 
 
 def room(nodes: Sequence[Node], resources: Iterable[str]) -> str:
-    """What each node has free of what, in words."""
+    """Return a text about the free resources of each node."""
     there = (
         f"{node.address} has "
         + " and ".join(f"{max(node.room(name), 0):g} of {node.total.get(name, 0):g} {name}" for name in resources)

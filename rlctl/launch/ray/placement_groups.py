@@ -1,8 +1,8 @@
-"""Placement groups on a Ray cluster: one for each engine, one for each placeholder.
+"""Placement groups on a Ray cluster: a group for each engine and each placeholder.
 
-An engine's group has one bundle for each node that it is on, and each bundle is bound to the node that
-:func:`rlctl.launch.ray.node_choice.choose` has named: Ray by itself fills a node before it takes the next. A group ends
-with its engine and is made anew for the next start, so an engine whose node is lost comes up on another one.
+An engine's group has one bundle per node. Each bundle is bound to the node chosen by
+:func:`rlctl.launch.ray.node_choice.choose`, because Ray itself fills a node before the next. A group ends with the
+engine, and the next start makes a new group. An engine of a lost node therefore starts on a different node.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from rlctl.launch.interface.spec import EngineSpec, Reservation
 from rlctl.launch.ray.node_choice import Node, choose, room, shortage
 
 PLACE_S = 30.0
-"""How long room is waited for that others hold: what has just been given back is free a moment later."""
+"""Seconds to wait for room that is taken: resources just given back become free a moment later."""
 NODE_ID = "ray.io/node-id"
-"""Label that Ray gives every node."""
+"""Label of every node in Ray."""
 
 
 def need(device: str, ranks: int, cpus_per_rank: int = 0) -> dict[str, float]:
-    """What so many ranks take: GPUs, and the cores they are to have; on a CPU a core each, or those."""
+    """Return the resources of a number of ranks: GPUs and reserved cores; on a CPU, reserved cores or one core per
+    rank.
+    """
     cores = ranks * cpus_per_rank
     if device == "cuda":
         return {"GPU": float(ranks), **({"CPU": float(cores)} if cores else {})}
@@ -38,18 +40,18 @@ def need(device: str, ranks: int, cpus_per_rank: int = 0) -> dict[str, float]:
 
 @dataclass(eq=False)
 class Placement:
-    """Where an engine is, or is to be.
+    """Present or future place of an engine.
 
     Attributes:
         spec: the engine.
-        parts: on how many nodes.
+        parts: number of nodes.
         group: Ray's placement group; None until there is room.
-        bundles: of the group: one for each part, or one for each rank.
-        nodes: where they are, ids.
-        share: how much of a bundle a rank takes that has one to itself; 0: a bundle has a whole part.
-        gpus: of bundles of ranks without a process of their own, by bundle.
-        users: processes that have not ended.
-        ready: the group stands.
+        bundles: bundles of the group: one for each part, or one for each rank.
+        nodes: ids of the bundles' nodes.
+        share: part of a bundle that a rank takes from an own bundle; 0: a bundle is for a whole part.
+        gpus: GPUs of the bundles of ranks without a process, by bundle.
+        users: number of running processes.
+        ready: the group exists.
     """
 
     spec: EngineSpec
@@ -65,19 +67,19 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """Ranks of each part."""
+        """Number of ranks per part."""
         return self.spec.ranks // self.parts
 
     @property
     def need(self) -> dict[str, float]:
-        """What each part takes."""
+        """Resources per part."""
         if self.spec.attached:
-            return {"CPU": 1.0}  # its GPUs are others' business
+            return {"CPU": 1.0}  # the GPUs of an attached server are not managed here
         return need(self.spec.device, self.ranks, self.spec.cpus_per_rank)
 
     @property
     def takes(self) -> dict[str, float]:
-        """What the actor of one of its processes takes of its bundle."""
+        """Resources that the actor of a process takes from the bundle."""
         if self.share:
             one = need(self.spec.device, 1, self.spec.cpus_per_rank)
             return {name: amount * self.share for name, amount in one.items()}
@@ -85,27 +87,27 @@ class Placement:
         return {name: amount * share for name, amount in self.need.items()}
 
     def at(self, rank: int) -> int:
-        """Where the bundle of a process is among its bundles."""
+        """Return the index of a process's bundle in ``bundles``."""
         return rank * self.spec.ranks_each * len(self.bundles) // self.spec.ranks
 
     def further_gpus(self, rank: int) -> tuple[str, ...]:
-        """GPUs of a process beside that of its own bundle."""
+        """Return the GPUs of a process beyond the GPU of the first bundle."""
         first = self.at(rank)
         further = self.bundles[first + 1 : first + self.spec.ranks_each] if self.share else ()
         return tuple(gpu for bundle in further for gpu in self.gpus.get(bundle, ()))
 
 
 class Places:
-    """All groups of a fleet, made by it: one for each engine, one for each placeholder."""
+    """All groups made by a fleet: a group for each engine and each placeholder."""
 
     def __init__(self, per_node: int) -> None:
-        """``per_node``: ranks of an engine that go on one node."""
+        """``per_node``: ranks of an engine on one node."""
         self._per_node = per_node
         self._placements: dict[str, Placement] = {}
         self._reserved: dict[Reservation, Any] = {}
 
     def use(self, spec: EngineSpec) -> Placement:
-        """The placement of an engine, for one more of its processes."""
+        """Return the placement of an engine for one more process."""
         found = self._placements.get(spec.slot)
         if found is None:
             parts = 1 if spec.attached else math.ceil(spec.ranks / self._per_node)
@@ -114,7 +116,7 @@ class Places:
         return found
 
     def leave(self, placement: Placement) -> None:
-        """One of its processes has ended; with the last one the group is given back."""
+        """Count the end of a process; the last end gives the group back."""
         placement.users -= 1
         if placement.users == 0:
             del self._placements[placement.spec.slot]
@@ -125,7 +127,7 @@ class Places:
             remove_placement_group(placement.group)
 
     def stands(self, placement: Placement) -> bool:
-        """Whether it can be used; takes a step towards it. Raises PLACE_UNAVAILABLE when there is no room."""
+        """Take a step towards the group, and return whether it is usable. Raises PLACE_UNAVAILABLE without room."""
         if placement.ready:
             return True
         possible = True
@@ -152,17 +154,20 @@ class Places:
         return placement.ready
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        """Hold these places and no others. Raises PLACE_UNAVAILABLE: there is no room; then those before are held."""
-        del engines  # each finds its room when it is started
+        """Reserve exactly these places.
+
+        Raises PLACE_UNAVAILABLE without room; the earlier places then stay reserved.
+        """
+        del engines  # each engine gets room at its start
         before = set(self._reserved)
-        self._release(before - set(places))  # a place that grows needs its own room, too
+        self._release(before - set(places))  # a place that grows needs the own room too
         try:
             for place in places:
                 self._reserve(place)
         except RlctlError:
             self._release(self._reserved.keys() - before)
             for place in before:
-                with contextlib.suppress(RlctlError):  # somebody has been quicker
+                with contextlib.suppress(RlctlError):  # a different program was faster
                     self._reserve(place)
             raise
 
@@ -171,7 +176,7 @@ class Places:
             remove_placement_group(self._reserved.pop(place))
 
     def _reserve(self, place: Reservation) -> None:
-        """Hold a place that is not held. Raises PLACE_UNAVAILABLE."""
+        """Reserve a place. Raises PLACE_UNAVAILABLE."""
         if place in self._reserved:
             return
         one = need(place.device, 1)
@@ -187,19 +192,17 @@ class Places:
         )
 
     def close(self) -> None:
-        """Give everything back."""
         Places.make_room(self, (), ())
         for placement in self._placements.values():
             self._give_back(placement)
         self._placements.clear()
 
     def address(self, node: str) -> str:
-        """A node's address, for people."""
+        """Return a node's address, for people."""
         return next((str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node), node)
 
     def _nodes(self) -> list[Node]:
-        """Nodes that are alive."""
-        # ray.available_resources() sums over nodes; this is the one way to ask for each.
+        # ray.available_resources() sums over nodes; only this function reports each node.
         from ray._private.state import available_resources_per_node
 
         free: Mapping[str, Mapping[str, float]] = available_resources_per_node()

@@ -1,8 +1,8 @@
-"""How ``rlctl up FILE`` reaches the supervisor of a fleet that runs: a socket in its state directory.
+"""The channel of ``rlctl up FILE`` to the supervisor of a running fleet: a socket in the state directory.
 
-One request is one line of JSON, the deployment that is wanted and the one that it was planned against; the answers are
-lines, ``{"say": ...}`` as it goes and at the end ``{"state": ...}`` or ``{"error": ...}``. Who asks may leave; what was
-begun goes on.
+A request is one line of JSON: the wanted deployment, and the deployment that the plan compared with. The answer is
+lines of ``{"say": ...}`` and at the end ``{"state": ...}`` or ``{"error": ...}``. The change continues if the caller
+disconnects.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ READ_S = 5.0
 
 
 class Request:
-    """What somebody wants of the fleet.
+    """A requested change of the fleet.
 
     Attributes:
-        deployment: the fleet as it is wanted.
-        against: what it was planned against, as :attr:`FleetState.deployment` had it.
-        restart: slots whose engines are started again.
+        deployment: the wanted deployment.
+        against: the deployment that the plan compared with, from :attr:`FleetState.deployment`.
+        restart: slots whose engines are restarted.
     """
 
     def __init__(
@@ -44,16 +44,14 @@ class Request:
         self._connection = connection
 
     def say(self, line: str) -> None:
-        """Tell how it goes."""
         self._send({"say": line})
 
     def done(self, state: FleetState) -> None:
-        """It is as it was wanted."""
+        """Answer with the state after the change."""
         self._send({"state": dataclasses.asdict(state)})
         self._connection.close()
 
     def failed(self, error: RlctlError) -> None:
-        """It is not."""
         _refuse(self._connection, error)
 
     def _send(self, answer: dict[str, Any]) -> None:
@@ -72,24 +70,24 @@ def _refuse(connection: socket.socket, error: RlctlError) -> None:
 
 
 def _tell(connection: socket.socket, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it has left
+    with contextlib.suppress(OSError):  # the caller has disconnected
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 class Requests:
-    """The supervisor's end."""
+    """The supervisor's end of the socket."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
 
     def wait(self, timeout_s: float) -> Request | None:
-        """The next request, if one comes in time."""
+        """Return the next request within the time, or None."""
         self._listener.settimeout(timeout_s)
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:
             return None
-        except OSError:  # no file descriptor is left, say: who asks waits, and the fleet goes on
+        except OSError:  # for example no free file descriptor: the caller waits, and the fleet continues
             time.sleep(timeout_s)
             return None
         connection.settimeout(READ_S)
@@ -130,12 +128,12 @@ def apply(
     restart: Sequence[str] = (),
     timeout_s: float | None = None,
 ) -> FleetState:
-    """Have the supervisor bring its fleet to what is wanted; returns the fleet's state then.
+    """Make the supervisor change the fleet to a deployment, and return the state after the change.
 
-    ``running``: what ``deployment`` was planned against; ``restart``: slots whose engines are started again.
+    ``running``: the state that ``deployment`` was planned against. ``restart``: slots whose engines are restarted.
 
-    Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT when the supervisor is not ready, or
-    another command changes the fleet between the plan and the end of this one. Raises DEADLINE_EXCEEDED after
+    Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT if the supervisor is not ready, or a
+    different command changes the fleet between the plan and the end of this change. Raises DEADLINE_EXCEEDED after
     ``timeout_s``; the supervisor continues.
     """
     directory = Path(running.directory)
@@ -163,7 +161,7 @@ def apply(
 
 
 def _before(deadline: float | None, connection: socket.socket, lines: IO[bytes]) -> Iterator[bytes]:
-    """The lines that come in time. Raises TimeoutError, however many there are."""
+    """Yield the lines that arrive before the deadline. Raises TimeoutError, however many lines arrive."""
     while True:
         if deadline is not None:
             left_s = deadline - time.monotonic()
@@ -194,7 +192,7 @@ def _ended() -> RlctlError:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """The path, or, as a socket's may have about 100 bytes only, one through an open directory."""
+    """Yield the path or, since a socket's path has at most about 100 bytes, a path through an open directory."""
     if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").exists():
         yield str(path)
         return

@@ -1,7 +1,7 @@
-"""The state directory of a fleet that ``rlctl up`` started: its supervisor and its addresses.
+"""The state directory of a fleet that ``rlctl up`` started: supervisor and addresses.
 
-A supervisor holds the lock of its state directory for its whole life, so two supervisors never share one. It writes
-``fleet.json``. The file has the start time of the process beside its pid, because pids are used again.
+A supervisor holds the lock of the state directory for life, so two supervisors never share a directory. The supervisor
+writes ``fleet.json``. The file has the start time of the process beside the pid, because pids are reused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ STARTING, READY = "starting", "ready"
 
 
 def state_directory(name: str = "default") -> Path:
-    """Where a fleet's journal, logs and process ids are kept: XDG_STATE_HOME/rlctl/NAME."""
+    """Return the directory of a fleet's journal, logs and process ids: XDG_STATE_HOME/rlctl/NAME."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
     return Path(base) / "rlctl" / name
 
 
 def state_file(name: str) -> Path:
-    """What is known of the fleet, as JSON."""
+    """Return the path of the fleet's state file (JSON)."""
     return state_directory(name) / "fleet.json"
 
 
@@ -38,18 +38,17 @@ class FleetState:
     """A supervised fleet.
 
     Attributes:
-        name: the fleet's name.
-        pid: of its supervisor.
-        started: when that process started, as :func:`identity` tells it.
+        pid: pid of the supervisor.
+        started: start time of the supervisor, from :func:`identity`.
         phase: STARTING or READY.
-        endpoint: address of the coordinator; "" until it is known.
+        endpoint: address of the coordinator; "" until known.
         directory: state directory: journal and logs.
-        processes: pids of what it started, by name.
-        deployment: a :class:`rlctl.launch.deployment.Deployment` as data, what runs; {} until it is ready.
-        engines: where each engine is in its life, by slot.
-        gateways: where the HTTP gateway of a model answers, http://HOST:PORT.
-        routers: where the router in front of it does, for models that have one.
-        identities: of those ``processes`` that run on this machine, as :func:`identity` tells them.
+        processes: pids of the started processes, by name.
+        deployment: the running :class:`rlctl.launch.deployment.Deployment` as data; {} until ready.
+        engines: phase of each engine, by slot.
+        gateways: URL of the HTTP gateway by model, http://HOST:PORT.
+        routers: URL of the router in front of the gateway, for models with a router.
+        identities: :func:`identity` of each of the ``processes`` on this machine.
     """
 
     name: str
@@ -67,12 +66,12 @@ class FleetState:
 
     @property
     def alive(self) -> bool:
-        """Whether that very process still runs."""
+        """Whether the same process still runs."""
         return bool(self.started) and identity(self.pid) == self.started
 
     @property
     def survivors(self) -> dict[str, int]:
-        """Pids of its processes that still run on this machine, by name."""
+        """Pids of the fleet's processes that still run on this machine, by name."""
         return {
             name: pid
             for name, pid in self.processes.items()
@@ -84,7 +83,7 @@ _KINDS = {field.name: {"str": str, "int": int}.get(str(field.type), dict) for fi
 
 
 def read(name: str) -> FleetState | None:
-    """What the state file says; None when there is none that can be read."""
+    """Return the content of the state file; None without a readable file."""
     try:
         found = FleetState(**json.loads(state_file(name).read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -93,7 +92,7 @@ def read(name: str) -> FleetState | None:
 
 
 def up() -> list[FleetState]:
-    """Fleets that are up on this machine, by name."""
+    """Return the fleets that are up on this machine, by name."""
     directories = sorted(state_directory("").glob("*/fleet.json"))
     found = (read(path.parent.name) for path in directories)
     return [state for state in found if state is not None and state.alive]
@@ -109,15 +108,14 @@ def write(state: FleetState) -> None:
 
 
 def remove(name: str) -> None:
-    """Remove the state file."""
     state_file(name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def claimed(name: str) -> Iterator[int]:
-    """Hold the fleet's lock. Raises BlockingIOError when another process does.
+    """Hold the fleet's lock. Raises BlockingIOError if the lock is taken.
 
-    A child that is given the descriptor holds it too, and goes on holding it.
+    A child that inherits the descriptor holds the lock too, and longer.
     """
     directory = state_directory(name)
     private_files.make_directory(directory, own=True)
@@ -127,13 +125,15 @@ def claimed(name: str) -> Iterator[int]:
 
 
 def identity(pid: int) -> str:
-    """What tells a process from a later one with the same pid: when it started. "" when it does not run."""
+    """Return the start time of a process, which differs from that of a later process with the same pid; "" if not
+    running.
+    """
     try:
-        # The name may hold spaces and brackets: fields are counted after the last one. The 22nd is the start time in
-        # ticks since the boot.
+        # The name may contain spaces and brackets: count the fields after the last bracket. Field 22 is the start time
+        # in ticks since the boot.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except ProcessLookupError:  # it ended between the opening of its file and the reading
+    except ProcessLookupError:  # ended between the opening and the reading of the file
         return ""
     except FileNotFoundError:
         return "" if Path("/proc/self/stat").exists() else _started_by_ps(pid)
@@ -141,7 +141,7 @@ def identity(pid: int) -> str:
 
 
 def _started_by_ps(pid: int) -> str:
-    """Start time on systems without /proc."""
+    """Return the start time on systems without /proc."""
     command = ["ps", "-o", "lstart=", "-p", str(pid)]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}

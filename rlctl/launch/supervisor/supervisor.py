@@ -29,19 +29,17 @@ class Settings(Protocol):
     """The settings of the command that owns the fleet."""
 
     @property
-    def token(self) -> str | None:
-        """The fleet's bearer token."""
+    def token(self) -> str | None: ...
 
     @property
     def timeout_s(self) -> float | None:
         """Bound of the fleet's start; None is no bound."""
 
-    def say(self, text: str, /) -> None:
-        """Print a line of progress."""
+    def say(self, text: str, /) -> None: ...
 
 
 class Stopped(BaseException):
-    """A signal asked for the end."""
+    """A signal requested the end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -56,12 +54,13 @@ def supervise(
     lock: int | None = None,
     new: bool = False,
 ) -> NoReturn:
-    """Start the fleet, keep it as it is wanted until a signal comes, take it down, exit with 128 + its number.
+    """Start the fleet, keep the wanted state until a signal arrives, stop the fleet, exit with 128 + the signal's
+    number.
 
-    ``on_ready`` is told once every stage is routable. ``lock``: descriptor of the fleet's lock, where whoever started
-    this process holds it already. ``new``: start over, where a fleet of this name has left a journal.
+    ``on_ready`` is called once every stage is routable. ``lock``: descriptor of the fleet's lock, if the parent of this
+    process holds the lock. ``new``: start over, despite the journal of an earlier fleet of this name.
 
-    Raises OPERATION_CONFLICT when a fleet of this name is up, and what the launcher raises.
+    Raises OPERATION_CONFLICT if a fleet of this name is up, and the launcher's errors.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -79,7 +78,7 @@ def supervise(
 
 @contextlib.contextmanager
 def claimed(name: str) -> Iterator[int]:
-    """Hold the fleet's lock; its descriptor. Raises OPERATION_CONFLICT when a fleet of this name is up."""
+    """Hold the fleet's lock; yields the descriptor. Raises OPERATION_CONFLICT if a fleet of this name is up."""
     with contextlib.ExitStack() as stack:
         try:
             lock = stack.enter_context(fleet_state.claimed(name))
@@ -89,7 +88,7 @@ def claimed(name: str) -> Iterator[int]:
 
 
 def taken(name: str) -> RlctlError:
-    """The error when a fleet of this name is up."""
+    """Return the error for a name whose fleet is up."""
     other = fleet_state.read(name)
     where = f" (supervisor {other.pid}, endpoint {other.endpoint or 'not known yet'})" if other else ""
     return Reason.OPERATION_CONFLICT.error(
@@ -146,7 +145,7 @@ class _Supervisor:
                 self._tell_state(fleet_state.READY)
                 try:
                     on_ready(self._state)
-                except OSError as error:  # nobody reads it any more, or its disk is full: the fleet goes on
+                except OSError as error:  # no reader is left, or the disk is full: the fleet continues
                     discard_unwritten(sys.stdout)
                     self._say(f"Ready. Warning: what there is could not be written: {error.strerror}")
                 while True:
@@ -155,16 +154,16 @@ class _Supervisor:
                     if request is not None:
                         self._apply(request, requests)
         except Stopped:
-            if fleet.processes:  # else they were taken down while starting
+            if fleet.processes:  # otherwise stopped during the start
                 self._settings.say(interrupted(len(fleet.processes)))
             raise
         finally:
             fleet.stop()
 
     def _apply(self, request: Request, requests: Requests) -> None:
-        """Bring the fleet to what is wanted now, or by a request that comes meanwhile and takes its place.
+        """Bring the fleet to the requested deployment, or to that of a later request that arrives meanwhile.
 
-        An engine that fails is tried again; the rest is left alone.
+        A failed engine is retried; the rest continues unchanged.
         """
         if not self._take(request):
             return
@@ -190,7 +189,7 @@ class _Supervisor:
             self._answer()
 
     def _answer(self, error: RlctlError | None = None) -> None:
-        """Tell whoever asked that it is done, or why it is not."""
+        """Answer the open requests with the state or an error."""
         for request in self._asking:
             if error is not None:
                 request.failed(error)
@@ -199,13 +198,13 @@ class _Supervisor:
         self._asking.clear()
 
     def _take(self, request: Request) -> bool:
-        """Whether what is asked for is what is wanted from now on; else it is answered with the reason."""
+        """Make the requested deployment the wanted deployment; False after a refusal, which answers the request."""
         wanted = request.deployment
         try:
             if refused := wanted.refusal(self._wanted):
                 raise refused
             if request.against != json.loads(json.dumps(self._deployed)):
-                # Its GPUs may be somebody's, and nobody has agreed to what it would remove.
+                # The GPUs may be taken, and the caller has not agreed to all removals.
                 raise Reason.OPERATION_CONFLICT.error(
                     f"fleet {wanted.name!r} has been changed since this was planned",
                     next_step="The same command again plans anew.",
@@ -218,16 +217,16 @@ class _Supervisor:
             request.failed(error)
             return False
         self._wanted = wanted
-        self._tell_state(fleet_state.READY)  # for whoever plans from now on
+        self._tell_state(fleet_state.READY)  # for later plans
         return True
 
     @property
     def _deployed(self) -> dict[str, Any]:
-        """What plans are made against."""
+        """The deployment that plans compare against."""
         return {**self._wanted.data, "engines": [spec.data for spec in self._fleet.engines]}
 
     def _look(self) -> None:
-        """Say what has ended, and start it again where that is wanted. Raises ENGINE_FAILED when nothing is left."""
+        """Report ended processes and restart these if wanted. Raises ENGINE_FAILED if no process is left."""
         fleet = self._fleet
         self._look_at_coordinator()
         fleet.look(restart=self._wanted.restart)
@@ -268,18 +267,17 @@ class _Supervisor:
                     f"rlctl coordinator --listen {fleet.address} --journal {fleet.journal}"
                 )
             if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
-                self._coordinator_failures = 0  # it had served for long: those before it say nothing of this one
+                self._coordinator_failures = 0  # served long enough: earlier failures do not count
             pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
             self._coordinator_at = time.monotonic() + pause_s
             self._coordinator_failures += 1
         if self._wanted.restart and time.monotonic() >= self._coordinator_at:
             del self._told["coordinator"]
-            with contextlib.suppress(RlctlError):  # told at the next look
+            with contextlib.suppress(RlctlError):  # reported at the next step
                 fleet.restart_coordinator()
                 self._say(f"coordinator at {fleet.address} again; the fleet goes on")
 
     def _tell_state(self, phase: str) -> None:
-        """Keep the state file true."""
         fleet = self._fleet
         fresh = dataclasses.replace(
             self._state,
@@ -294,7 +292,7 @@ class _Supervisor:
         if fresh != self._state:
             try:
                 fleet_state.write(fresh)
-            except OSError as error:  # a full disk, say: the fleet goes on, and what it is at is written when it can be
+            except OSError as error:  # for example a full disk: the fleet continues, and a later step writes again
                 if not self._unwritten:
                     self._say(f"Warning: the state of the fleet cannot be written: {error}")
                 self._unwritten = True
@@ -302,7 +300,7 @@ class _Supervisor:
                 self._state, self._unwritten = fresh, False
 
     def _identities(self) -> dict[str, str]:
-        """Of processes on this machine; looked up once each."""
+        """Return the identities of processes on this machine; each is read once."""
         from rlctl.launch.local.child_processes import Process
 
         here = [process for process in self._fleet.processes if isinstance(process, Process)]
@@ -315,8 +313,9 @@ class _Supervisor:
         }
 
     def _progress(self, line: str) -> None:
-        """Pass on what the fleet says; the endpoint is in the state file as soon as it is known, before the engines
-        are up.
+        """Pass on a progress line of the fleet.
+
+        The endpoint is written to the state file once known, before the engines are up.
         """
         if not self._state.endpoint and self._fleet.address:
             self._state = dataclasses.replace(self._state, endpoint=self._fleet.address)
@@ -325,7 +324,7 @@ class _Supervisor:
         self._say(line)
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone
+        with contextlib.suppress(OSError):  # a log on a full disk, or a closed terminal
             self._settings.say(line)
         for request in self._asking:
             request.say(line)
@@ -333,7 +332,7 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises Stopped; a second one leaves at once (the processes then end too)."""
+    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; at the second exit at once, and the processes end too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         del frame
@@ -347,7 +346,7 @@ def _stop_signals() -> Iterator[None]:
 
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup sets this
             before[number] = signal.signal(number, stop)
     try:
         yield
