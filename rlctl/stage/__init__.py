@@ -1,6 +1,6 @@
 """A stage server: rank 0 of one engine.
 
-Decides whether a command is legal in the present state and has the right epoch and update, and applies its outcome. The
+Decides whether a command is legal in the present state and has the right epoch and update. Applies the outcome. The
 state is derived from facts and never stored.
 
 Imports: worker, command_stream, contract, engine, ports, runtime; ``server.py`` also transport and stage.generation.

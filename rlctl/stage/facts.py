@@ -214,7 +214,7 @@ class Facts:
             )
 
     def _refuse_staged(self, request: Message) -> None:
-        """Refuse steps outside a staged update, for another update, or out of order.
+        """Refuse steps outside a staged update, for a different update, or out of order.
 
         The order is write, seal, commit.
         """
@@ -256,7 +256,8 @@ class Facts:
     def contradiction(self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]) -> RlctlError | None:
         """Return the error for a check that contradicts the facts, or None.
 
-        Whole weights must have the digest of the last check. Assumes that no write ran during the check.
+        Whole weights must be equal at all replicas and have the digest of the last check. Assumes that no write ran
+        during the check.
         """
         if request.shadow or request.adapter or self.weights is not Weights.WHOLE:
             return None
@@ -371,13 +372,13 @@ class Facts:
                 if self.update is not None and not self.update.aside:
                     self.update.spoilt = True
             case verbs_pb2.CheckWeightsRequest() if outcome == OUTCOME_DIRTY and not request.shadow:
-                self._mixed()  # written by another program: the bytes are not the confirmed bytes
+                self._mixed()  # written by a different program: the bytes are not the confirmed bytes
                 if self.update is not None and not self.update.full:
                     self.update.spoilt = True
             case verbs_pb2.CheckWeightsRequest() if applied and steady and _of_all(request):
                 self._digested(request, results)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
-                # A part of a checkpoint, or another load format, is not a checkpoint that the stage could start with.
+                # The stage could not start with a part of a checkpoint, or with a different load format.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
             case _ if isinstance(request, _FILLS) and possible and self.update is not None and self.update.checkpoint:
@@ -403,7 +404,7 @@ class Facts:
         return self.update.adapter.name if sealing and self.update and self.update.adapter is not None else ""
 
     def is_aside(self, verb: Verb, request: Message) -> bool:
-        """Whether a verb is a step of a staged update and so changes nothing served, with any outcome."""
+        """Whether a verb is a step that changes nothing served, unless the engine reports DIRTY."""
         if isinstance(request, verbs_pb2.PrepareUpdateRequest):
             return request.apply == verbs_pb2.APPLY_MODE_STAGED or request.kind == verbs_pb2.UPDATE_KIND_ADAPTER
         staging = self.update is not None and self.update.aside
@@ -452,7 +453,7 @@ class Facts:
         self.checkpoint = ""
 
     def _digested(self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]) -> None:
-        """Keep the digest of an update's verification. The SHA-256 of another check is kept beside it."""
+        """Keep the digest of an update's verification. The SHA-256 of a different check is kept beside it."""
         update, digests = self.update, _digests(results)
         verifies = update is not None and request.header.fence.update_id == update.update_id
         if len(digests) != 1:

@@ -36,7 +36,7 @@ class Rank(Protocol):
     def coordinates(self) -> WorkerCoordinates: ...
 
     def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
-        """Start a command and return futures of its acceptance and results. They fail with RlctlError only."""
+        """Start a command and return futures of its acceptance and results. Both fail with RlctlError only."""
 
     async def withdraw(self, command_id: str) -> None:
         """Withdraw a command that was not ordered."""

@@ -1,4 +1,4 @@
-"""The gate of a stage: permission to generate and to send. Every request reads the gate, also from another thread."""
+"""The gate of a stage: permission to generate and to send. Requests read the gate, also from a different thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OUT_OF_SERVICE = (STAGE_STATE_JOINING, STAGE_STATE_STALE, STAGE_STATE_DIRTY)
 
 
 class Serving(NamedTuple):
-    """The state of a stage as generation needs it; immutable, read from another thread.
+    """The state of a stage as generation needs it; immutable, read from a different thread.
 
     Attributes:
         version: version of the weights.

@@ -158,7 +158,7 @@ class Stage:
             await self._link.close()
 
     def grant(self, grant: ServingGrant) -> None:
-        """Take a serving grant. Ignore a grant of another epoch, or an overtaken grant."""
+        """Take a serving grant. Ignore a grant of a different epoch, or an overtaken grant."""
         if grant.fleet_epoch != self.facts.fleet_epoch or grant.number <= self._grant_number:
             return
         self._grant_number = grant.number
@@ -422,8 +422,7 @@ class Stage:
     def _place(self, request: Message) -> None:
         """Add values to a request that only the stage knows.
 
-        These are the stage's place among the members of a group, named for the whole fleet, and the digest key of a
-        check.
+        A group's members are named for the whole fleet: the stage adds its place there. A check gets the digest key.
         """
         if isinstance(request, verbs_pb2.CheckWeightsRequest):
             request.digest_key = self.facts.digest_key(request)

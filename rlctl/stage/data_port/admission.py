@@ -1,4 +1,4 @@
-"""Requests that wait for the gate. One poll of the state serves all waiting requests."""
+"""Requests that wait for the gate. A poll of the state serves all waiting requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.ports import Clock
 from rlctl.stage.serving_state import Serving
 
 LOOK_S = 0.02
-"""Seconds between reads of the stage's state while requests wait. The state changes on another event loop."""
+"""Seconds between reads of the stage's state while requests wait. The state changes on a different event loop."""
 
 
 class Admission:

@@ -175,7 +175,7 @@ class DataPort:
         return web.Response(headers=_version_headers(serving))
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
-        """Forward a request whose answer does not depend on the weights."""
+        """Forward a request with an answer that does not depend on the weights."""
         self._serving()
         with closing(Body(request, self._bodies)) as body:
             exchange = await self._engine().exchange(await self._read(request, body, gated=False))

@@ -13,11 +13,11 @@ from rlctl.stage.serving_state import Serving
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""Seconds between reads of the stage's state. The state changes on another event loop without notice."""
+"""Seconds between reads of the stage's state. The state changes on a different event loop without notice."""
 
 
 class Ongoing:
-    """The running requests of a stage, with one timer for all.
+    """The running requests of a stage, with a common timer for the gate.
 
     A timer for each request's gate would dominate the cost of thousands of quiet streams. A task or a timer for each
     part of an answer would dominate the cost of short streams (docs/benchmarks.md, rollout).
@@ -42,7 +42,6 @@ class Ongoing:
         return request
 
     def end(self, request: OngoingRequest) -> None:
-        """Remove a request after its end."""
         self._requests.discard(request)
         if request.limit is not None:
             request.limit.cancel()
@@ -89,7 +88,6 @@ class OngoingRequest:
         return part
 
     def time_up(self) -> None:
-        """Cut the request at its deadline."""
         self.cut(_late())
 
     def cut(self, error: RlctlError) -> None:
