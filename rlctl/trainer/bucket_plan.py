@@ -58,8 +58,8 @@ class Offered:
     def of_checkpoint(self, wanted: Collection[str], elsewhere: Set[str]) -> Offered:
         """Return the offer without redundant spare names.
 
-        Removed are spare names that a different source sends itself (``elsewhere``), and spare names whose contents the
-        checkpoint, with the tensors ``wanted``, has under other names.
+        Removes spare names that a different source sends itself (``elsewhere``). Removes spare names with contents that
+        the checkpoint (``wanted``) has under other names.
         """
         spares = {name: spare for name, spare in self.spares.items() if name not in elsewhere}
         dropped = left_out(spares, wanted) | (self.spares.keys() & elsewhere)
@@ -138,7 +138,7 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
 
 
 def refuse_full(offers: Sequence[Offered]) -> None:
-    """Raise SHARED_MEMORY_FULL for a source whose largest tensor exceeds its shared memory."""
+    """Raise SHARED_MEMORY_FULL for a source whose largest tensor exceeds the shared memory."""
     for number, offered in enumerate(offers):
         if not offered.fits(1):
             raise Reason.SHARED_MEMORY_FULL.error(

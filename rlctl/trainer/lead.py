@@ -1,7 +1,7 @@
 """The lead's side of an update: from the sources' offers to the coordinator's answer, attempt by attempt.
 
-Trainer rank 0 opens the update at the coordinator, lets every source join a group and send, commits, and tells the
-other trainer ranks the end. A trainer of one process is a lead without members.
+Trainer rank 0 opens the update at the coordinator and lets every source join a group and send. Rank 0 then commits, and
+tells the other trainer ranks the end. A single-process trainer is a lead without members.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ LATE_S = 5.0
 """Longest time after the deadline, in seconds: a trainer does not wait for a lost coordinator."""
 
 HEAD_START_S = 0.002
-"""Seconds between the commands and the pass. The thread of the pass blocks this loop for 5 ms at a time, so the command
-that prepares the targets, which takes longer, is sent first.
+"""Seconds between the commands and the pass. The thread of the pass blocks this loop for 5 ms at a time. The command
+that prepares the targets takes longer, and is sent first.
 """
 
 LINGERS_S = 1.0
@@ -77,7 +77,7 @@ LINGERS_S = 1.0
 
 
 class Leading:
-    """Runs the updates of one model in sequence."""
+    """Runs the updates of a model in sequence."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class Leading:
         request: BeginWeightUpdateRequest,
         deadline: float,
     ) -> list[Sent]:
-        """Run one attempt: form the groups, let every source send and every target rank receive."""
+        """Run an attempt: form the groups, let every source send and every target rank receive."""
         if not any(offered.metas for offered in wire):
             return [Sent()]
         store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
@@ -516,8 +516,8 @@ class Leading:
     ) -> None:
         """Name the ranks with a wrong part of a tensor, by digests of the sources over the same parts.
 
-        This takes a further pass through the weights. If a trainer rank may overwrite weights once sent, the report
-        only lists the suspected ranks.
+        The digests take a further pass through the weights. If a trainer rank may overwrite weights once sent, the
+        report only lists the suspected ranks.
         """
         parts = parts_in_question(operation)
         left = deadline - asyncio.get_running_loop().time()

@@ -1,7 +1,7 @@
 """The ranks of one trainer: a stream from every member to the lead, which alone talks to the coordinator.
 
-A stream, and not the trainer's own collectives: the loss of a rank breaks the stream at once, on every kind of group,
-and a failed rank can report at any time.
+A stream, and not the trainer's own collectives: the loss of a rank breaks the stream at once, on every kind of group. A
+failed rank can report at any time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Members:
 
     An update is one call at every rank. Calls belong together by order: a member's oldest unanswered call is the part
     in the lead's present update. Counts of ranks may differ, because a rank was not called or failed before joining. A
-    failed call is not taken as a part in an update to a different version, also if the failure arrives after the begin.
-    A member that is late for an update is told the end.
+    failed call is not a part in an update to a different version, even if the failure arrives after the begin. A member
+    that is late for an update is told the end.
 
     Attributes:
         shipments: segments written by members, in order of arrival.

@@ -11,7 +11,7 @@ from rlctl.v1.verbs_pb2 import TensorPart
 
 
 def parts_in_question(operation: Operation) -> list[TensorPart]:
-    """Return the parts of wrong tensors for which the ranks' answers leave this open; each once."""
+    """Return the parts of wrong tensors that the ranks' answers neither confirm nor blame; each once."""
     found = {
         _key(part): part for result in operation.stage_results for part in map(_open_part, result.rank_results) if part
     }
@@ -19,7 +19,7 @@ def parts_in_question(operation: Operation) -> list[TensorPart]:
 
 
 def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Sequence[Sent]) -> None:
-    """Name the ranks whose parts differ in the results, by the sources' digests of the same parts.
+    """Name the ranks with differing parts in the results, by the sources' digests of the same parts.
 
     ``digests`` are the hex digests of the sent tensors, by name. Tensors that changed at the sources since then prove
     nothing and are ignored.

@@ -1,8 +1,9 @@
 """Sends a model's weights from a trainer to every rank of the engines, as one update.
 
-``publisher.update(model, version="step-42")`` opens the update at the coordinator and forms a process group with every
-target rank, or keeps the group of the last update. The publisher broadcasts and digests the tensors bucket by bucket
-while the ranks place their parts, and commits. The version is served once every target has proved the weights.
+``publisher.update(model, version="step-42")`` opens the update at the coordinator. The publisher forms a process group
+with every target rank, or keeps the group of the last update. The publisher broadcasts and digests the tensors bucket
+by bucket while the ranks place their parts, and commits. The version is served once every target has proved the
+weights.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
 
         Args:
             fleet: the fleet at trainer rank 0, None at all other ranks.
-            trainer_group: torch process group of all trainer ranks; None for a trainer of one process.
+            trainer_group: torch process group of all trainer ranks; None for a single process.
             source: number of this rank as a source, from 0 without gaps. None for a rank that only takes part in
                 gathering. By default rank 0 is the only source.
             path: broadcast, ipc (shared memory, for engines on this host) or auto. auto takes ipc for an engine whose
@@ -232,10 +233,10 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 current stream.
             progress: used by :meth:`update_async`; omit.
 
-        Raises OperationFailed (with the operation), or a different RlctlError if the update was refused or a source
-        failed, on every rank of the trainer. The version is then not served, with two exceptions. If a source failed
-        after the first batch of a rolling update in place, that batch serves the version and the operation ended
-        PARTIAL. An error with the outcome UNKNOWN arose during the commit: the version may be served.
+        Raises OperationFailed with the operation. Raises a different RlctlError if the update was refused or a source
+        failed. Every trainer rank raises the error. The version is then not served, with two exceptions. If a source
+        failed after the first batch of a rolling update in place, that batch serves the version. The operation then
+        ended PARTIAL. An error with the outcome UNKNOWN arose during the commit: the version may be served.
 
         Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
         """
@@ -300,7 +301,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             operation, sent = _in_the_end(progress, deadline_s), Sent()
         finally:
             try:
-                # The trainer's next collectives must not overlap those of a running pass.
+                # The trainer's next collectives must not overlap the collectives of a running pass.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(limit.when()):
                         await self._part.settle(STOP_S)

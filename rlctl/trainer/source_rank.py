@@ -1,4 +1,4 @@
-"""One trainer process in an attempt: joins groups, and sends and digests the weights.
+"""A trainer process in an attempt: joins groups, and sends and digests the weights.
 
 The work runs in a thread, and every wait for this thread has a limit. After the death of a trainer rank, gathering a
 tensor may hang in the trainer's own collectives.
@@ -58,7 +58,7 @@ HANGS_S = 10.0
 
 
 class Part:
-    """One trainer process in the updates of one model. Keeps groups, one per backend, between updates."""
+    """A trainer process in the updates of a model. Keeps groups, one per backend, between updates."""
 
     def __init__(self, host: str, source: int | None, *, alone: bool = True) -> None:
         """``host``: address of this process as the engines reach it.
@@ -337,7 +337,8 @@ class Part:
 def _meeting_place(readers: Sequence[str]) -> torch.device:
     """Return the best device for segments that ranks on these devices read.
 
-    This is this process's GPU if all ranks use this GPU, otherwise the host's memory, which ranks on any GPU can read.
+    The device is this process's GPU if all ranks use this GPU. Otherwise it is the host's memory, readable by ranks on
+    any GPU.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         own = torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""One pass over a trainer's weights: in a thread, and always to the end, since gathering takes every rank."""
+"""A pass over a trainer's weights: in a thread, and always to the end, since gathering takes every rank."""
 
 from __future__ import annotations
 
