@@ -1,4 +1,4 @@
-"""One rank: runs admin commands on its engine, one mutating verb at a time, with one result for each command.
+"""A rank: runs admin commands on its engine, one mutating verb at a time, with one result for each command.
 
 Decides the order of commands at a rank, and the typed result of every failure.
 

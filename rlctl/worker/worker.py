@@ -1,4 +1,4 @@
-"""The admin work of one rank: one mutating verb at a time, with one result for each command, never an exception."""
+"""The admin work of a rank: one mutating verb at a time, with one result for each command, never an exception."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Withdrawable:
 
 
 class Worker:
-    """Runs admin verbs on one engine object.
+    """Runs admin verbs on an engine object.
 
     Mutating verbs that wait take turns. A turn lasts until the engine's method has ended, even if the deadline passed
     and the caller got UNKNOWN. Reads, and verbs that interrupt, do not queue.
@@ -126,7 +126,7 @@ class Worker:
         if method is None:
             raise Reason.UNSUPPORTED.error(f"engine {self.engine.name!r} has no {verb.name}", outcome=OUTCOME_SKIPPED)
         if self.failure is not None and verb.waits:
-            # a refusal without effect, whatever the outcome of the command that first failed
+            # a refusal without effect, for any outcome of the command that first failed
             raise from_detail(self.failure.detail())
         if verb.interrupts:
             await self.engine.interrupt(call.update_id)
