@@ -45,7 +45,7 @@ REMEMBERED_BYTES = 64 << 10
 
 MOST_BYTES = 63 << 20
 """Most bytes of a result that is sent. A larger result would break the stream (transport/channel.py) with all commands
-under way, and break the next stream at each repeat.
+under way, and the next stream at each repeat.
 """
 
 _REQUESTS = {verb.request.DESCRIPTOR.full_name: verb.request for verb in VERBS.values()}
