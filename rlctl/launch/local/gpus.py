@@ -34,7 +34,7 @@ def of_process(device: str, engine: str, rank: int) -> str:
     """Return the device of a process started by hand on this machine: "cpu", "cuda:N", or "cuda" for a server engine.
 
     Ranks of other engines take the GPUs of a machine in order. The ranks of a second machine start at the first GPU
-    there, and so does a process that sees one GPU only.
+    there. So does a process that sees a single GPU.
     """
     gpus = gpu_count()
     device = kind(device, gpus)

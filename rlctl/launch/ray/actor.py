@@ -1,8 +1,8 @@
 """The actor that runs one server of an engine, as a child process, on a node of a Ray cluster.
 
-The server is a separate process: the actor can kill the server in any state, and still report the exit status and the
-last line of the log. torch finds the environment for the import. Ray's threads and copy of gRPC cannot interfere. The
-child's standard input is a pipe of the actor, so the child ends with the actor in any case.
+The server is a separate process. The actor can kill the server in any state, and still reports exit status and last log
+line. torch finds the environment for the import. Ray's threads and copy of gRPC cannot interfere. The child's standard
+input is a pipe of the actor, so the child ends with the actor in any case.
 """
 
 from __future__ import annotations

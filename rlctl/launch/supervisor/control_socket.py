@@ -132,9 +132,9 @@ def apply(
 
     ``running``: the state that ``deployment`` was planned against. ``restart``: slots whose engines are restarted.
 
-    Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT if the supervisor is not ready, or a
-    different command changes the fleet between the plan and the end of this change. Raises DEADLINE_EXCEEDED after
-    ``timeout_s``; the supervisor continues.
+    Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT if the supervisor is not ready. Raises
+    OPERATION_CONFLICT if a different command changes the fleet between the plan and the end. Raises DEADLINE_EXCEEDED
+    after ``timeout_s``; the supervisor continues.
     """
     directory = Path(running.directory)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
