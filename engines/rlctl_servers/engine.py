@@ -47,7 +47,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_S = 0.05
-"""Interval in seconds at which an engine that ends requests checks whether they have ended."""
+"""Interval in seconds of the check whether aborted requests have ended."""
 
 RANKS_CHECK = (
     verbs_pb2.CHECK_ACTION_UNSPECIFIED,
@@ -250,9 +250,7 @@ class ServerEngine(Engine):
         return await self._loads(call)
 
     async def _active(self, call: Call) -> int:
-        """Return the number of active requests. For an attached server the number includes requests of other
-        callers.
-        """
+        """Return the number of active requests, for an attached server including requests of other callers."""
         active = self._ending.active
         if not self._server.launched:
             told = await self._loads(call)
@@ -318,8 +316,9 @@ class ServerEngine(Engine):
 
     @takes_turn
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update. Raises ACTIVE_REQUESTS if requests run, unless generation is stopped, the update is staged or
-        the update ends the requests.
+        """Open an update. Raises ACTIVE_REQUESTS for running requests.
+
+        Staged updates, updates during a pause and updates that end all requests are accepted.
         """
         self._check("PrepareUpdate")
         call.accept()
@@ -418,9 +417,7 @@ class ServerEngine(Engine):
         await self._updates.abort(call)
 
     async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Broadcast the weights of the ranks between two steps of generation. The server generates nothing
-        meanwhile.
-        """
+        """Broadcast the weights of the ranks between two steps. The server generates nothing meanwhile."""
         ranks = self._ranks_for("SendWeights")
         self._refuse_during_update()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:

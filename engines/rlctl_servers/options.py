@@ -44,9 +44,7 @@ def check_arguments(product: str, arguments: Collection[str], taken: Collection[
 
 
 def address(given: Mapping[str, str], arguments: Collection[str]) -> str:
-    """Return option ``url``, the address of a running server, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside
-    settings.
-    """
+    """Return option ``url``, a running server, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside settings."""
     url = given.get("url", "").rstrip("/")
     if url and not url.startswith(("http://", "https://")):
         raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field="options.url")

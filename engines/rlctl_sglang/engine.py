@@ -1,4 +1,4 @@
-"""The port that rlctl drives: verbs in, calls to SGLang out. One object speaks for all of the server's ranks."""
+"""SGLang as an engine: verbs in, calls to SGLang out. One object answers for all of the server's ranks."""
 
 # ruff: noqa: ARG002 (the port says which arguments a method has)
 from __future__ import annotations
@@ -55,11 +55,11 @@ log = logging.getLogger(__name__)
 
 START_CALL_S = 60.0
 PAUSE_S = 1.0
-"""How long a pause may take once nothing is in its way."""
+"""Seconds that a pause may take if nothing is in its way."""
 
 
 class SGLangEngine(ServerEngine):
-    """One SGLang server, with all of its ranks. Options: :class:`rlctl_sglang.options.Options`."""
+    """One SGLang server with all of its ranks. Options: :class:`rlctl_sglang.options.Options`."""
 
     name: ClassVar[str] = "sglang"
     _server: Server
@@ -69,7 +69,7 @@ class SGLangEngine(ServerEngine):
     _limits: Limits
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
-        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
+        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT with the name of the setting."""
         self._options = parse_options(config.options)
         super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
         self._first: FirstNode | None = FirstNode(self._config) if self._several_nodes() else None
@@ -79,10 +79,10 @@ class SGLangEngine(ServerEngine):
     # The life of the engine.
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Launch the server, or attach to it, and find out what it is and can do.
+        """Launch the server, or attach to it, and ask for facts and capabilities.
 
-        Raises ENGINE_FAILED for a server that was attached to and does not pass the trial of its loads: its weights are
-        of no version then.
+        Raises ENGINE_FAILED for an attached server that does not pass the trial of loads. The weights then have no
+        version.
         """
         await self._launch()
         refuted = await self._tried()
@@ -109,17 +109,17 @@ class SGLangEngine(ServerEngine):
         self._requests = self._ending = Requests(native)
         reader = passing.Reader(limits, str(facts.info.get("served_model_name") or ""))
         self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
-        alone = facts.mode == "null"  # a half of a pair generates nothing by itself
+        alone = facts.mode == "null"  # a server of a pair generates nothing alone
         routes = passing.routes(metrics=bool(facts.info.get("enable_metrics")))
         http_routes = [*routes, *self._options.data_routes] if alone else []
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
-        # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
+        # A probe would let an attached server answer other requests. A server of a pair answers no probe alone.
         probes = self._server.launched and facts.mode == "null"
         self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
-        # Other weights than the checkpoint's can be read where those of a checkpoint once were.
+        # Other weights than the checkpoint's are readable if the weights of a checkpoint once were.
         readable = bool(self._proof or (self._met.digest and self._confirmed))
         self._layout = facts.layout(self._config, readable=readable).workers
-        # A server that was updated may hold what a trainer has sent.
+        # An updated server may have weights from a trainer.
         checkpoint = "" if self._updated and not self._proof else self._checkpoint
         capabilities = facts.capabilities(
             readable=readable,
@@ -134,19 +134,19 @@ class SGLangEngine(ServerEngine):
             capabilities=capabilities,
             checkpoint=checkpoint,
             model_digest=self._proof,
-            fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
+            fenced=self._server.fenced and not facts.info.get("grpc_port"),  # gRPC asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
             http_routes=http_routes,
         )
 
     async def _launch(self) -> None:
-        """Have the server run, and find out how weights get into it."""
+        """Start the server, and find the path for weights."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
         ranks, reference = Ranks(self._control), self._checkpoints.reference
         attach = partial(ranks.attach, reference, address_of(self._config.node), call)
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
-        refuse_workers(facts.info)  # also of a server that somebody else has started
+        refuse_workers(facts.info)  # also for an attached server
         if self._server.launched and not facts.ranks and ABSENT in facts.unsupported.values():
             raise Reason.ENGINE_FAILED.error(ABSENT, next_step="SGLang's log says why it has not loaded the plug-in.")
         self._ranks = ranks if facts.ranks else None
@@ -175,10 +175,10 @@ class SGLangEngine(ServerEngine):
         self._limits = facts.limits(self._checkpoints.config)
 
     async def _tried(self) -> reload_trial.Refuted | None:
-        """Try a second load, and compare the values that are computed before and after; returns why the trial failed.
+        """Try a second load, and compare the values computed before and after. Return why the trial failed, or None.
 
         The search for places at the ranks is such a load. Without it the checkpoint is loaded again, unless the server
-        may have other weights, or is one of a pair, which computes nothing alone.
+        may have other weights, or belongs to a pair and computes nothing alone.
         """
         call = self._start_call()
         refuted = None
@@ -193,22 +193,22 @@ class SGLangEngine(ServerEngine):
             self._proof = self._met.digest
         self._confirmed |= bool(self._proof)
         if self._proof or (refuted is not None and refuted.loaded) or self._updated or self._state.paired:
-            return refuted  # each update is read back, or there is nothing to compare with
+            return refuted  # each update is read back, or no comparison is possible
         if self._facts.world_size > 1 and self._ranks is None:
-            return None  # of several ranks every update needs a probe
+            return None  # with several ranks every update needs a probe
         if "UpdateWeightsFromDisk" in self._facts.unsupported:
             return None
         return await self._trial(partial(self._updates.load_again, self._checkpoint), call)
 
     def _unproven(self, refuted: reload_trial.Refuted | None) -> str:
-        """Why it is not known that loads repeat; "": it is."""
+        """Return why loads may not repeat, or ""."""
         if refuted is not None:
             return refuted.why
         alone = self._state.paired and not self._confirmed
         return "one of a pair computes nothing alone, so no second load was compared with the first" if alone else ""
 
     def _staged(self) -> bool:
-        """Whether updates can be staged."""
+        """Return whether updates can be staged, and log the reason if not."""
         if self._met.unstaged:
             log.info("SGLang's updates are not staged: %s", self._met.unstaged)
         return not self._met.unstaged
@@ -224,7 +224,7 @@ class SGLangEngine(ServerEngine):
         if self._state.paired:
             loads = await self._loads(call)
             if not self._server.launched and loads.running + loads.waiting:
-                return None  # the pause of one of a pair would end others' requests
+                return None  # the pause of a pair's server would end requests of other callers
             await load_paused()
             refuted = None
         else:
@@ -235,16 +235,15 @@ class SGLangEngine(ServerEngine):
         return refuted
 
     async def _learn(self, call: Call) -> None:
-        """Have the ranks find the places of the checkpoint's elements."""
+        """Let the ranks find the places of the checkpoint's elements."""
         assert self._ranks is not None
         await self._updates.marking.begin_trial(call)
         self._met = await self._ranks.meet(self._facts.ranks, self._checkpoints.reference, call, self._on_disk)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
-        """Have SGLang itself load a checkpoint."""
         body = {
             "model_path": path,
-            "load_format": "auto",  # by itself it takes the one that it was started with
+            "load_format": "auto",  # SGLang's default is the format of its start
             "flush_cache": False,
             "recapture_cuda_graph": request.options.recapture_cuda_graph,
             "torch_empty_cache": request.options.torch_empty_cache,
@@ -253,7 +252,7 @@ class SGLangEngine(ServerEngine):
         await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
 
     def _start_call(self) -> Call:
-        """A call that may take as long as a start."""
+        """Return a call with the time limit of a start."""
         return Call("start", asyncio.get_running_loop().time() + self._options.start_s, "start")
 
     def _make_server(self) -> None:
@@ -263,19 +262,19 @@ class SGLangEngine(ServerEngine):
         self._state = State()
 
     def setup(self) -> dict[str, str]:
-        """Where the other nodes of the server meet it."""
+        """Return the meeting point and settings for the other nodes of the server."""
         return self._first.setup() if self._first is not None else {}
 
     def can_restart(self) -> bool:
-        """A server that was launched can be launched again; one of several nodes by whoever has started all of them."""
+        """Return whether the server was launched on a single node. The operator restarts a server of several nodes."""
         return super().can_restart() and self._first is None
 
     def lost(self, error: RlctlError) -> None:
-        """Nothing comes back from a server of which a node is gone: what waits for it ends with it."""
+        """End the server and waiting calls: without a node the server answers nothing."""
         self._wedged(error)
 
     async def stop(self) -> None:
-        """End the server if it was launched, and whatever waits for it."""
+        """End a launched server, and the calls that wait for the server."""
         if self._first is not None:
             self._first.close()
         if self._ready:
@@ -286,7 +285,6 @@ class SGLangEngine(ServerEngine):
 
     @takes_turn
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        """Stop generating."""
         self._check("PauseGeneration")
         if request.adapter:
             self._check("LoadAdapter")
@@ -313,7 +311,6 @@ class SGLangEngine(ServerEngine):
 
     @takes_turn
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        """Go on generating."""
         self._check("ContinueGeneration")
         if request.adapter:
             self._check("LoadAdapter")
@@ -330,8 +327,9 @@ class SGLangEngine(ServerEngine):
 
     @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
-        """Empty the caches; refused while requests hold entries, after waiting as long as the request says, and in a
-        pair that is paused for handovers.
+        """Empty the caches. Raises ACTIVE_REQUESTS if requests still hold entries after ``idle_timeout``.
+
+        In a paused pair the wait is long enough for handovers.
         """
         self._check("FlushCache")
         call.accept()
@@ -342,7 +340,6 @@ class SGLangEngine(ServerEngine):
 
     @takes_turn
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        """Give regions back."""
         self._check("ReleaseMemory")
         self._refuse_during_update()
         call.accept()
@@ -365,7 +362,6 @@ class SGLangEngine(ServerEngine):
 
     @takes_turn
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        """Take regions again."""
         self._check("ResumeMemory")
         call.accept()
         return await memory.resume(
@@ -380,7 +376,6 @@ class SGLangEngine(ServerEngine):
     # Weights.
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update; see :meth:`ServerEngine.prepare_update`."""
         try:
             return await super().prepare_update(request, call)
         finally:
@@ -401,7 +396,7 @@ class SGLangEngine(ServerEngine):
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """As :meth:`ServerEngine.check_weights`; or scramble the weights."""
+        """Do as :meth:`ServerEngine.check_weights`, or scramble the weights."""
         if request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS and not request.adapter:
             self._check("CheckWeights")
             return await self._scramble(request, call)
@@ -409,14 +404,14 @@ class SGLangEngine(ServerEngine):
 
     @takes_turn
     async def _scramble(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
-        """Have SGLang scramble its weights, for tests of verification."""
+        """Let SGLang scramble its weights, for tests of verification."""
         self._refuse_during_update()
         active = self._requests.active
         if active and not self._state.stopped:
             raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
         call.accept()
         await self._updates.marking.spoil(call)
-        # Whatever comes of it, something may have been scrambled.
+        # Even after a failure, weights may have been scrambled.
         body = {"action": "reset_tensors", "skip_tensor_list": list(request.skip_tensors) or None}
         await self._control.must("/weights_checker", body, call=call, outcome=OUTCOME_UNKNOWN)
         looking = verbs_pb2.CheckWeightsRequest(
@@ -430,7 +425,6 @@ class SGLangEngine(ServerEngine):
     # Reads.
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
-        """What is loaded."""
         self._check("GetModelInfo")
         told = await self._control.ask("/model_info", call=call, admin=False)
         limits = self._facts.limits(self._checkpoints.config)
@@ -450,20 +444,20 @@ class SGLangEngine(ServerEngine):
         )
 
     async def _leave_unbegun(self) -> None:
-        """What a server of a pair holds back when it stops would be computed with whatever is there when it goes on."""
+        """Cut the requests that a stopped server of a pair holds back: it would compute them with later weights."""
         if self._state.paired and self._state.stopped:
             await self._requests.cut()
 
     async def _end_prepared(self, call: Call) -> None:
-        """Raises ACTIVE_REQUESTS: nothing was paused."""
+        """End prepared requests before a pause. Raises ACTIVE_REQUESTS, and nothing was paused."""
         if not await self._requests.end_prepared(call.deadline - PAUSE_S):
             raise Reason.ACTIVE_REQUESTS.error("SGLang does not end requests whose grammar it is compiling")
 
     def _admit(self, request: GenerateRequest) -> None:
-        """Refuse half of a pair's request where it may not be computed at the version that it names.
+        """Refuse half of a pair's request if it may not be computed at the version that it names.
 
-        The servers do not compare the versions of the two halves. But all that a half is computed with is what it was
-        admitted at: no version changes before a pause or an update, and those end or refuse what was admitted before.
+        The servers do not compare the versions of the two halves. But a half is computed at the admission's version
+        only: no version changes before a pause or an update, and these end or refuse the admitted requests.
         """
         if not self._state.paired:
             if self._pausing and has_grammar(request):
@@ -479,7 +473,7 @@ class SGLangEngine(ServerEngine):
             raise Reason.STAGE_NOT_SERVING.error("SGLang is about to be paused")
 
     def _several_nodes(self) -> bool:
-        """Whether the server is launched on several nodes. Raises FIELD_CONFLICT: it runs already."""
+        """Return whether the server is launched on several nodes. Raises FIELD_CONFLICT for an attached server."""
         if self._config.nodes > 1 and self._options.url:
             raise Reason.FIELD_CONFLICT.error("a server that is attached to has its own nodes", field="followers")
         return self._config.nodes > 1

@@ -1,4 +1,4 @@
-"""The plug-in's settings, read from ``EngineConfig.options`` once."""
+"""The plug-in's settings, read once from ``EngineConfig.options``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.contract.errors import Reason
 from rlctl.engine import HttpRoute
 
 VENV = "RLCTL_SGLANG_VENV"
-"""Environment variable that says where SGLang's environment is."""
+"""Environment variable with the path of SGLang's environment."""
 
 OURS = ("url", "api_key_file", "admin_key_file", "python", "allowed_roots", "start_s", "data_routes")
 """Settings of the plug-in itself."""
@@ -25,10 +25,10 @@ TAKEN = (
 """Arguments of SGLang that rlctl sets itself."""
 
 GRPC = ("grpc_port", "grpc_mode", "smg_grpc_mode")
-"""Arguments that have SGLang serve gRPC."""
+"""Arguments that make SGLang serve gRPC."""
 
 NODES = ("nnodes", "node_rank", "dist_init_addr")
-"""Arguments of a server over several nodes, which each node's process sets."""
+"""Arguments of a server over several nodes, set by each node's process."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Options:
     """Settings of one engine.
 
     Attributes:
-        url: a running server to attach to; empty: one is launched.
+        url: a running server to attach to; empty: launch a server.
         api_key: key of an attached server for requests.
-        admin_key: its key for admin calls; without one, others can drive the server too.
-        python: the interpreter that SGLang is installed for.
-        allowed_roots: directories below which checkpoints may be read; empty: the one that the first lies in.
-        start_s: longest time that a launched server may take to be ready, seconds.
+        admin_key: key of an attached server for admin calls; without a key, other clients can drive the server too.
+        python: the interpreter of SGLang's environment.
+        allowed_roots: directories below which checkpoints may be read; empty: the directory of the first checkpoint.
+        start_s: longest time until a launched server is ready, seconds.
         data_routes: further routes of the data port.
         arguments: further arguments of SGLang by name ("mem_fraction_static"); "true" stands for a flag.
     """
@@ -57,7 +57,7 @@ class Options:
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
-    """The settings. Raises FIELD_INVALID, FIELD_CONFLICT or UNSUPPORTED naming ``options.NAME``."""
+    """Parse the settings. Raises FIELD_INVALID, FIELD_CONFLICT or UNSUPPORTED naming ``options.NAME``."""
     arguments = {name: value for name, value in given.items() if name not in OURS}
     for name in arguments:
         if name in NODES:
@@ -95,8 +95,10 @@ def parse_options(given: Mapping[str, str]) -> Options:
 
 
 def refuse_workers(arguments: Mapping[str, Any]) -> None:
-    """Raise UNSUPPORTED for a server of several HTTP workers: a pause waits for the requests of one of them only, and
-    weights would be written under the others' (``multi_tokenizer_mixin``, 0.5.23).
+    """Raise UNSUPPORTED for a server of several HTTP workers.
+
+    A pause waits for the requests of a single worker. Weights would be written under the requests of the other workers
+    (``multi_tokenizer_mixin``, 0.5.23).
     """
     number = str(arguments.get("tokenizer_worker_num") or 1)
     if number != "1":
@@ -108,5 +110,5 @@ def refuse_workers(arguments: Mapping[str, Any]) -> None:
 
 
 def interpreter(settings: Options) -> str:
-    """The Python that runs SGLang. Raises FIELD_INVALID, saying how to install it, when it is not there."""
+    """Return SGLang's Python interpreter. Raises FIELD_INVALID with the install command if none is found."""
     return options.interpreter("SGLang", settings.python, VENV)

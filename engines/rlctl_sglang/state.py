@@ -1,7 +1,7 @@
-"""What SGLang has been told, and what it may be told next. Pure: no I/O, no time.
+"""SGLang's state after the calls so far, and the calls that may come next. Pure: no I/O, no time.
 
-SGLang believes its callers: some calls in the wrong state end the whole server, others never return. Each of those is
-refused here, or turned into one that is harmless, before it is sent.
+SGLang believes its callers: some calls in the wrong state end the whole server, others never return. Such a call is
+refused here, or turned into a harmless call, before it is sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODES = {PAUSE_MODE_ABORT: "abort", PAUSE_MODE_RETRACT: "retract", PAUSE_MODE_IN
 """SGLang's pause modes."""
 
 PAIR_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT)
-"""Modes of a prefill or decode server; each ends what is active, see :meth:`State.pause`."""
+"""Modes of a prefill or decode server. Each ends the active requests, see :meth:`State.pause`."""
 
 TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights", MEMORY_TAG_CUDA_GRAPH: "cuda_graph"}
 """SGLang's memory regions."""
@@ -40,16 +40,17 @@ class State(ServerState):
     """SGLang's state after the calls so far.
 
     Attributes:
-        paired: it is a prefill or a decode server.
+        paired: the server is a prefill or decode server.
     """
 
     paired: bool = False
 
     def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
-        """The mode to send for a pause, with so many requests active.
+        """Return the mode to send for a pause. ``active``: number of active requests.
 
-        In a pair it is always abort. What a decode server retracts it has computed anew by calling the prefill server,
-        without its key; and handovers that a pause has caught half-way keep the caches from being flushed.
+        In a pair the mode is always abort. A decode server would have retracted requests computed anew by the prefill
+        server, which it calls without the key. Handovers that a pause has caught half-way keep the caches from being
+        flushed.
 
         Raises UNSUPPORTED (SKIPPED) for a mode that SGLang does not have. Raises PAUSE_MODE_CONFLICT for an abort of
         requests that are frozen in place: that call never returns, and nothing helps the server afterwards.
@@ -63,7 +64,7 @@ class State(ServerState):
             )
         if self.paired:
             return MODES[PAUSE_MODE_ABORT]
-        # What the plug-in holds it does in place; a release that failed may have left it so, under requests.
+        # The plug-in pauses in place. A failed release may have left this pause, with requests under it.
         left = self.holding and not self.paused and not self.released and not self.updating
         frozen = left or self.paused == PAUSE_MODE_IN_PLACE
         if frozen and mode == PAUSE_MODE_ABORT:
@@ -71,11 +72,11 @@ class State(ServerState):
                 raise Reason.PAUSE_MODE_CONFLICT.error(
                     f"{active} requests are frozen in place; SGLang never comes back from aborting those", field="mode"
                 )
-            return MODES[PAUSE_MODE_RETRACT]  # nothing is active: the same, without the danger
+            return MODES[PAUSE_MODE_RETRACT]  # no active requests: the same effect, without the danger
         return MODES[mode]
 
     def release(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
-        """Names of the regions to release, those that are not released yet. Empty tags: all that are known.
+        """Return the names of the regions to release that are not released yet. Empty tags: all known regions.
 
         Raises FIELD_INVALID for a region that the engine does not have.
         """
@@ -83,7 +84,7 @@ class State(ServerState):
         return [TAGS[tag] for tag in sorted(set(tags or known) - self.released)]
 
     def resume(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
-        """Names of the regions to take again: only those that are released, any other one ends the server.
+        """Return the names of the released regions to resume: any other region would end the server.
 
         Raises FIELD_INVALID for a region that the engine does not have.
         """

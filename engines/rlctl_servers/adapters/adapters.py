@@ -5,7 +5,7 @@ Servers read adapters from disk, so the tensors of a trainer are written to disk
 Servers check little of an adapter. SGLang skips tensors of layers that the model does not have, and reads only rank,
 alpha and targets of PEFT's settings. vLLM loads an adapter that lacks matrices. So rlctl checks every adapter first, as
 for its own engine. The adapter tensors at the ranks cannot be read. The digest of an adapter is therefore the digest of
-its files, which are the same before and after the server reads them.
+its files, equal before and after the server's read.
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ class Adapters(abc.ABC):
 
     @abc.abstractmethod
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
-        """Raise, naming ``field``, if this kind of server ignores an adapter for these modules or computes it
-        wrongly.
-        """
+        """Raise, naming ``field``, if this server ignores an adapter for these modules or computes it wrongly."""
 
     @property
     def open(self) -> bool:
@@ -260,7 +258,7 @@ class Adapters(abc.ABC):
         self._left.remove(name)
 
     async def seal(self, call: Call) -> WeightsReport:
-        """Stop the requests with the replaced adapter: end them in mode abort, wait for their end in the other modes.
+        """Stop the requests with the replaced adapter: end these in mode abort, wait for the end in the other modes.
 
         A server cannot give running requests a new adapter. The stage accepts no new requests until the update ends.
         Raises WEIGHTS_INCOMPLETE, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
@@ -294,7 +292,7 @@ class Adapters(abc.ABC):
         await self._sweep()
 
     async def pause(self, request: PauseGenerationRequest, call: Call, *, stopped: bool) -> None:
-        """Stop the requests with an adapter, loaded or not: end them in mode abort, wait for their end in mode drain.
+        """Stop the requests with an adapter, loaded or not: end these in mode abort, wait for the end in mode drain.
 
         New requests are refused. ``stopped``: the server generates nothing, so no request ends by itself. Raises
         UNSUPPORTED, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
@@ -422,7 +420,7 @@ class Adapters(abc.ABC):
         await self._until_free(name, call)
 
     def _refuse_held_back(self, name: str) -> None:
-        """Raise ACTIVE_REQUESTS for requests with an adapter, which cannot end while the server is paused."""
+        """Raise ACTIVE_REQUESTS for requests with an adapter: these cannot end while the server is paused."""
         if using := self._requests.using(name):
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{len(using)} requests with adapter {name!r} are held back by a pause",
@@ -464,7 +462,7 @@ class Adapters(abc.ABC):
                     self._left.remove(name)
 
     def sweep_soon(self) -> None:
-        """Start a sweep in the background after a pause, which prevents unloads."""
+        """Start a sweep in the background after a pause. Unloads were impossible during the pause."""
         if self._left and (self._sweeping is None or self._sweeping.done()):
             self._sweeping = asyncio.create_task(self._sweep())
 

@@ -34,7 +34,7 @@ class LoraTable:
     """The serving adapters. Admin verbs change the table; any thread may read it.
 
     Every load gets a new name at the server, and a switch to a new version changes only this table. SGLang binds a name
-    to one adapter for ever: a second adapter under that name counts as loaded already, and a request for an unloaded
+    to its first adapter for ever. A second adapter under that name counts as loaded already. A request for an unloaded
     name reads the files again, with their present content. vLLM finds cached prefixes by the name.
     """
 

@@ -27,9 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encodable(dtype: torch.dtype) -> bool:
-    """Return whether tensors of the dtype can contain digits. False for bool, complex, powers of two and
-    packed dtypes.
-    """
+    """Return whether a dtype can contain digits. False for bool, complex, powers of two and packed dtypes."""
     return dtype in _INTEGERS or dtype in _FLOATS
 
 
@@ -75,9 +73,7 @@ class Code:
         return count
 
     def index_length(self, size: int) -> int:
-        """Return the number of digits of ``size`` indices, counted from :meth:`first_index` on; 0 for a single
-        index.
-        """
+        """Return the number of digits of ``size`` indices from :meth:`first_index` on; 0 for a single index."""
         count = 0
         while self.base**count < size:
             count += 1

@@ -181,9 +181,7 @@ class Region:
         self.indices[dim] = self.indices.get(dim, 0) + digits * weight + shift
 
     def pieces(self, shape: tuple[int, ...], strides: Sequence[int]) -> Iterator[Piece]:
-        """Yield the part as boxes of a tensor of this shape. ``strides``: strides of the parameter. Raises
-        NotLinear.
-        """
+        """Yield the part as boxes of a tensor of this shape. ``strides``: of the parameter. Raises NotLinear."""
         if self.failure:
             raise NotLinear(self.failure)
         for dim, length in enumerate(shape):
@@ -239,9 +237,7 @@ class Region:
         return [self._joint_box(dims, indices, offsets)]
 
     def _runs(self, index: Array, offsets: Array) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield runs of a dimension: offset, and start, length and stride. Repetitions of an index start
-        further runs.
-        """
+        """Yield runs of a dimension: offset, and start, length and stride. A repeated index starts a further run."""
         order = numpy.lexsort((offsets, index))
         index, offsets = index[order], offsets[order]
         first = numpy.searchsorted(index, index, side="left")

@@ -8,9 +8,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be allocated without swapping, as the kernel estimates; see proc_meminfo(5),
-    MemAvailable.
-    """
+    """Return the kernel's estimate of bytes that can be allocated without swapping: MemAvailable of proc_meminfo(5)."""
     for line in _MEMINFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

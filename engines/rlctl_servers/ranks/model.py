@@ -47,9 +47,7 @@ class RankModel(LoadHooks, abc.ABC):
         """Make the engine load a checkpoint. Raises the errors of the engine."""
 
     def together(self, reference: Mapping[str, TensorMeta]) -> Sequence[tuple[str, ...]]:  # noqa: ARG002
-        """Return names of tensors that the engine processes together. An update writes all tensors of a list, or no
-        tensor.
-        """
+        """Return lists of names that the engine processes together. An update writes all tensors of a list, or none."""
         return ()
 
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
@@ -118,7 +116,7 @@ class Places(ShardMap):
 
 
 class LoaderMap(Places):
-    """Hands tensors to the engine's loaders, since tensors have no memory of their own."""
+    """Hands tensors to the engine's loaders. The tensors have no own memory."""
 
     def __init__(self, reference: Mapping[str, TensorMeta], model: RankModel) -> None:
         shards = {}

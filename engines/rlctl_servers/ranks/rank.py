@@ -288,9 +288,7 @@ class Rank:
     def _from_disk(
         self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float
     ) -> v.WeightsReport | Future[bytes]:
-        """Load a checkpoint that the stage server has compared with the reference. The stage server reports its
-        tensors.
-        """
+        """Load a checkpoint that the stage server has compared with the reference, and reports on."""
         if self._staged is not None:
             return self._later(partial(self._staged_of(update_id).from_disk, request))
         self._open(update_id)
@@ -367,9 +365,7 @@ class Rank:
         return v.CheckReport(action=request.action, values=first_rows(request, held.shards[meta.name]))
 
     def _held(self, exchange: Exchange, only: Mapping[str, TensorMeta] | None = None) -> ShardMap:
-        """Return the weights that the ranks compute with, or only these tensors. If a rank cannot tell, all ranks
-        refuse.
-        """
+        """Return the weights that the ranks compute with, or only these tensors. All ranks refuse if a rank does."""
 
         def held() -> ShardMap:
             if self._loading is not None and self._touched:

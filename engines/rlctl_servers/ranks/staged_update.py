@@ -128,9 +128,7 @@ class StagedUpdate:
             return checksum(request, self._shadow.shards, exchange, first_rank=self._model.rank == 0)
 
     def swap(self) -> v.WeightsReport:
-        """Copy the sealed copy into the weights. Raises ILLEGAL_STATE, INTERNAL; ENGINE_FAILED (DIRTY) after a
-        write.
-        """
+        """Write the sealed copy to the weights. Raises ILLEGAL_STATE, INTERNAL; after a write ENGINE_FAILED (DIRTY)."""
         if not self._sealed:
             raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
         targets = self._shadow.targets()

@@ -88,9 +88,7 @@ def temperature(params: SamplingParams, greedy_below: float) -> float:
 
 
 def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
-    """Return the sampling fields with equal names at every server. Raises as :func:`check_sampling`, and
-    UNSUPPORTED.
-    """
+    """Return the sampling fields with the same name everywhere. Raises as :func:`check_sampling`, and UNSUPPORTED."""
     check_sampling(params, limits.vocab_size)
     if params.stop and not limits.tokenizer:
         raise Reason.UNSUPPORTED.error("the server has no tokenizer to find stop strings with", field="stop")
@@ -134,9 +132,7 @@ def engine_fields(
 
 
 def refused(product: str, message: str, status: int, too_long: Collection[str]) -> RlctlError:
-    """Return the error for a request that a server refused. ``too_long``: words of the message about a too
-    long prompt.
-    """
+    """Return the error for a refused request. ``too_long``: words of the server's message about a too long prompt."""
     if status == 400 and any(words in message for words in too_long):
         return Reason.PROMPT_TOO_LONG.error(message)
     if status == 400:

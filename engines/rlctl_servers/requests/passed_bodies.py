@@ -76,9 +76,7 @@ def text_field(document: Mapping[str, Any], name: str) -> str:
 
 
 def check_count(value: object, name: str) -> int:
-    """Return the number of samples of a prompt, 1 by default. Raises FIELD_INVALID for other types and numbers out of
-    range.
-    """
+    """Return the number of samples of a prompt, 1 by default. Raises FIELD_INVALID for other types and for too many."""
     if value is None:
         return 1
     if type(value) is not int or not 0 <= value <= MOST_SAMPLES:

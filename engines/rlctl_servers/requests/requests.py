@@ -37,9 +37,7 @@ class SampleStream(Protocol):
     """One sample at the server."""
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the server's events of the sample. Closing the generator ends the sample. Raises the error for the
-        caller.
-        """
+        """Yield the server's events. Closing the generator ends the sample. Raises the error for the caller."""
 
     def take(self, told: dict[str, Any]) -> GenerateResponse | None:
         """Return the new part of an event. The first event of the first sample includes the facts of the prompt."""
@@ -59,9 +57,7 @@ class Dialect(Protocol):
     product: str
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[SampleStream]:
-        """Return the samples of a request, one for each id, before anything is sent. Raises if the request is
-        invalid.
-        """
+        """Return a sample for each id, before anything is sent. Raises if the request is invalid."""
 
     def new_rid(self) -> str:
         """Return an id for a sample that was never used at the server."""
@@ -70,7 +66,7 @@ class Dialect(Protocol):
         """Raise if a request must not be sent. The request is already within reach of :meth:`Requests.cut`."""
 
     def admit_passed(self, *, prepared: bool) -> None:
-        """Do as :meth:`admit`, for a request that is passed on as it came."""
+        """Do as :meth:`admit`, for a request that is passed on unchanged."""
 
     def prepares(self, request: GenerateRequest) -> bool:
         """Return whether a pause may leave the request stuck at the server before it has begun."""
@@ -231,7 +227,7 @@ class Requests:
             raise Reason.STAGE_NOT_SERVING.error(f"adapter {adapter!r} is paused by name")
 
     async def cut(self) -> None:
-        """Keep a stopped server from beginning the requests that it has received. The samples that it began have ended.
+        """Keep a stopped server from beginning received requests. The begun samples have ended.
 
         Samples without output end as aborted. Returns once their connections are closed.
         """

@@ -11,9 +11,7 @@ from rlctl.engine import HttpHead
 from rlctl_servers.requests.passed_bodies import Reading
 
 ABORT_S = 2.0
-"""Seconds that an aborted request waits for its end from the server. A request that a pause holds back gets no such
-end.
-"""
+"""Seconds that an aborted request waits for its end from the server. A request held back by a pause gets no end."""
 
 
 class RunningRequest(abc.ABC):

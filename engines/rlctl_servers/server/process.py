@@ -28,9 +28,7 @@ import os, signal, sys
 os.read(0, 1)  # nothing is written: it returns when the stage server has ended, however
 os.killpg(int(sys.argv[1]), signal.SIGKILL)
 """
-"""Kills the server's processes after the stage server's end. vLLM's processes outlive its first process during
-a start.
-"""
+"""Kills the server's processes after the stage server's end. During a start, vLLM's outlive its first process."""
 
 
 class ServerProcess(abc.ABC):
@@ -69,14 +67,14 @@ class ServerProcess(abc.ABC):
         return ()
 
     def redacted(self, line: str) -> str:
-        """Return a log line without secrets. Runs on a thread of its own."""
+        """Return a log line without secrets. Runs on a separate thread."""
         return line
 
     def settled(self) -> None:  # noqa: B027
         """Release resources of the start. Called when the server is ready."""
 
     def ended(self) -> None:  # noqa: B027
-        """Remove the remains of an ended server. Runs on a thread of its own, perhaps before :meth:`settled`."""
+        """Remove the remains of an ended server. Runs on a separate thread, perhaps before :meth:`settled`."""
 
     def let_go(self) -> None:  # noqa: B027
         """Release the resources of a stopped server."""

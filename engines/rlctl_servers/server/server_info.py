@@ -111,7 +111,7 @@ def stage_layout(
 ) -> StageLayout:
     """Return the layout of a server on a node. ``places``: rank, device and host id of each rank.
 
-    ``store``: address at rank 0 where groups for sending its weights meet; ("", 0): the server sends no weights.
+    ``store``: address at rank 0 of the groups for sending weights; ("", 0): no sending.
     """
     return StageLayout(
         tp_size=tp_size,

@@ -44,8 +44,8 @@ class Keeper:
 
     @property
     def stores(self) -> bool:
-        """Return whether the setting stores KV entries. Entries of an adapter then outlive it, and may serve a
-        different adapter.
+        """Return whether the setting stores KV entries. Entries then outlive their adapter, and may match a different
+        adapter.
         """
         return self.why == STORE
 

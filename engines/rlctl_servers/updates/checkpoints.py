@@ -1,7 +1,7 @@
 """Checks of a checkpoint before an engine server loads it.
 
-SGLang and vLLM load a checkpoint of a different architecture with equal tensor names, skip unknown names, and keep
-tensors that the checkpoint lacks, all with success. A load that fails half-way may end the server.
+SGLang and vLLM load a different architecture with equal tensor names, skip unknown names, and keep tensors that are
+missing in the checkpoint. All this counts as success. A load that fails half-way may end the server.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def digest_of(checkpoint: Checkpoint) -> str:
 
 
 def digest_at(path: str) -> str:
-    """Return the model digest of the checkpoint in a directory, hex. Raises CHECKPOINT_NOT_FOUND,
-    CHECKPOINT_MISMATCH.
-    """
+    """Return the model digest of the checkpoint at a path, hex. Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
     checkpoint = open_checkpoint(path)
     try:
         return digest_of(checkpoint)

@@ -16,9 +16,7 @@ class Name(Protocol):
 
 
 class Marking:
-    """Marks a server with half-written weights. The next stage server trusts the label, so a version's label would be
-    wrong.
-    """
+    """Marks half-written weights by the server's label: the next stage server that attaches trusts the label."""
 
     def __init__(self, name: Name, label: Callable[[], str] | None) -> None:
         """``label``: returns the present label of a server that outlives this process; None: the server does not."""

@@ -116,9 +116,7 @@ def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
 
 
 def _distance(one: Computed, other: Computed) -> float:
-    """Return the largest difference of log probabilities of the prompt, and of the output through its first different
-    token.
-    """
+    """Return the largest difference of log probabilities in the prompt, and in the output to its first other token."""
     same = len(one.logprobs) - len(one.tokens)
     for mine, theirs in zip(one.tokens, other.tokens, strict=False):
         same += 1

@@ -3,9 +3,9 @@
 rlctl's code in the ranks receives tensors over groups and from shared segments. From disk the engine loads by itself,
 and may end if a checkpoint does not fit. So the checkpoint is first compared with the checkpoint of the engine's start.
 
-The server is paused while an update in place is open, by a pause of the fleet or by the update itself: nothing may be
-computed with half-written weights. A staged update is received into shadow copies while the server generates. The
-server is paused for the copy into the weights at the commit.
+While an update in place is open, the fleet or the update itself pauses the server. Nothing may be computed with
+half-written weights. A staged update is received into shadow copies while the server generates. The server is paused
+for the copy into the weights at the commit.
 """
 
 from __future__ import annotations
@@ -230,9 +230,7 @@ class Updates:
         return True
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> list[RankResult] | WeightsReport:
-        """Load a checkpoint after a comparison with the reference. Return a single report if the server loads for its
-        ranks.
-        """
+        """Compare a checkpoint with the reference and load it. Return a single report if the server loads by itself."""
         update = opened(self._update, call)
         self._refuse_selector(request.options.selector, "options.selector")
         if self._draft and not {update.selector, request.options.selector} <= {
@@ -264,9 +262,7 @@ class Updates:
             raise _spared(error) from error
 
     async def commit(self, request: CommitUpdateRequest, label: str, call: Call) -> list[RankResult] | WeightsReport:
-        """Close the update. The server's label for the version is set last. Raises WEIGHTS_INCOMPLETE for a missing
-        tensor.
-        """
+        """Close the update, and set the version's label last. Raises WEIGHTS_INCOMPLETE for a missing tensor."""
         update = opened(self._update, call)
         reports: list[WeightsReport] | None = None
         if self._ranks is not None and update.staged:
@@ -294,9 +290,7 @@ class Updates:
         return self._loaded(update) if reports is None else self._each(reports)
 
     async def load_again(self, checkpoint: str, call: Call) -> None:
-        """Run the load of the trial at the start: an update from disk. The outcome of the trial decides about the
-        label.
-        """
+        """Run the load of the trial at the start: an update from disk. The trial's outcome decides about the label."""
         await self.marking.begin_trial(call)
         await self.prepare(PrepareUpdateRequest(), call)
         try:

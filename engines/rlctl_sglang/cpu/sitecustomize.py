@@ -1,17 +1,17 @@
-"""Lets an unmodified SGLang run on a machine without a GPU; its folder comes first on PYTHONPATH, so Python runs it.
+"""Lets an unmodified SGLang run without a GPU. The folder comes first on PYTHONPATH, so Python runs this module.
 
-Three packages that SGLang imports exist for GPUs only. None of their code runs on a CPU, but the names must be there:
+SGLang imports three packages that exist for GPUs only. None of this code runs on a CPU, but the names must exist:
 
-triton       an empty package in its place: every name can be imported, decorators return what they decorate.
-torchvision  the wheel's compiled part belongs to a CUDA build of torch; the operators that its Python part registers
-             for are declared, without a body, just before it is imported (beside a CPU build only).
-sgl_kernel   the package of that name beside this file.
+- triton: an empty package. Every name can be imported, and decorators return the decorated object.
+- torchvision: the wheel's compiled part belongs to a CUDA build of torch. The operators of its Python part are
+    declared, without a body, just before the import (beside a CPU build only).
+- sgl_kernel: the package of that name beside this file.
 
-A fourth one, torch_memory_saver, is imported for ``--enable-memory-saver`` only: the module of that name beside this
-file.
+A fourth package, torch_memory_saver, is imported for ``--enable-memory-saver`` only: the module of that name beside
+this file.
 
-And some modules are amended: SGLang prepares adapters in pinned memory, which there is only beside a GPU, and it tells
-NIXL, which carries KV entries from prefill to decode servers, that they lie in a GPU's memory.
+Some modules are amended. SGLang prepares adapters in pinned memory, which exists only beside a GPU. SGLang also tells
+NIXL, the transport of KV entries from prefill to decode servers, that the entries lie in GPU memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 _TORCHVISION_OPERATORS = ("nms", "qnms")
 _LIBRARIES: list[Any] = []
-"""Declarations stand while the object that made them does."""
+"""Declarations are valid while their objects exist."""
 
 
 class _Anything:
@@ -49,7 +49,7 @@ class _Empty(types.ModuleType):
         return found
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As a decorator, with or without arguments, it changes nothing."""
+        """Return the decorated object, with or without decorator arguments."""
         if len(arguments) == 1 and callable(arguments[0]) and not named:
             return arguments[0]
         decorator: Callable[[Any], Any] = lambda decorated: decorated  # noqa: E731
@@ -57,23 +57,21 @@ class _Empty(types.ModuleType):
 
 
 class _Triton(_Empty):
-    """What SGLang computes with triton's own helpers at import."""
+    """triton's own helpers that SGLang calls at import."""
 
     __version__ = "3.0.0"
 
     @staticmethod
     def cdiv(dividend: int, divisor: int) -> int:
-        """The quotient, rounded up."""
         return (dividend + divisor - 1) // divisor
 
     @staticmethod
     def next_power_of_2(number: int) -> int:
-        """The least power of two that is not smaller."""
         return 1 << max(number - 1, 0).bit_length()
 
 
 class _Amended(Loader):
-    """Loads a module that is really there, and changes it."""
+    """Loads an existing module, and changes it."""
 
     def __init__(self, loader: Loader, amend: Callable[[types.ModuleType], None]) -> None:
         self._loader = loader
@@ -88,7 +86,7 @@ class _Amended(Loader):
 
 
 class _Unpinned:
-    """torch, for a module that asks it for pinned memory: it gets other memory."""
+    """torch for a module that asks for pinned memory: the module gets other memory."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -101,13 +99,13 @@ class _Unpinned:
 
 
 def _without_pinning(module: types.ModuleType) -> None:
-    """Nothing of the module's lies in pinned memory."""
+    """Keep all tensors of the module out of pinned memory."""
     module.torch.Tensor.pin_memory = lambda tensor: tensor
     module.torch = _Unpinned(module.torch)
 
 
 def _in_host_memory(module: types.ModuleType) -> None:
-    """What SGLang says lies in a GPU's memory, as KV entries do elsewhere, lies in the host's."""
+    """Declare KV entries as host memory, where SGLang declares GPU memory."""
     make = module.nixl_agent.__init__
 
     def begin(agent: Any, *given: Any, **named: Any) -> None:
@@ -118,7 +116,7 @@ def _in_host_memory(module: types.ModuleType) -> None:
 
 
 _AMENDMENTS = {
-    # One for each CUDA that torch may be built for; NIXL takes the one that fits.
+    # A module for each CUDA that torch may be built for. NIXL takes the fitting module.
     "nixl_cu12._api": _in_host_memory,
     "nixl_cu13._api": _in_host_memory,
     "sglang.srt.lora.layers": _without_pinning,
@@ -127,7 +125,7 @@ _AMENDMENTS = {
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finds the empty packages, and prepares what is really there."""
+    """Finds the empty packages, and amends existing modules."""
 
     def find_spec(self, name: str, path: Any = None, _target: object = None) -> ModuleSpec | None:
         if name in _AMENDMENTS and (spec := PathFinder.find_spec(name, path)) is not None:
@@ -140,7 +138,7 @@ class _StandIns(MetaPathFinder, Loader):
             import torch
 
             if torch.version.cuda is not None:
-                return None  # the compiled part fits, and declares its operators itself
+                return None  # the compiled part fits, and declares the operators itself
             library = torch.library.Library("torchvision", "FRAGMENT")
             _LIBRARIES.append(library)
             for operator in _TORCHVISION_OPERATORS:

@@ -1,5 +1,6 @@
-"""The memory saver as SGLang uses it, where there is no GPU: its regions are entered, paused and resumed, and keep what
-they hold. The package of this name works by the virtual memory of a GPU, and cannot even be loaded without one.
+"""SGLang's memory saver without a GPU: regions are entered, paused and resumed, and keep their content.
+
+The package of this name works by the virtual memory of a GPU, and cannot even be loaded without a GPU.
 """
 
 # ruff: noqa: ARG002 (SGLang names the arguments)
@@ -16,19 +17,19 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """What is allocated meanwhile would belong to the region."""
+        """Yield without effect. Allocations inside would belong to the region."""
         yield
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """What is allocated meanwhile would belong to no region."""
+        """Yield without effect. Allocations inside would belong to no region."""
         yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Nothing is given back."""
+        """Keep the memory: nothing is given back."""
 
     def resume(self, tag: str | None = None) -> None:
-        """Nothing was given back."""
+        """Do nothing, since no memory was given back."""
 
 
 torch_memory_saver = TorchMemorySaver()
@@ -36,5 +37,5 @@ torch_memory_saver = TorchMemorySaver()
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Processes that are started meanwhile need nothing loaded before them."""
+    """Yield without effect: processes started inside need no preloaded library."""
     yield

@@ -1,13 +1,12 @@
-"""SGLang-Diffusion: a server of SGLang's that makes pictures and videos, attached to as a stage that takes weights.
+"""SGLang-Diffusion: SGLang's server for pictures and videos, attached to as a stage that takes weights.
 
-Its scheduler carries out one thing after the other, requests and admin calls in the order in which they come: whatever
-it answers, all that came before has ended. So an update waits for the request that runs, and no answer is made with
-two versions; there is nothing to pause, and no update while requests run. Requests go to its own port, not through
-rlctl.
+The scheduler handles requests and admin calls in turn, in the order of arrival. So an answer proves that all earlier
+work has ended. An update waits for the running request, and no answer is made with two versions. There is nothing to
+pause, and no update while requests run. Requests go to the server's own port, not through rlctl.
 
-What it says of a load proves nothing: names that it does not know are left out with success, and where it says that
-all modules were rolled back some may not have been. So what its modules hold is compared with the files
-(:mod:`rlctl_sglang.diffusion.modules`), and a module of which that cannot be said is never loaded.
+The server's answer to a load proves nothing. Unknown names are skipped with success, and after a reported rollback of
+all modules some may not be rolled back. So the content of the modules is compared with the files
+(:mod:`rlctl_sglang.diffusion.modules`). A module that cannot be compared is never loaded.
 """
 
 # ruff: noqa: ARG002 (the port says which arguments a method has)
@@ -53,7 +52,7 @@ from rlctl_sglang.server.server import DIFFUSION
 
 PRODUCT = "SGLang-Diffusion"
 IDLE_S = 2.0
-"""A server that takes longer for a question to its scheduler is at work on something."""
+"""Seconds for a question to an idle scheduler. A server that takes longer is at work."""
 
 START_S = 900.0
 _OPTIONS = ("url", "api_key_file", "allowed_roots", "reload")
@@ -76,20 +75,19 @@ _WHY = {
 
 
 async def checkpoint_at(url: str, given: Mapping[str, str]) -> str:
-    """See :func:`rlctl.engine.recognise`."""
+    """Return the checkpoint of a diffusion server at a URL; see :func:`rlctl.engine.recognise`."""
     told = await server.told_at(PRODUCT, url, "/model_info", options_.key(given, "api_key_file"))
     return str(told.get("model_path", "")) if told.get("model_type") == DIFFUSION else ""
 
 
 def known_options(given: Mapping[str, str]) -> KnownOptions:
-    """The settings by name."""
     del given
     return KnownOptions(frozenset(_OPTIONS), origin=PRODUCT)
 
 
 @dataclass
 class _Open:
-    """The update that is open; ``written``: modules that were loaded in it."""
+    """The open update. ``written``: modules that the update has loaded."""
 
     update_id: str
     kind: verbs_pb2.UpdateKind.ValueType
@@ -98,12 +96,12 @@ class _Open:
 
 
 class Server(server.Server):
-    """One server, which somebody else has started."""
+    """A server that rlctl has not started."""
 
     probe: ClassVar[str] = "/health"
 
     async def refuse_unready(self) -> None:
-        """Raise why it cannot be attached to."""
+        """Raise if the server cannot be attached to."""
         known = await self.http.call("/model_info", timeout_s=server.PROBE_S)
         if not known.ok or not isinstance(known.body, dict) or known.body.get("model_type") != DIFFUSION:
             raise Reason.FIELD_INVALID.error(f"what answers at {self.http.url} is no {PRODUCT}", field="options.url")
@@ -114,13 +112,13 @@ class Server(server.Server):
             )
 
     def refuse_ill(self, answer: Answer) -> None:
-        """Its front goes on answering when the process is gone that does the work."""
+        """Raise UNREACHABLE for an ill server. The front still answers after the end of the working process."""
         if not answer.ok:
             raise Reason.UNREACHABLE.error(f"{PRODUCT} at {self.http.url}: {answer.message}")
 
 
 class DiffusionEngine(Engine):
-    """One SGLang-Diffusion server of one GPU, or CPU."""
+    """An SGLang-Diffusion server of a single GPU, or CPU."""
 
     name: ClassVar[str] = "sglang-diffusion"
 
@@ -161,11 +159,11 @@ class DiffusionEngine(Engine):
     # The life of the engine.
 
     def setup(self) -> dict[str, str]:
-        """There are no followers."""
+        """Return nothing, since a server engine has no followers."""
         return {}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Attach, and find out what the modules hold. Raises UNREACHABLE, UNSUPPORTED, CHECKPOINT_MISMATCH."""
+        """Attach, and compare the modules with the files. Raises UNREACHABLE, UNSUPPORTED, CHECKPOINT_MISMATCH."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_S)
         info = await self._control.ask("/server_info", call=call)
@@ -194,22 +192,21 @@ class DiffusionEngine(Engine):
         )
 
     async def stop(self) -> None:
-        """Let go of the server."""
         self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
         await self._server.stop()
 
     def can_restart(self) -> bool:
-        """Whoever runs the server may start it again: it is then attached to as a new incarnation."""
+        """Return True: an operator may restart the server, which is then attached to as a new incarnation."""
         return True
 
     def _failed(self, error: RlctlError) -> None:
-        """The server is gone, or stuck; from any thread."""
+        """Report a server that is gone or stuck, from any thread."""
         if self._failure is None:
             self._failure = error
             self._on_failure(error)
 
     def _refuse_kind(self, stats: Mapping[str, Any]) -> None:
-        """Raise what a server does that nothing is known of here."""
+        """Raise for a different checkpoint, several GPUs, a role, or a pipeline that splits requests."""
         loaded = str(self._told.get("model_path", ""))
         if os.path.realpath(loaded) != os.path.realpath(self._config.model_path):
             raise Reason.CHECKPOINT_MISMATCH.error(
@@ -230,7 +227,7 @@ class DiffusionEngine(Engine):
             )
 
     async def _look_into(self, call: Call) -> None:
-        """Find out which modules are as their files are. Raises CHECKPOINT_MISMATCH for one that is not any more."""
+        """Find the modules that equal their files. Raises CHECKPOINT_MISMATCH for a changed module."""
         path, names = self._config.model_path, list(self._pipelines.reference)
         sums = await asyncio.to_thread(self._sums, path, "", names, _until(call))
         self._live = await self._checksums(call)
@@ -256,8 +253,9 @@ class DiffusionEngine(Engine):
             )
 
     async def _changed(self, module: str, sums: Sums, call: Call) -> bool:
-        """Whether the server holds other bytes than a module's files, for all that is known: it need not have other
-        names for its parameters.
+        """Return whether the server holds other bytes than a module's files.
+
+        A module with other parameter names cannot be compared, and counts as unchanged.
         """
         if self._live.get(module) in (None, sums.live):
             return False
@@ -285,12 +283,10 @@ class DiffusionEngine(Engine):
     async def generate(
         self, request: rollout_pb2.GenerateRequest
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        """Raise UNSUPPORTED."""
         self._refuse_requests()
         yield rollout_pb2.GenerateResponse()  # pragma: no cover: what makes it a generator
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
-        """Raise UNSUPPORTED."""
         self._refuse_requests()
 
     def _refuse_requests(self) -> NoReturn:
@@ -300,7 +296,7 @@ class DiffusionEngine(Engine):
         )
 
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        """Wait until what was asked of it before has ended. Raises UNSUPPORTED (SKIPPED), DEADLINE_EXCEEDED."""
+        """Wait until the server has ended all earlier work. Raises UNSUPPORTED (SKIPPED), DEADLINE_EXCEEDED."""
         self._check("PauseGeneration")
         if request.mode not in _PAUSES:
             raise Reason.UNSUPPORTED.error(
@@ -313,12 +309,12 @@ class DiffusionEngine(Engine):
         await self._stats(call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        """Nothing was stopped but the routing, which is the stage's."""
+        """Confirm: a pause stops only the routing, at the stage."""
         self._check("ContinueGeneration")
         call.accept()
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
-        """Confirm what the load of an update has emptied; there is no flush apart from one."""
+        """Confirm the flush by the load of an update. The server has no separate flush."""
         self._check("FlushCache")
         if not call.update_id:
             raise Reason.UNSUPPORTED.error(f"{PRODUCT} empties its caches with an update only", outcome=OUTCOME_SKIPPED)
@@ -326,7 +322,7 @@ class DiffusionEngine(Engine):
         return verbs_pb2.FlushReport(tiers=_TIERS)
 
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        """Move the modules to the host's memory, all of them."""
+        """Move all modules to the host's memory."""
         self._check("ReleaseMemory")
         check_tags(PRODUCT, request.tags, [MEMORY_TAG_WEIGHTS])
         if self._update is not None:
@@ -336,13 +332,12 @@ class DiffusionEngine(Engine):
             answer = await self._control.tell("/release_memory_occupation", {}, call=call)
             self._released = True
             if not answer.ok:
-                # It may have gone half-way: what is confirmed afterwards is that all is there again.
+                # The release may have gone half-way: everything is resumed before the refusal.
                 await self._resume(call, f"{PRODUCT}: {answer.message}")
                 raise Reason.MEMORY_NOT_RELEASABLE.error(f"{PRODUCT}: {answer.message}")
         return self._memory()
 
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        """Move the modules back."""
         self._check("ResumeMemory")
         check_tags(PRODUCT, request.tags, [MEMORY_TAG_WEIGHTS])
         call.accept()
@@ -364,7 +359,7 @@ class DiffusionEngine(Engine):
     # Weights.
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update. Raises UNSUPPORTED, UPDATE_IN_PROGRESS, MEMORY_RELEASED; ACTIVE_REQUESTS while it works."""
+        """Open an update. Raises UNSUPPORTED, UPDATE_IN_PROGRESS, MEMORY_RELEASED, ACTIVE_REQUESTS (server at work)."""
         self._check("PrepareUpdate")
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
@@ -394,7 +389,7 @@ class DiffusionEngine(Engine):
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> verbs_pb2.WeightsReport:
-        """Load modules of a checkpoint that fits, and compare what the server then holds with the files."""
+        """Load modules of a fitting checkpoint, and compare the server's modules with the files."""
         self._check("UpdateWeightsFromDisk")
         update = opened(self._update, call)
         call.accept()
@@ -406,7 +401,7 @@ class DiffusionEngine(Engine):
                 "expected",
                 field="expected_digest",
             )
-        time_left(call, "a load")  # reading may take as long as there was
+        time_left(call, "a load")  # reading may have taken all the time
         options = request.options
         body = {
             "model_path": os.path.dirname(sums[names[0]].files.path),
@@ -432,9 +427,9 @@ class DiffusionEngine(Engine):
         return update.report
 
     async def _load(self, body: dict[str, Any], wanted: Mapping[str, str], call: Call) -> None:
-        """Have modules loaded, and see that all modules then hold what they should; ``wanted``: their checksums.
+        """Let the server load modules, and compare all modules with ``wanted``, the expected checksums.
 
-        A refusal after which nothing has changed is REJECTED, whatever it says; everything else is DIRTY, or UNKNOWN.
+        A refusal without any change is REJECTED, whatever its message. Every other failure is DIRTY or UNKNOWN.
         """
         try:
             answer = await self._control.tell("/update_weights_from_disk", body, call=call)
@@ -451,7 +446,7 @@ class DiffusionEngine(Engine):
         self._refuse_other(live, wanted, f", and says {answer.message!r}")
 
     def _refuse_other(self, live: Mapping[str, str], wanted: Mapping[str, str], when: str) -> None:
-        """Raise DIGEST_MISMATCH (DIRTY) where modules, by their checksums, are not what they should be."""
+        """Raise DIGEST_MISMATCH (DIRTY) for modules with other checksums than expected."""
         wrong = [name for name in wanted if live.get(name) != wanted[name]]
         if wrong:
             frozen = [name for name in wrong if name not in self._held]
@@ -465,7 +460,7 @@ class DiffusionEngine(Engine):
             )
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Close the update. Raises WEIGHTS_INCOMPLETE for modules that a full one has left out."""
+        """Close the update. Raises WEIGHTS_INCOMPLETE if modules of a full update are missing, or all modules."""
         self._check("CommitUpdate")
         update = opened(self._update, call)
         call.accept()
@@ -479,7 +474,7 @@ class DiffusionEngine(Engine):
         return update.report
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
-        """Drop the update; what it wrote stays. Confirms when none is open."""
+        """Drop the update; written weights stay. Confirms also if no update is open."""
         self._check("AbortUpdate")
         call.accept()
         if self._update is not None:
@@ -489,7 +484,7 @@ class DiffusionEngine(Engine):
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call
     ) -> verbs_pb2.CheckpointReport:
-        """What a load would find, and the digest that the whole model would then have."""
+        """Return the findings of a load, and the digest of the whole model after the load."""
         self._check("InspectCheckpoint")
         names, sums = await self._vetted(request.model_path, request.load_format, request.target_modules, call)
         metas = [meta for name in names for meta in self._pipelines.reference[name].values()]
@@ -501,10 +496,10 @@ class DiffusionEngine(Engine):
         )
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> verbs_pb2.CheckReport:
-        """What the modules hold now. The model digest is that of the files with which they agree.
+        """Compare the modules with the last confirmed checksums. The model digest is that of the equal files.
 
-        Raises DIGEST_MISMATCH for the expected digest, and (DIRTY) when any module, also one that is never loaded, is
-        not any more what it was when it was last confirmed.
+        Raises DIGEST_MISMATCH for the expected digest, and (DIRTY) if any module has changed since the last
+        confirmation. This includes modules that are never loaded.
         """
         self._check("CheckWeights")
         if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
@@ -539,7 +534,6 @@ class DiffusionEngine(Engine):
     # Reads.
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
-        """What is loaded."""
         self._check("GetModelInfo")
         reference = self._reference()
         return verbs_pb2.ModelInfo(
@@ -551,13 +545,12 @@ class DiffusionEngine(Engine):
         )
 
     async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
-        """How the server was started."""
         self._check("GetServerInfo")
         uptime = time.monotonic() - self._since
         version = str(self._told.get("version", ""))
         return server_info(self.name, version, self._config.node, 0, uptime, self._told.items())
 
-    # What several of them need.
+    # Shared by several verbs.
 
     def _check(self, verb: str) -> None:
         if self._failure is not None:
@@ -568,7 +561,7 @@ class DiffusionEngine(Engine):
             raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
 
     def _reference(self) -> dict[str, TensorMeta]:
-        """The tensors of the modules that can be loaded, by name."""
+        """Return the tensors of the loadable modules, by name."""
         return {
             f"{module}.{name}": TensorMeta(f"{module}.{name}", meta.dtype, meta.shape)
             for module in self._held
@@ -577,14 +570,15 @@ class DiffusionEngine(Engine):
 
     @staticmethod
     def _digest(held: Mapping[str, Sums]) -> str:
-        """The model digest of modules together, hex."""
+        """Return the model digest of the modules together, hex."""
         return combine({name: sha256 for sums in held.values() for name, sha256 in sums.digests.items()})
 
     async def _vetted(
         self, path: str, load_format: str, target_modules: Sequence[str], call: Call
     ) -> tuple[list[str], dict[str, Sums]]:
-        """Which modules a load is of, by default all that can be loaded, and what they then hold. Raises what speaks
-        against it, before anything is sent.
+        """Return the modules of a load, by default all loadable modules, and the content after the load.
+
+        Raises before anything is sent.
         """
         names = list(target_modules) or list(self._held)
         for index, name in enumerate(names):
@@ -600,16 +594,16 @@ class DiffusionEngine(Engine):
     def _sums(
         self, path: str, load_format: str, names: Collection[str], until: float, frozen: Collection[str] = ()
     ) -> dict[str, Sums]:
-        """What modules of a checkpoint hold. In a thread."""
+        """Digest modules of a checkpoint. Runs in a thread."""
         for name in frozen:
             self._pipelines.refuse_other(path, name, until)
         with self._pipelines.opened(path, load_format, names) as found:
             return {name: self._pipelines.sums(name, found[name], until) for name in names}
 
     async def _stats(self, call: Call) -> Mapping[str, Any]:
-        """What its scheduler says of itself, once all has ended that came before.
+        """Return the scheduler's statistics, after the end of all earlier work.
 
-        Raises as :meth:`Control.ask`, and ENGINE_FAILED when the front answers alone, which it does with success.
+        Raises as :meth:`Control.ask`, and ENGINE_FAILED if the front answers alone, with success.
         """
         told = (await self._control.ask("/stats", call=call)).get("disagg") or {}
         if "error" in told:
@@ -617,7 +611,7 @@ class DiffusionEngine(Engine):
         return dict(told)
 
     async def _checksums(self, call: Call) -> dict[str, str]:
-        """What the server says of all of its modules. Raises as :meth:`Control.ask`, and ANSWER_INVALID."""
+        """Return the server's checksums of all modules. Raises as :meth:`Control.ask`, and ANSWER_INVALID."""
         told = await self._control.ask(_CHECKSUM, {}, call=call)
         if not isinstance(told, dict) or not all(isinstance(each, str) for each in told.values()):
             raise Reason.ANSWER_INVALID.error(f"{PRODUCT} answered {_CHECKSUM} with {type(told).__name__}")
@@ -625,5 +619,5 @@ class DiffusionEngine(Engine):
 
 
 def _until(call: Call) -> float:
-    """A call's deadline on ``time.monotonic``, for other threads."""
+    """Return a call's deadline on ``time.monotonic``, for other threads."""
     return time.monotonic() + call.deadline - asyncio.get_running_loop().time()

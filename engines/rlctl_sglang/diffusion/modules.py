@@ -1,8 +1,8 @@
-"""The modules of a diffusion pipeline on disk, and what the server's checksum of each says when it holds them.
+"""Modules of a diffusion pipeline on disk, and the server's checksum of each module after its load.
 
-A checkpoint in diffusers' layout is a directory for each module (``transformer``, ``vae``), with safetensors files in
-it. The server digests a module as SHA-256 over its parameters' names and bytes, in the order of the names: where it
-holds a module as it lies in the files, that can be computed from them, and an equal checksum proves every byte.
+A checkpoint in diffusers' layout has a directory of safetensors files for each module (``transformer``, ``vae``). The
+server digests a module as SHA-256 over the parameters' names and bytes, in the order of the names. If the server holds
+a module in the form of its files, the checksum can be computed from the files, and an equal checksum proves every byte.
 Tensors are called ``MODULE.NAME`` here.
 """
 
@@ -26,17 +26,17 @@ from rlctl.weights.tensor.digest import tensor_digest
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
 
 _STEMS = ("diffusion_pytorch_model", STEM)
-"""What diffusers and transformers call a module's files."""
+"""Stems of a module's files in diffusers and transformers."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What a module holds that is as it lies in its files.
+    """Content of a module in the form of its files.
 
     Attributes:
-        live: the server's checksum of it, hex.
-        digests: each tensor's digest as rlctl computes it, hex, by the tensor's name.
-        files: how the files can be seen to be the same still.
+        live: the server's checksum of the module, hex.
+        digests: rlctl's digest of each tensor, hex, by the tensor's name.
+        files: the files, for a later check of changes.
     """
 
     live: str
@@ -48,8 +48,8 @@ class Pipelines:
     """The checkpoints of one server.
 
     Attributes:
-        path: the checkpoint that it was started with.
-        reference: that one's tensors, by module.
+        path: the checkpoint of the server's start.
+        reference: tensors of that checkpoint, by module.
     """
 
     def __init__(self, path: str, allowed_roots: tuple[str, ...]) -> None:
@@ -69,7 +69,7 @@ class Pipelines:
 
     @contextmanager
     def opened(self, path: str, load_format: str, modules: Collection[str]) -> Iterator[Mapping[str, Checkpoint]]:
-        """Modules of a checkpoint that the server can be told to load, open meanwhile.
+        """Open modules of a checkpoint that the server can load, inside the context.
 
         Raises PATH_NOT_ALLOWED, UNSUPPORTED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
         """
@@ -90,9 +90,9 @@ class Pipelines:
             yield found
 
     def sums(self, name: str, module: Checkpoint, until: float) -> Sums:
-        """What the server holds once it has loaded a module; files that were read already are not read again.
+        """Return the server's content after the load of a module. Files that were read already are not read again.
 
-        ``until``: on ``time.monotonic``. Raises DEADLINE_EXCEEDED, CHECKPOINT_NOT_FOUND.
+        ``until``: deadline on ``time.monotonic``. Raises DEADLINE_EXCEEDED, CHECKPOINT_NOT_FOUND.
         """
         known = self._known.get(module.path)
         if known is not None and known.files.same_files(module):
@@ -106,7 +106,7 @@ class Pipelines:
             sha256.update(as_bytes(tensor).numpy().data)
             digests[f"{name}.{tensor_name}"] = tensor_digest(f"{name}.{tensor_name}", tensor)
         sums = Sums(sha256.hexdigest(), digests, module)
-        # Of each module the one before last is never asked for again.
+        # Of each module only the latest content is needed again.
         self._known = {path: each for path, each in self._known.items() if Path(path).name != name} | {
             module.path: sums
         }
@@ -114,9 +114,9 @@ class Pipelines:
         return sums
 
     def refuse_other(self, path: str, module: str, until: float) -> None:
-        """Raise CHECKPOINT_MISMATCH where a checkpoint has another content for a module that is never loaded.
+        """Raise CHECKPOINT_MISMATCH if a checkpoint has a different content for a module that is never loaded.
 
-        One that has nothing for it is taken. ``until`` as for :meth:`sums`.
+        A checkpoint without the module passes. ``until``: see :meth:`sums`.
         """
         if not (Path(path) / module).exists():
             return

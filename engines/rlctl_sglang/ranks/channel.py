@@ -1,4 +1,4 @@
-"""How calls to the ranks travel through SGLang; both ends import it.
+"""The transport of calls to the ranks through SGLang, imported by both ends.
 
 SGLang hands ``POST /weights_checker`` to the scheduler of every tensor-parallel rank, between two steps, and its
 ``action`` is a free string.
@@ -13,13 +13,13 @@ ENTRY_POINT = ("sglang.srt.plugins", "rlctl = rlctl_sglang.ranks.plugin:register
 """Group and entry by which SGLang finds the plug-in."""
 
 TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
-"""The method of SGLang's that the plug-in hooks."""
+"""The SGLang method that the plug-in hooks."""
 
 ABSENT = (
     "rlctl's plug-in does not run in SGLang's ranks: rlctl is not installed beside SGLang, or SGLANG_PLUGINS excludes "
     f"it, or this SGLang has no {TARGET}"
 )
-"""The error for ranks that do not answer. SGLang refuses an action that it does not know."""
+"""The error for ranks that do not answer. SGLang refuses an unknown action."""
 
 UNKNOWN_ACTION = "Unsupported action="
-"""How SGLang's own checker refuses an action (``srt/utils/weight_checker.py``)."""
+"""Refusal of an action by SGLang's own checker (``srt/utils/weight_checker.py``)."""

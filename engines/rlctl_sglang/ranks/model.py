@@ -1,4 +1,4 @@
-"""The weights of one of SGLang's ranks."""
+"""The weights of one SGLang rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _SELECTORS = {WEIGHT_SELECTOR_TARGET: "target", WEIGHT_SELECTOR_DRAFT: "draft"}
 class SGLangModel(RankModel):
     """The model of one tensor-parallel rank.
 
-    Where every element of the checkpoint lies in the target model's parameters, and their digest was once that of the
-    checkpoint, an update is written there. Elsewhere, and into draft models, SGLang's own loaders write.
+    An update is written to the target model's parameters if the place of every checkpoint element there is known, and
+    the digest was once that of the checkpoint. Otherwise, and into draft models, SGLang's own loaders write.
     """
 
     product = "SGLang"
@@ -60,18 +60,17 @@ class SGLangModel(RankModel):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The target model."""
         module: torch.nn.Module = self._runner.model
         return module
 
     # Loading.
 
     def prepare_load(self, load: Load) -> None:
-        """Unpack what SGLang packs after a load. Raises UNSUPPORTED where derived copies would stay as they are."""
+        """Unpack the weights that SGLang packs after a load. Raises UNSUPPORTED if derived copies would remain."""
         self._begin(self._refuse(_SELECTORS.get(load.selector, "all")))
 
     def _refuse(self, selector: str) -> list[Any]:
-        """The runners that a load is for. Raises ILLEGAL_STATE, MEMORY_RELEASED, UNSUPPORTED."""
+        """Return the runners of a load. Raises ILLEGAL_STATE, MEMORY_RELEASED, UNSUPPORTED."""
         if self._manager._session is not None:
             raise Reason.ILLEGAL_STATE.error(
                 "a weight update that another client has begun is open at SGLang",
@@ -95,20 +94,20 @@ class SGLangModel(RankModel):
             runner.weight_updater.begin_weight_update()
 
     def finalize_load(self, load: Load) -> None:  # noqa: ARG002 - a hook's signature
-        """Derive and pack anew."""
+        """Let SGLang derive and pack the weights anew."""
         runners, self._loading, self._loader = self._loading, [], ""
         for runner in runners:
             runner.weight_updater.end_weight_update(run_post_load=True)
 
     def abandon_load(self, load: Load) -> None:
-        """As :meth:`finalize_load`; the weights are a mixture, so a failure is logged only."""
+        """Do as :meth:`finalize_load`. The weights are a mixture, so a failure is only logged."""
         try:
             self.finalize_load(load)
         except Exception:
             log.exception("rlctl: SGLang does not close a load")
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Hand a full tensor to the loaders of the models that the update is for."""
+        """Hand a full tensor to the loaders of the update's models."""
         for runner in self._loading:
             self._load_into(runner, [(name, tensor)])
 
@@ -121,7 +120,7 @@ class SGLangModel(RankModel):
             runner.model.load_weights(tensors)
 
     def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
-        """Have SGLang load a checkpoint. Raises ENGINE_FAILED."""
+        """Let SGLang load a checkpoint. Raises ENGINE_FAILED."""
         self._refuse_released()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -137,14 +136,14 @@ class SGLangModel(RankModel):
     # Reading.
 
     def learned(self, reference: Mapping[str, TensorMeta]) -> bool:
-        """Whether the layout of these tensors is known."""
+        """Return whether the layout of these tensors is known."""
         return self._layout is not None and self._layout.metas == dict(reference)
 
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
-        """Find the place of each element of the checkpoint, and put the weights back.
+        """Find the place of each element of the checkpoint, and restore the weights.
 
         Raises UNSUPPORTED if the places cannot be found, or the host has no memory for a copy of the weights;
-        ENGINE_FAILED (DIRTY) when the weights could not be put back.
+        ENGINE_FAILED (DIRTY) if the weights could not be restored.
         """
         if self.learned(reference):
             return
@@ -157,14 +156,14 @@ class SGLangModel(RankModel):
         self._why = "what lies at the places of its tensors did not have the digest of a checkpoint"
 
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
-        """Views into the parameters. Raises UNSUPPORTED where their layout is not known."""
+        """Return views into the parameters. Raises UNSUPPORTED for an unknown layout."""
         if self._layout is None:
             raise Reason.UNSUPPORTED.error(f"SGLang's weights cannot be read: {self._why}")
         self._refuse_released()
         return _parts(self._layout, reference, self._parameters())
 
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
-        """The parameters' memory, where its layout is known."""
+        """Return the parameters' memory for a known and confirmed layout, else SGLang's loaders."""
         if self._layout is None or not self._confirmed:
             return LoaderMap(reference, self)
         try:
@@ -172,12 +171,12 @@ class SGLangModel(RankModel):
         except RlctlError as error:
             if error.reason is Reason.MEMORY_RELEASED:
                 raise
-            # The parameters have another form now. The next stage server has the places found again.
+            # The parameters have a different form now. The next stage server starts a new search for the places.
             self._layout, self._confirmed, self._why = None, False, error.message
             return LoaderMap(reference, self)
 
     def unstaged(self, reference: Mapping[str, TensorMeta]) -> str:
-        """Why SGLang's loaders take the tensors of all updates. Raises MEMORY_RELEASED."""
+        """Return why SGLang's loaders take the tensors of all updates, or "". Raises MEMORY_RELEASED."""
         if not isinstance(self.places(reference), MemoryMap):
             return f"SGLang's loaders take its tensors, and {self._why}"
         if len(self._manager._select_runners("all")) > 1:
@@ -185,7 +184,7 @@ class SGLangModel(RankModel):
         return ""
 
     def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:
-        """A copy of the parameters that the tensors lie in, where their layout is known.
+        """Return a copy of the tensors' parameters, for a known layout.
 
         Raises UNSUPPORTED, ILLEGAL_STATE, MEMORY_RELEASED.
         """
@@ -203,11 +202,11 @@ class SGLangModel(RankModel):
 
     @property
     def confirmed(self) -> bool:
-        """Whether the views have given the digest of a checkpoint that SGLang itself had loaded."""
+        """Return whether the views have given the digest of a checkpoint that SGLang itself had loaded."""
         return self._confirmed
 
     def confirm(self) -> None:
-        """The views have given the digest of the checkpoint."""
+        """Record that the views have given the digest of the checkpoint."""
         self._confirmed = True
 
     def use_loader(self, load_format: str) -> None:
@@ -218,11 +217,11 @@ class SGLangModel(RankModel):
         self._loader = load_format
 
     def _others(self) -> bool:
-        """Whether the loaders take the tensors: the update is also for a draft model, or the user has set a loader."""
+        """Return whether the loaders take the tensors: also for a draft model, or with a loader of the user."""
         return bool(self._loader) or any(runner is not self._runner for runner in self._loading)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the target model: a checkpoint may be loaded into any of them."""
+        """Return parameters and buffers of the target model: a checkpoint may be loaded into both."""
         held = {name: parameter.detach() for name, parameter in self.module.named_parameters(remove_duplicate=False)}
         held.update((name, buffer.detach()) for name, buffer in self.module.named_buffers(remove_duplicate=False))
         return held
@@ -251,7 +250,7 @@ class SGLangModel(RankModel):
         except Exception as error:  # noqa: BLE001 - whatever the loaders raise, the weights are put back
             failure = f"{type(error).__name__}: {error}"
         try:
-            # As an update writes: what SGLang derives from the weights is derived anew.
+            # As in an update, SGLang derives values from the weights anew.
             self._begin([self._runner])
             unpacked = self._addresses()
             for name, parameter in self._parameters().items():
@@ -276,7 +275,7 @@ class SGLangModel(RankModel):
         return {name: parameter.data_ptr() for name, parameter in self._parameters().items()}
 
     def _copies(self) -> dict[str, torch.Tensor]:
-        """Copies in the host's memory. Raises UNSUPPORTED where there is no room for them."""
+        """Return copies in the host's memory. Raises UNSUPPORTED if there is no room."""
         held = self._parameters()
         needed = sum({_memory(tensor): tensor.nbytes for tensor in held.values()}.values())
         room = available_bytes() // self.size
@@ -292,7 +291,7 @@ class SGLangModel(RankModel):
         return {name: copies[_memory(tensor)] for name, tensor in held.items()}
 
     def _tied(self, reference: Mapping[str, TensorMeta]) -> dict[str, str]:
-        """Heads of models that compute with their embedding in place of them."""
+        """Return the heads of models with tied embeddings, each with the embedding in its place."""
         if not getattr(self._runner.model_config.hf_text_config, "tie_word_embeddings", False):
             return {}
         embeddings = [name for name in reference if name.endswith("embed_tokens.weight")]
@@ -301,26 +300,26 @@ class SGLangModel(RankModel):
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two views of the same elements have in common."""
+    """Return a key that is equal for views of the same elements."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _parts(layout: Layout, reference: Mapping[str, TensorMeta], parameters: Mapping[str, torch.Tensor]) -> ShardMap:
-    """The rank's parts of the tensors, as views of these parameters. Raises INTERNAL for parameters of other forms."""
+    """Return the rank's parts of the tensors, as views of these parameters. Raises INTERNAL for other forms."""
     shards = layout.bind(parameters)
     parts = {name: shards.get(name) or _nothing(meta) for name, meta in reference.items()}
     return ShardMap({name: part for name, part in parts.items() if part is not None})
 
 
 def _nothing(meta: TensorMeta) -> Shard | None:
-    """An empty part of a tensor; None: a tensor without dimensions has no parts."""
+    """Return an empty part of a tensor, or None, since a tensor without dimensions has no parts."""
     if not meta.shape:
         return None
     return Shard(meta, torch.empty((0, *meta.shape[1:]), dtype=meta.dtype), Slice(0, 0, 0))
 
 
 def _refuse_derived(model: torch.nn.Module) -> None:
-    """Raise UNSUPPORTED where SGLang keeps copies that are derived from weights and not derived anew after a load."""
+    """Raise UNSUPPORTED if SGLang does not derive all copies of weights anew after a load, or shares weights."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
     from sglang.srt.runtime_context import get_model
 

@@ -1,7 +1,7 @@
-"""rlctl as a plug-in of SGLang's: entry point group ``sglang.srt.plugins``, loaded by every scheduler process.
+"""rlctl as a plug-in of SGLang: entry point group ``sglang.srt.plugins``, loaded by every scheduler process.
 
-The hook runs on the scheduler's thread, between two steps. An exception would end the server, so it raises none.
-The route that leads to it asks for SGLang's admin key.
+The hook runs on the scheduler's thread, between two steps. An exception would end the server, so the hook raises
+nothing. The route asks for SGLang's admin key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hook SGLang's weights checker. SGLang logs a target that it does not have, and the ranks then do not answer."""
+    """Hook SGLang's weights checker. SGLang logs a missing target, and the ranks then do not answer."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, Hook(), HookType.AROUND)
@@ -33,7 +33,7 @@ class Hook:
         self._endpoint: Any = None
 
     def __call__(self, check_weights: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-        """Answer rlctl's calls; leave others to SGLang."""
+        """Answer rlctl's calls, and leave other calls to SGLang."""
         if recv_req.action != ACTION:
             return check_weights(manager, recv_req)
         from sglang.srt.managers.io_struct import CheckWeightsReqOutput
@@ -45,7 +45,7 @@ class Hook:
             return CheckWeightsReqOutput(success=False, message=f"rlctl: {type(error).__name__}: {error}")
 
     def _answers(self, manager: Any, recv_req: Any) -> str:
-        """The answers of all tensor-parallel ranks, in JSON: only rank 0's message leaves the server."""
+        """Return the answers of all tensor-parallel ranks, in JSON: only rank 0's message leaves the server."""
         import torch.distributed as dist
 
         answer = self._answer(manager, recv_req)
@@ -56,7 +56,7 @@ class Hook:
         return json.dumps(answers)
 
     def _answer(self, manager: Any, recv_req: Any) -> dict[str, Any]:
-        """This rank's answer. The others wait for it, so nothing is raised."""
+        """Return this rank's answer. The other ranks wait for the answer, so nothing is raised."""
         try:
             if self._endpoint is None:
                 from rlctl_servers.ranks.endpoint import Endpoint
@@ -65,7 +65,7 @@ class Hook:
 
                 self._endpoint = Endpoint(partial(SGLangModel, manager))
             answer: dict[str, Any] = self._endpoint.call(**json.loads(recv_req.skip_tensor_list[0]))
-        except Exception as error:  # an import, or a call of another form
+        except Exception as error:  # a failed import, or a call of a different form
             log.exception("rlctl: a call to this rank")
             return {"failed": f"{type(error).__name__}: {error}"}
         return answer

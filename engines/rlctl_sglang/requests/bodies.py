@@ -1,6 +1,6 @@
-"""From a generation request to the bodies of SGLang's /generate, one for each sample. Pure.
+"""Bodies of SGLang's /generate for a generation request, one for each sample. Pure.
 
-Whatever SGLang would fail on is refused here: a token id that is not in the vocabulary ends the whole server.
+Fields that SGLang would fail on are refused here: a token id outside the vocabulary ends the whole server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlctl.contract.sampling import check_pair, seed_of
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 SALT = "extra_key"
-"""SGLang's field for a cache salt: a name space of KV entries. SGLang's ``cache_salt`` is a second one."""
+"""SGLang's field for a cache salt: a name space of KV entries. SGLang's ``cache_salt`` is a second such field."""
 
 _FIELDS = frozenset(
     {
@@ -26,7 +26,7 @@ _FIELDS = frozenset(
 )
 GRAMMARS = ("ebnf", "json_schema", "regex", "structural_tag")
 _SAMPLING_FIELDS = frozenset(
-    # Not stop_regex: its search may take seconds, for every token, in which SGLang does nothing else.
+    # Not stop_regex: its search may take seconds for every token, and SGLang does nothing else meanwhile.
     {"custom_params", *GRAMMARS}
 )
 
@@ -35,11 +35,11 @@ _GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True)
 class Limits(requests.Limits):
-    """What the server can take.
+    """Limits of a server.
 
     Attributes:
-        seeds: it honours seeds (deterministic inference).
-        mode: its disaggregation_mode: "null", or its part in a pair.
+        seeds: the server honours seeds (deterministic inference).
+        mode: disaggregation_mode of the server: "null", or the part in a pair.
     """
 
     seeds: bool = False
@@ -47,7 +47,7 @@ class Limits(requests.Limits):
 
 
 def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
-    """One body for each sample, under these ids, its adapter left out.
+    """Return a body for each sample, with these ids and without the adapter.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
@@ -80,7 +80,7 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
     for index, rid in enumerate(rids):
         one = {**body, "rid": rid}
         if limits.mode != "null":
-            # Of a batch SGLang counts the rooms on like this, for every sample.
+            # SGLang numbers the rooms of a batch like this, for every sample.
             one |= {
                 "bootstrap_host": request.bootstrap_host,
                 "bootstrap_port": request.bootstrap_port,
@@ -93,13 +93,13 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
 
 
 def has_grammar(request: GenerateRequest) -> bool:
-    """Whether SGLang compiles something before it begins with the request."""
+    """Return whether SGLang compiles a grammar before the request begins."""
     sampling = request.engine_fields.fields["sampling_params"] if "sampling_params" in request.engine_fields else None
     return sampling is not None and any(name in sampling.struct_value for name in GRAMMARS)
 
 
 def _prompt(request: GenerateRequest, limits: Limits) -> tuple[dict[str, Any], int | None]:
-    """The prompt's field, and its length in tokens where that is known."""
+    """Return the prompt's field, and its length in tokens if known."""
     requests.refuse_prompt(request, limits)
     if request.WhichOneof("prompt") == "text":
         if not request.text:
@@ -138,7 +138,7 @@ def _sampling(request: GenerateRequest, limits: Limits, length: int | None) -> d
 
 
 def _check_ids(ids: Any, limits: Limits) -> None:
-    """Of a Struct's numbers: token ids are whole ones, and one that is not in the vocabulary ends the server."""
+    """Raise FIELD_INVALID unless a Struct's numbers are token ids of the vocabulary. Other ids end the server."""
     if ids is None:
         return
     known = isinstance(ids, list) and all(

@@ -32,7 +32,7 @@ _PROMPTS = {
     "/v1/embeddings": ("input",),
     "/v1/classify": ("input",),
 }
-"""Routes whose requests have ids, and the fields that may have several prompts."""
+"""Routes with request ids, and the fields that may have several prompts."""
 
 _MESSAGES = "/v1/messages"
 _GATED = (*_PROMPTS, "/v1/score", "/v1/rerank", _MESSAGES)
@@ -43,11 +43,11 @@ _OPEN = (
 _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/models/{model}")
 
 _SALTED = ("/generate", "/v1/completions", "/v1/chat/completions")
-"""Routes that take a cache salt. The others make their own requests of a body, without one (0.5.23)."""
+"""Routes with a cache salt. The other routes make their own requests from a body, without a salt (0.5.23)."""
 
 _ALONE = {"Connection": "close"}
-"""Of streams. SGLang's task that follows one fails 2 s later if the request was refused, and uvicorn then closes the
-connection, even under another request (``create_abort_task``, 0.5.23).
+"""Headers of streams. SGLang's task after a stream fails 2 s later if the request was refused. uvicorn then closes the
+connection, even during a later request (``create_abort_task``, 0.5.23).
 """
 
 _IDS = ("input_ids", "token_ids_logprob", "stop_token_ids", "label_token_ids")
@@ -73,11 +73,11 @@ _CLOSED = {
         "SGLang's own processes use it among themselves",
     ),
 }
-"""Fields that are not passed on, and why. SGLang 0.5.23."""
+"""Fields that are not passed on, with the reason. SGLang 0.5.23."""
 
 
 def routes(*, metrics: bool) -> list[HttpRoute]:
-    """The routes of the data port; ``metrics``: SGLang was started with its own."""
+    """Return the routes of the data port. ``metrics``: SGLang was started with metrics."""
     return [
         *(HttpRoute("POST", path) for path in _GATED),
         *(HttpRoute("PUT", path) for path in _NATIVE),
@@ -95,10 +95,10 @@ class Reader:
         self._served_name = served_name
 
     def read(self, request: HttpRequest) -> Reading:
-        """What a body says. Raises FIELD_INVALID, UNSUPPORTED."""
+        """Read a body. Raises FIELD_INVALID, UNSUPPORTED."""
         document = request.document
         if not isinstance(document, dict):
-            return Reading()  # which SGLang refuses
+            return Reading()  # SGLang refuses the body
         sampling = _sampling(document)
         self._check(document, sampling)
         n = max(check_count(fields.get("n"), "n") for fields in (document, *sampling))
@@ -109,7 +109,7 @@ class Reader:
         return self._identified(document, reading, _PROMPTS[request.path], n) if request.path in _PROMPTS else reading
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
-        """The same with SGLang's name of the adapter."""
+        """Return the reading with SGLang's name of the adapter."""
         fields = {**reading.fields, "lora_path": held.name}
         names = {**reading.names, held.name: reading.adapter}
         if "model" in fields:
@@ -119,7 +119,7 @@ class Reader:
         return dataclasses.replace(reading, fields=fields, names=names)
 
     def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
-        """The same with a cache salt, at routes that take one."""
+        """Return the reading with a cache salt, at routes with a salt field."""
         return with_salt(request.document, reading, SALT, salt) if request.path in _SALTED else reading
 
     def _check(self, document: Mapping[str, Any], sampling: Iterable[Mapping[str, Any]]) -> None:
@@ -134,19 +134,19 @@ class Reader:
                 self._check_tops(fields.get(name), where + name)
             check_bias(fields.get("logit_bias"), vocab_size, f"{where}logit_bias")
             penalty = fields.get("repetition_penalty")
-            if isinstance(penalty, float) and 0 < penalty < LEAST_PENALTY:  # SGLang itself refuses others
+            if isinstance(penalty, float) and 0 < penalty < LEAST_PENALTY:  # SGLang itself refuses other values
                 check_number(penalty, f"{where}repetition_penalty", LEAST_PENALTY, 2.0)
         for name in _IDS_OR_TEXTS:
             check_token_ids(document.get(name), vocab_size, name, texts=True)
 
     def _check_tops(self, value: object, name: str) -> None:
-        """More than the vocabulary has end the server."""
+        """Raise FIELD_INVALID for a count above the vocabulary size, which would end the server."""
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, bool | None):
                 check_number(each, name, -1, self._limits.vocab_size)
 
     def _routed(self, request: HttpRequest, document: Mapping[str, Any]) -> Reading:
-        """With the adapter: after a colon in ``model``, or ``lora_path``.
+        """Return the reading with the adapter: after a colon in ``model``, or ``lora_path``.
 
         Both are replaced, so that SGLang finds no other adapter than the gate.
         """
@@ -163,10 +163,10 @@ class Reader:
         return Reading(adapter=adapter, fields=fields, names=names)
 
     def _identified(self, document: Mapping[str, Any], reading: Reading, prompts: Iterable[str], n: int) -> Reading:
-        """With ids by which SGLang can be asked to end it.
+        """Return the reading with ids for an abort at SGLang.
 
-        SGLang ends requests by the beginnings of their ids, so those of callers get their length before them: none is
-        then the beginning of another.
+        SGLang ends requests by the beginnings of ids. So each caller's id gets its length as a prefix: no id is then
+        the beginning of a different id.
         """
         given: Any = document.get("rid")
         rids = list(given) if isinstance(given, list) else [] if given is None else [given]
@@ -185,7 +185,7 @@ class Reader:
         return dataclasses.replace(
             reading,
             rids=rids,
-            engine_rids=[] if n > 1 else ids,  # SGLang gives several samples of a prompt ids of their own
+            engine_rids=[] if n > 1 else ids,  # SGLang makes the ids for several samples of a prompt
             samples=n * (count or 1),
             fields={**reading.fields, "rid": sent},
             names={**reading.names, **names},
@@ -193,14 +193,14 @@ class Reader:
 
 
 def _count(value: object) -> int | None:
-    """How many prompts a field has; None: it is one prompt, or none."""
+    """Return the number of prompts in a field, or None for a single prompt or no prompt."""
     if isinstance(value, list) and value and isinstance(value[0], str | list | TokenIds | dict):
         return len(value)
     return None
 
 
 def _one_of(value: object, name: str) -> str:
-    """The only text of a field. Raises FIELD_INVALID, UNSUPPORTED."""
+    """Return the only text of a field. Raises FIELD_INVALID, UNSUPPORTED."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(each, str | None) for each in values):
         raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
@@ -216,7 +216,7 @@ def _sampling(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _has_grammar(fields: Mapping[str, Any]) -> bool:
-    """Whether SGLang may compile something before it begins with the request."""
+    """Return whether SGLang may compile a grammar before the request begins."""
     shape, output, tools = fields.get("response_format"), fields.get("output_config"), fields.get("tools")
     shaped = isinstance(shape, dict) and shape.get("type") not in (None, "text")
     shaped |= isinstance(output, dict) and bool(output.get("format"))

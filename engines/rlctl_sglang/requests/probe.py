@@ -26,36 +26,33 @@ class Prober(probe.Prober):
 
     @property
     def stopped(self) -> bool:
-        """Whether it is paused."""
         return bool(self._state.paused)
 
     def refuse(self) -> None:
-        """Raise MEMORY_RELEASED where it cannot go on."""
+        """Raise MEMORY_RELEASED if the pause cannot be lifted."""
         self._state.refuse_continue(updating=False)
 
     async def go_on(self, call: Call) -> None:
-        """Lift the pause."""
         await self._control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
 
     async def stop_again(self, call: Call) -> None:
-        """Pause; an abort would end what waits."""
+        """Pause again, but not with abort, which would end waiting requests."""
         mode = PAUSE_MODE_IN_PLACE if self._state.paused == PAUSE_MODE_IN_PLACE else PAUSE_MODE_RETRACT
         await self._control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
 
     async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
-        """See :func:`compute`."""
         return await compute(self._control, call, tokens, count, top)
 
 
 async def compute(control: Control, call: Call, tokens: Sequence[int], count: int, top: int = 0) -> Computed:
-    """So many greedy tokens after a prompt, of which SGLang takes no cached prefix: it scores all of it."""
+    """Generate ``count`` greedy tokens after a prompt. SGLang scores the whole prompt, without a cached prefix."""
     body = {
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
         "top_logprobs_num": top,
-        SALT: uuid.uuid4().hex,  # no request reads its entries, which may be of weights that are of no version
+        SALT: uuid.uuid4().hex,  # no request reads these entries: the weights may have no version
     }
     told = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
     output = told["output_token_logprobs"]

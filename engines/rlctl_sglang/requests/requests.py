@@ -1,4 +1,4 @@
-"""Requests in SGLang's own format: one for each sample."""
+"""Requests in SGLang's own format, one for each sample."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rlctl_sglang.requests.bodies import SALT, Limits, bodies, has_grammar
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
 _ABORTED, _HANDOVER = "Aborted by AbortReq.", "KVTransferError"
-"""Of a pair's server, in the message of a sample that ends with status 500: it was aborted while its KV entries were on
-their way, or they did not come (``prepare_abort`` in srt/disaggregation, 0.5.23).
+"""Message of a sample that ends with status 500 at a server of a pair: the sample was aborted while its KV entries were
+on their way, or the entries did not come (``prepare_abort`` in srt/disaggregation, 0.5.23).
 """
 
 
@@ -41,7 +41,7 @@ class Native:
     """SGLang's /generate and /abort_request, as :class:`rlctl_servers.requests.requests.Dialect`.
 
     Attributes:
-        incremental: the server sends what is new of a text, not all of it again.
+        incremental: the server sends only the new part of a text.
     """
 
     product = "SGLang"
@@ -58,8 +58,8 @@ class Native:
         admit: Callable[[GenerateRequest], None],
         admit_passed: Callable[[bool], None],
     ) -> None:
-        """``stopped``: whether the server is paused, or is about to be; ``admit``: raises why a request waits;
-        ``admit_passed``: the same of a request that is passed on, with a grammar or without.
+        """``stopped``: whether the server is paused, or is about to be. ``admit``: raises if a request must wait.
+        ``admit_passed``: the same for a request that is passed on, with a grammar or without.
         """
         self.adapters = adapters
         self.http = http
@@ -71,36 +71,38 @@ class Native:
         self._admit_passed = admit_passed
 
     def admit_passed(self, *, prepared: bool) -> None:
-        """Raise why a request that is passed on must not be sent now."""
+        """Raise if a request that is passed on must not be sent now."""
         self._admit_passed(prepared)
 
     def new_rid(self) -> str:
-        """An id that was never used. All are of one length: SGLang ends requests by the beginnings of their ids."""
+        """Return an unused id. All ids have the same length, since SGLang ends requests by the beginnings of ids."""
         return uuid.uuid4().hex
 
     def prepares(self, request: GenerateRequest) -> bool:
-        """Requests whose grammar SGLang is compiling wait apart from the others, where nothing looks while it is
-        paused: caches cannot be flushed then, nor the requests be ended (``grammar_queue``, 0.5.23).
+        """Return whether SGLang compiles a grammar for the request.
+
+        Such requests wait apart, and a paused SGLang does not look at them: caches cannot be flushed then, nor the
+        requests be ended (``grammar_queue``, 0.5.23).
         """
         return has_grammar(request)
 
     def ends(self, *, heard: bool) -> bool:
-        """Whether the end of a sample can be asked for; ``heard``: SGLang has said something of it.
+        """Return whether a sample can be ended now. ``heard``: SGLang has sent output of the sample.
 
-        The abort of a request that a pause holds back has no effect, and makes SGLang ignore every later one
-        (``abort_sent`` in its tokenizer_manager.py); closing its connection ends it.
+        The abort of a request that a pause holds back has no effect, and makes SGLang ignore every later abort
+        (``abort_sent`` in its tokenizer_manager.py). Closing the connection ends the request.
         """
         return heard or not self._stopped()
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[_Reading]:
-        """The samples of a request. Raises ADAPTER_NOT_FOUND, and the errors of :func:`~.bodies.bodies`."""
+        """Return the samples of a request. Raises ADAPTER_NOT_FOUND, and the errors of :func:`~.bodies.bodies`."""
         if request.adapter:
             self.adapters.find(request.adapter, "adapter")
         made = bodies(request, engine_rids, self._limits)
         return [_Reading(self, index, request, body) for index, body in enumerate(made)]
 
     async def end(self, engine_rids: Sequence[str] | None) -> None:
-        """End samples early; None: all that the server has."""
+        """End samples early; None: all samples of the server."""
         bodies = [{"abort_all": True}] if engine_rids is None else [{"rid": each} for each in engine_rids]
         await asyncio.gather(*map(self._tell, bodies))
 
@@ -114,13 +116,11 @@ class Native:
 
 
 class _Reading:
-    """One sample as it comes."""
-
     def __init__(self, native: Native, index: int, request: GenerateRequest, body: dict[str, Any]) -> None:
         self._native = native
         self._stamps = native.stamps
         self._since = native.stamps.present
-        # SGLang's own words, where they are wanted.
+        # SGLang's own meta information, if requested.
         self._meta: dict[str, Any] | None = {} if request.return_engine_meta else None
         self._index = index
         self._request = request
@@ -133,16 +133,13 @@ class _Reading:
 
     @property
     def tokens(self) -> int:
-        """Output tokens so far."""
         return self._tokens
 
     @property
     def over(self) -> bool:
-        """Whether its end was told."""
         return self._over
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """SGLang's stream of it."""
         try:
             with self._native.adapters.using(self._request.adapter) as held:
                 if held is not None:
@@ -158,12 +155,12 @@ class _Reading:
             raise _typed(error) from error
 
     def take(self, told: dict[str, Any]) -> GenerateResponse:
-        """What is new; of the first sample also, once, what is said of the prompt."""
+        """Return the new part of an event. The first event of the first sample includes the facts of the prompt."""
         if "meta_info" not in told:
             raise _refused(Answer(400, told).message, 400)
         finish = told["meta_info"].get("finish_reason")
         if finish and finish.get("type") == "abort" and not self._tokens and has_grammar(self._request):
-            # While its grammar was compiled: to end it SGLang computes a prompt and a token that are nobody's.
+            # Aborted while its grammar was compiled: SGLang then computes a prompt and a token of no request.
             self._over = True
             return GenerateResponse(samples=[Sample(index=self._index, finish_reason=_finish(finish))])
         response = GenerateResponse(samples=[self._sample(told)])
@@ -207,7 +204,7 @@ class _Reading:
         return sample
 
     def _keep(self, meta: dict[str, Any], new: int) -> None:
-        """As SGLang says it of a sample that is not streamed: its lists grow, and what was said of the prompt stays."""
+        """Collect meta information as without a stream: lists grow, and the facts of the prompt stay."""
         if self._meta is None:
             return
         for name, value in meta.items():
@@ -218,7 +215,7 @@ class _Reading:
 
 
 def _head(response: GenerateResponse, told: dict[str, Any], request: GenerateRequest) -> None:
-    """What is said of the prompt, once."""
+    """Add the facts of the prompt to the first response."""
     meta = told["meta_info"]
     response.prompt_tokens = int(meta.get("prompt_tokens") or 0)
     text = request.WhichOneof("prompt") == "text"
@@ -233,7 +230,7 @@ def _head(response: GenerateResponse, told: dict[str, Any], request: GenerateReq
 
 
 def _logprobs(tokens: Sequence[Any], tops: Sequence[Any]) -> list[TokenLogprob]:
-    """SGLang's [logprob, token id, text] entries; ``tops``, where given, are lists of such."""
+    """Convert SGLang's [logprob, token id, text] entries. ``tops``: lists of such entries, if requested."""
     entries = []
     for position, (logprob, token_id, *_) in enumerate(tokens):
         entry = TokenLogprob(token_id=token_id, logprob=logprob)
@@ -263,7 +260,7 @@ def _finish(told: dict[str, Any]) -> FinishReason:
 
 
 def _typed(error: RlctlError) -> RlctlError:
-    """What a failed stream means to the caller."""
+    """Return the caller's error for a failed stream."""
     status = int(error.metadata.get("status", "0"))
     if status:
         return _refused(error.message, status)

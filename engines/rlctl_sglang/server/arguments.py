@@ -1,7 +1,7 @@
-"""Which arguments the installed SGLang has, read from its source: nothing of it is imported or run.
+"""Arguments of the installed SGLang, read from the source text. Nothing is imported or run.
 
 Arguments are fields annotated ``A[type, ...]`` in ``srt/arg_groups/fields`` (SGLang 0.5.20 and later), and
-``add_argument`` calls in ``srt/server_args.py`` (all of them, in older ones).
+``add_argument`` calls in ``srt/server_args.py`` (all arguments in older versions).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSTEAD = {
 
 
 def known_options(given: Mapping[str, str]) -> KnownOptions | None:
-    """The settings of the SGLang that ``given["python"]`` (else the environment) leads to; None: it is not there."""
+    """Return the settings of the SGLang at ``given["python"]``, else in the environment; None: no SGLang is there."""
     try:
         python = interpreter(Options(python=given.get("python", "")))
     except RlctlError:
@@ -64,7 +64,7 @@ def _of_installation(python: str) -> KnownOptions | None:
 
 
 def _declared(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """(field, names of its argument), for fields that are arguments."""
+    """Yield (field, names of its argument) for fields that are arguments."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue

@@ -1,4 +1,4 @@
-"""What a running SGLang says about itself, and what follows from it: layout, limits, capabilities."""
+"""Facts that a running SGLang reports, and the resulting layout, limits and capabilities."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "UpdateWeightsFromDisk": ("/update_weights_from_disk", "/update_weight_version"),
     "LoadAdapter": ("/load_lora_adapter", "/unload_lora_adapter"),
 }
-"""Routes that a verb needs: versions of SGLang differ."""
+"""Routes that a verb needs. Versions of SGLang differ."""
 
 _IN_RANKS = (
     *("InitWeightsUpdateGroup", "UpdateWeightsFromDistributed", "DestroyWeightsUpdateGroup"),
@@ -64,19 +64,19 @@ _READING = (
     *("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "layered"),
     *("bitsandbytes", "flash_rl"),
 )
-"""Load formats that read the safetensors files of the checkpoint. The others make weights up, or take those of other
-files or of another server.
+"""Load formats that read the checkpoint's safetensors files. The other formats make weights up, or take the weights of
+other files or of a different server.
 """
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was asked of the server once, after its start.
+    """Answers of the server after its start.
 
     Attributes:
         info: /server_info.
         unsupported: why a verb cannot be done, by verb.
-        ranks: the ranks' descriptions of themselves; none without the plug-in.
+        ranks: the ranks' descriptions; empty without the plug-in.
     """
 
     info: Mapping[str, Any]
@@ -85,53 +85,51 @@ class Facts:
 
     @property
     def version(self) -> str:
-        """SGLang's version."""
         return str(self.info.get("version", ""))
 
     @property
     def world_size(self) -> int:
-        """Number of processes that hold weights."""
+        """Return the number of processes that hold weights."""
         return self._number("tp_size") * self._number("pp_size")
 
     @property
     def invents(self) -> bool:
-        """Whether it was started with other weights than those of the checkpoint that it names."""
+        """Return whether the server was started with other weights than those of the checkpoint."""
         return str(self.info.get("load_format") or "auto") not in _READING
 
     @property
     def no_decode_check(self) -> str:
-        """Why decode cannot be compared with prefill; "": it can."""
+        """Return why decode cannot be compared with prefill, or ""."""
         if self._number("dp_size") > 1:
             return "the prompts of a check do not come to all data-parallel ranks"
         return INVENTED if self.invents else ""
 
     @property
     def draft(self) -> bool:
-        """Whether there is a draft model with weights of its own."""
+        """Return whether there is a draft model with weights of its own."""
         return bool(self.info.get("speculative_draft_model_path"))
 
     @property
     def incremental(self) -> bool:
-        """Whether streams carry what is new of a text only."""
+        """Return whether streams carry only the new part of a text."""
         return bool(self.info.get("incremental_streaming_output"))
 
     @property
     def memory_tags(self) -> frozenset[common_pb2.MemoryTag.ValueType]:
-        """Regions that it can really release."""
+        """Return the regions that the server can really release."""
         return frozenset(TAGS) if self.info.get("enable_memory_saver") else frozenset()
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether it keeps the content of its weights while their memory is released."""
+        """Return whether the weights keep their content while their memory is released."""
         return bool(self.info.get("enable_memory_saver") and self.info.get("enable_weights_cpu_backup"))
 
     @property
     def cpu(self) -> bool:
-        """Whether it computes on a CPU."""
         return self.info.get("device") == "cpu"
 
     def limits(self, model: Mapping[str, Any]) -> Limits:
-        """What requests it can take; ``model``: the checkpoint's config. Raises UNSUPPORTED when it names no sizes."""
+        """Return the limits of requests. ``model``: the checkpoint's config. Raises UNSUPPORTED for missing sizes."""
         text = model.get("text_config") or model
         vocabulary = int(text.get("vocab_size") or 0)
         longest = int(self.info.get("context_length") or text.get("max_position_embeddings") or 0)
@@ -148,30 +146,30 @@ class Facts:
 
     @property
     def mode(self) -> str:
-        """Its part in a pair, "prefill" or "decode"; "null": none."""
+        """Return the server's part in a pair, "prefill" or "decode", else "null"."""
         return str(self.info.get("disaggregation_mode") or "null")
 
     def bootstrap(self, url: str) -> tuple[str, int] | None:
-        """Of a prefill server that answers at this URL: where decode servers ask for KV entries."""
+        """Return the address where decode servers request KV entries of a prefill server with this URL."""
         if self.mode != "prefill":
             return None
-        # It binds the host that the server binds.
+        # The bootstrap server binds the same host as the server.
         return urlsplit(url).hostname or "", self._number("disaggregation_bootstrap_port")
 
     @property
     def cache_tiers(self) -> list[str]:
-        """Caches that a flush empties."""
+        """Return the names of the caches that a flush empties."""
         return ["radix", *(["hierarchical"] if self.info.get("enable_hierarchical_cache") else [])]
 
     @property
     def loaders(self) -> list[str]:
-        """Names of the loaders that it was started with, of whoever runs it."""
+        """Return the names of the operator's loaders from the server's start."""
         return list(self.info.get("custom_weight_loader") or ())
 
     def layout(self, config: EngineConfig, *, readable: bool) -> fleet_pb2.StageLayout:
-        """Every rank's coordinates; without the plug-in the ranks share no memory with other processes.
+        """Return every rank's coordinates. Without the plug-in the ranks share no memory with other processes.
 
-        ``readable``: they can send what they hold, so groups meet at rank 0's store.
+        ``readable``: the ranks can send their weights, so groups meet at rank 0's store.
         """
         unknown = {"device": CPU if self.cpu else "", "host_id": ""}
         places = self.ranks or [{"rank": rank, **unknown} for rank in range(self.world_size)]
@@ -186,16 +184,16 @@ class Facts:
         )
 
     def unwritable(self, why: str) -> Facts:
-        """The same server, which takes no weights in."""
+        """Return the facts of the same server without support for writes."""
         return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
 
     def capabilities(
         self, *, readable: bool, probes: bool, staged: bool = False, unproven: str = ""
     ) -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed; ``staged``: its
-        ranks can make shadow copies.
+        """Return the capabilities. ``readable``: the model digest can be read; ``probes``: the server can be probed;
+        ``staged``: the ranks can make shadow copies.
 
-        ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
+        ``unproven``: why loads may not repeat. In that case bytes that arrived prove no update.
         """
         transports = [common_pb2.TRANSPORT_DISK]
         verification = levels_of(
@@ -247,7 +245,6 @@ class Facts:
         )
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
-        """How it was started, without its keys."""
         return server_info(name, self.version, node, pid, uptime_s, self.info.items())
 
     def _number(self, name: str) -> int:
@@ -257,9 +254,10 @@ class Facts:
 async def ask(
     control: Control, verbs: Iterable[str], attach: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], call: Call
 ) -> Facts:
-    """What the server says; ``verbs``: those that the engine has code for; ``attach``: the ranks' descriptions.
+    """Return the server's facts. ``verbs``: verbs that the engine has code for; ``attach``: returns the ranks'
+    descriptions.
 
-    Raises as :meth:`Control.ask`, and what ``attach`` raises.
+    Raises as :meth:`Control.ask`, and as ``attach``.
     """
     info = await control.ask("/server_info", call=call, admin=False)
     described = await control.ask("/openapi.json", call=call, admin=False)
@@ -267,7 +265,7 @@ async def ask(
     unsupported = {name: "rlctl has no code for it with SGLang" for name in VERBS if name not in set(verbs)}
     unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, described.get("paths", ()))
     tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
-    if dp_size > 1 and not info.get("enable_dp_attention"):  # whose data ranks are tensor-parallel ranks at once
+    if dp_size > 1 and not info.get("enable_dp_attention"):  # with it, data ranks are tensor-parallel ranks at once
         unsupported["UpdateWeightsFromDisk"] = (
             "SGLang answers for one of its data-parallel ranks and not for the others"
         )
@@ -293,7 +291,7 @@ async def ask(
 
 
 def loads(told: Mapping[str, Any]) -> Loads:
-    """What is queued and running, over its data-parallel ranks."""
+    """Return the running and queued load, summed over data-parallel ranks."""
     ranks = told.get("loads") or []
 
     def total(name: str) -> int:

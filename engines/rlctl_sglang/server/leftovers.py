@@ -1,8 +1,8 @@
-"""What a killed SGLang leaves behind, found and removed: sockets, temporary files, segments in shared memory.
+"""Remains of a killed SGLang, found and removed: sockets, temporary files, segments in shared memory.
 
-SGLang removes them when it ends by itself only. So each launched server gets a directory of its own for temporary
-files, and what its processes map of ``/dev/shm`` is written down there while they live: the names do not say whose they
-are.
+SGLang removes these only at an orderly end. So each launched server gets a directory of its own for temporary files.
+The segments of ``/dev/shm`` that the processes map are recorded there while these live, since the names of segments do
+not tell the owner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlctl_servers.server import temp_dirs
 PREFIX = "rlctl-sglang-"
 
 SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
-"""What SGLang makes: load snapshots (``shm_path_for`` in its ``managers/load_snapshot.py``) and Python's semaphores."""
+"""SGLang's segments: load snapshots (``shm_path_for`` in its ``managers/load_snapshot.py``) and Python's semaphores."""
 
 _LIST = "shared-memory"
 
@@ -32,7 +32,7 @@ class Scratch(temp_dirs.Scratch):
         self._known: set[str] = set()
 
     def note(self, group: int) -> None:
-        """Write down what the processes of this process group have in shared memory now."""
+        """Record the segments that the processes of this process group have mapped now."""
         found = {segment for pid in _members(group) for segment in _mapped(pid)} - self._known
         if found:
             self._known |= found
@@ -40,7 +40,6 @@ class Scratch(temp_dirs.Scratch):
                 file.writelines(f"{segment}\n" for segment in sorted(found))
 
     def segments(self) -> list[Path]:
-        """What was written down."""
         return _segments(self.path)
 
     @classmethod
@@ -60,11 +59,11 @@ def _members(group: int) -> list[int]:
 
 
 def _mapped(pid: int) -> set[str]:
-    """See proc_pid_maps(5): the path is the sixth field."""
+    """Return the segments that a process has mapped. See proc_pid_maps(5): the path is the sixth field."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
-        return set()  # it has just ended
+        return set()  # the process has just ended
     paths = (fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6)
     return {path for path in paths if path.startswith(SEGMENTS) and not path.endswith(" (deleted)")}
 

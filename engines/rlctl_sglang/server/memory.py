@@ -1,4 +1,4 @@
-"""Caches and memory regions: SGLang must be idle for both, and ends itself when it is not and is told all the same."""
+"""Caches and memory regions. Both need an idle SGLang: a busy SGLang ends itself at such a call."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from rlctl_sglang.state import MODES, TAGS, State
 LOOK_S = 0.05
 
 IDLE_S = 2.0
-"""How long a request that has just ended may still be inside SGLang."""
+"""Seconds that a request may still be inside SGLang after its end."""
 
 HANDOVER_S = 35.0
-"""How long a handover that was broken off may be inside a server of a pair: a decode server keeps the entries' place
-for 30 s, unless the prefill server says before that it writes no more (``_deferred_releases``, 0.5.23).
+"""Seconds that a broken-off handover may stay inside a server of a pair. A decode server keeps the entries' place for
+30 s, unless the prefill server announces an earlier end of its writes (``_deferred_releases``, 0.5.23).
 """
 
 
 async def flush(control: Control, idle_s: float, call: Call) -> None:
-    """Empty the caches, waiting so long for requests to end. Raises ACTIVE_REQUESTS.
+    """Empty the caches, after up to ``idle_s`` seconds for requests to end. Raises ACTIVE_REQUESTS.
 
-    SGLang's own wait is not used: it waits for requests that a pause has sent back to waiting too, which hold nothing.
+    SGLang's own wait is not used. That wait includes requests back in the queue after a pause, and these hold nothing.
     """
     now = asyncio.get_running_loop().time
     until = min(now() + idle_s, call.deadline)
@@ -56,11 +56,11 @@ async def release(
     active: int,
     keeps_weights: bool,
 ) -> MemoryReport:
-    """Give regions back. Nothing can start between the check that SGLang is idle and the release: it is paused first.
+    """Release regions. The server is paused first: nothing can start between the check for requests and the release.
 
-    Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for a region that there is not.
-    ``active``: requests that have not ended, which the pause of a server of a pair would end. ``keeps_weights``: the
-    server keeps the content of its weights.
+    Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for an unknown region. ``active``: number
+    of active requests, which the pause of a pair's server would end. ``keeps_weights``: the server keeps the content of
+    its weights.
     """
     names = state.release(tags, known)
     if names:
@@ -80,7 +80,7 @@ async def release(
             await control.must("/release_memory_occupation", {"tags": names}, call=call)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
-                state.released |= wanted  # nothing goes on before they were taken again
+                state.released |= wanted  # no generation before the regions are resumed
             else:
                 await let_go(control, state, call)
             raise
@@ -97,7 +97,7 @@ async def resume(
     *,
     keeps_weights: bool,
 ) -> MemoryReport:
-    """Take regions again, those of them that are released; what is not is confirmed."""
+    """Resume the released regions among ``tags``. Regions that are not released are confirmed."""
     names = state.resume(tags, known)
     if names:
         await control.must("/resume_memory_occupation", {"tags": names}, call=call)
@@ -115,12 +115,11 @@ def _report(state: State, keeps_weights: bool) -> MemoryReport:
 
 
 def own_pause(control: Control, state: State) -> OwnPause:
-    """The pause of updates."""
     return OwnPause(state, partial(hold, control, state), partial(let_go, control, state))
 
 
 async def hold(control: Control, state: State, call: Call) -> None:
-    """Pause, unless the server is paused: requests of any sender wait."""
+    """Pause the server unless it is paused. Requests of any sender wait."""
     if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
         state.holding = True
         try:
@@ -132,7 +131,7 @@ async def hold(control: Control, state: State, call: Call) -> None:
 
 
 async def let_go(control: Control, state: State, call: Call) -> None:
-    """End the own pause, unless the fleet has paused the server meanwhile, or memory is released."""
+    """End the own pause, unless the fleet has paused the server, memory is released or an update is open."""
     if state.holding and not state.released and not state.updating:
         if state.paused == PAUSE_MODE_UNSPECIFIED:
             await control.must("/continue_generation", {"torch_empty_cache": False}, call=call)

@@ -1,8 +1,8 @@
-"""One SGLang server over several nodes: the stage server launches its part on the first one, a follower each other one.
+"""One SGLang server over several nodes. The stage server launches the first node's part, followers the rest.
 
-What drives the server goes to its first node; the others hold ranks, and serve nothing. So a follower starts its part
-and notices its end, no more. A server that has lost a part does not come back from its next collective: all parts end
-together, and whoever launched them starts them again.
+Only the first node is driven; the other nodes hold ranks, and serve nothing. So a follower only starts its part and
+notices the end. A server that has lost a part does not come back from the next collective: all parts end together, and
+are started again by the operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlctl_sglang.server.process import PROBE_S, Meeting, SGLangProcess, hold_po
 
 
 class FirstNode:
-    """Where the nodes of a server are to meet: a port of the first one's, held until SGLang listens there."""
+    """The meeting point of a server's nodes: a TCP port of the first node, held until SGLang listens there."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ENGINE_FAILED for a node that is not this host."""
@@ -36,7 +36,7 @@ class FirstNode:
         self._config = config
 
     def setup(self) -> dict[str, str]:
-        """What the other nodes are told: where, and what all parts must have alike."""
+        """Return the meeting point, and the settings that all parts share."""
         return {
             "nodes": str(self.meeting.nodes),
             "address": self.meeting.address,
@@ -45,7 +45,6 @@ class FirstNode:
         }
 
     def close(self) -> None:
-        """Give the port back."""
         self._port.close()
 
 
@@ -53,8 +52,8 @@ class NodeProcess(SGLangProcess):
     """A server's part on a further node."""
 
     async def ready(self) -> bool:
-        """Whether its ranks have loaded; SGLang then answers there, and says nothing but that."""
-        await asyncio.to_thread(self.scratch.note, self.pid)  # which looks at every process
+        """Return whether the ranks of the part have loaded. SGLang answers nothing else there."""
+        await asyncio.to_thread(self.scratch.note, self.pid)  # looks at every process
         try:
             return (await self.http.call("/health", timeout_s=PROBE_S)).status == 200
         except (TimeoutError, RlctlError):
@@ -67,7 +66,7 @@ class SGLangNode(Engine):
     name: ClassVar[str] = "sglang"
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
-        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
+        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT with the name of the setting."""
         self._options = parse_options(config.options)
         if self._options.url:
             raise Reason.FIELD_CONFLICT.error("a server that is attached to has its own nodes", field="options.url")
@@ -76,7 +75,7 @@ class SGLangNode(Engine):
         self._process: NodeProcess | None = None
 
     def setup(self) -> dict[str, str]:
-        """Nobody joins a further node."""
+        """Return nothing, since no rank joins a further node."""
         return {}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
@@ -92,7 +91,6 @@ class SGLangNode(Engine):
         return EngineInfo(fleet_pb2.StageLayout(workers=places), fleet_pb2.Capabilities())
 
     async def stop(self) -> None:
-        """End the part."""
         if self._process is not None:
             await self._process.stop()
 
@@ -100,10 +98,10 @@ class SGLangNode(Engine):
         self,
         request: rollout_pb2.GenerateRequest,  # noqa: ARG002
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        """Requests go to the first node."""
+        """Raise NOT_RANK_ZERO: requests go to the first node."""
         raise Reason.NOT_RANK_ZERO.error()
         yield
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:  # noqa: ARG002
-        """Requests go to the first node."""
+        """Raise NOT_RANK_ZERO: requests go to the first node."""
         raise Reason.NOT_RANK_ZERO.error()

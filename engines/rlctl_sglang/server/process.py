@@ -1,4 +1,4 @@
-"""One SGLang server as a child process, at an address and under keys of its own."""
+"""One SGLang server as a child process, with an address and keys of its own."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ PROBE_S = 5.0
 _STAND_INS = Path(__file__).parents[1] / "cpu"
 
 _PAIRED_ON_CPU = {
-    # With overlap it waits for an event of CUDA's.
+    # With overlap the prefill server waits for a CUDA event.
     "prefill": {"disaggregation_transfer_backend": "nixl", "disable_overlap_schedule": "true"},
-    # By itself it would keep what is retracted in memory that is registered with CUDA.
+    # By default the decode server keeps retracted entries in memory that is registered with CUDA.
     "decode": {
         "disaggregation_transfer_backend": "nixl",
         "disaggregation_decode_retraction_backup": "cpu_tensor",
     },
 }
-"""Arguments of a server that is one of a pair, where there is no GPU, by its part."""
+"""Arguments of a pair's server without a GPU, by its part."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the parts of a server meet that is on several nodes.
+    """Meeting point of a server over several nodes.
 
     Attributes:
-        nodes: how many there are.
-        node: number of this one.
-        address: HOST:PORT on the first one, where the ranks of all meet.
-        host: this one's address, which the others reach.
+        nodes: number of nodes.
+        node: number of this node.
+        address: HOST:PORT on the first node, where the ranks of all nodes meet.
+        host: address of this node for the other nodes.
     """
 
     nodes: int
@@ -61,15 +61,13 @@ class SGLangProcess(ServerProcess):
     """A launched SGLang server, or its part on one node.
 
     Attributes:
-        scratch: what it leaves behind, once it was launched.
+        scratch: temporary files and segments, after the launch.
     """
 
     scratch: Scratch
 
     def __init__(self, config: EngineConfig, options: Options, meeting: Meeting | None = None) -> None:
-        """``meeting``: None for a server of one node. Raises FIELD_INVALID when SGLang is not installed, UNSUPPORTED
-        without what carries KV entries from one server to another.
-        """
+        """``meeting``: None for a single node. Raises FIELD_INVALID without SGLang, UNSUPPORTED without NIXL."""
         python = interpreter(options)
         _refuse_without_nixl(config, options, python)
         self._config = config
@@ -83,7 +81,7 @@ class SGLangProcess(ServerProcess):
         super().__init__(http, python, options.start_s)
 
     def command(self) -> Sequence[str]:
-        """SGLang's launcher; its keys in a file, since a command line can be read by everybody on the host."""
+        """Return SGLang's command. The keys are in a file, since every user of the host can read a command line."""
         self.scratch = Scratch()
         self._keys_file = self.scratch.path / "keys.yaml"
         self._keys_file.write_text(json.dumps(self._keys))
@@ -92,23 +90,22 @@ class SGLangProcess(ServerProcess):
         return ["-m", "sglang.launch_server", *arguments]
 
     def redacted(self, line: str) -> str:
-        """Without its keys: SGLang writes all of its arguments into its log."""
+        """Return a line without keys: SGLang writes all of its arguments into its log."""
         for name, key in self._keys.items():
             line = line.replace(key, f"<{name}>")
         return line
 
     def environment(self) -> Mapping[str, str]:
-        """What SGLang needs around it."""
         packages = link_packages(self.scratch.path, Path(__file__).parents[1], dict([ENTRY_POINT]))
         return {**_environment(self._config, self._meeting, packages), "TMPDIR": str(self.scratch.path)}
 
     def inherited(self) -> Sequence[int]:
-        """The lock that says that it lives."""
+        """Return the lock that shows that the server lives."""
         return [self.scratch.lock]
 
     async def ready(self) -> bool:
-        """Whether it serves, and whoever answers is really it: nobody else knows its keys, and it wants one."""
-        await asyncio.to_thread(self.scratch.note, self.pid)  # which looks at every process
+        """Return whether this server serves. No other server knows the keys, and this server asks for a key."""
+        await asyncio.to_thread(self.scratch.note, self.pid)  # looks at every process
         try:
             if (await self.http.call("/ready", timeout_s=PROBE_S)).status != 200:
                 return False
@@ -123,22 +120,22 @@ class SGLangProcess(ServerProcess):
             return False
 
     def settled(self) -> None:
-        """It has read its keys."""
+        """Delete the file of the keys, which SGLang has read."""
         if self._keys_file is not None:
             self._keys_file.unlink(missing_ok=True)
 
     def ended(self) -> None:
-        """Remove what it has left behind."""
         self.scratch.remove()
 
     def let_go(self) -> None:
-        """Give its port back."""
         self._port.close()
 
 
 def hold_port(host: str = "127.0.0.1") -> socket.socket:
-    """A free port of an address of this machine, held while the socket is open: bound, and never listened on, so that
-    the kernel gives it to nobody who asks for any, and SGLang, which sets SO_REUSEADDR as well, can still bind it.
+    """Bind a free TCP port of an address of this machine, held while the socket is open.
+
+    The socket never listens. So the kernel gives the port to no process that asks for any free port, and SGLang, which
+    sets SO_REUSEADDR as well, can still bind it.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,7 +144,7 @@ def hold_port(host: str = "127.0.0.1") -> socket.socket:
 
 
 def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) -> list[str]:
-    """The command line without address and keys."""
+    """Return the command line without address and keys."""
     named = {
         "model_path": config.model_path,
         "tp_size": str(config.tp_size),
@@ -180,7 +177,10 @@ def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) 
 
 
 def _refuse_without_nixl(config: EngineConfig, options: Options, python: str) -> None:
-    """SGLang itself ends late, with a traceback. On a GPU the backend is the user's to choose and to install."""
+    """Raise UNSUPPORTED without NIXL on a CPU: SGLang itself would end late, with a traceback.
+
+    On a GPU the user chooses and installs the backend.
+    """
     part = _PAIRED_ON_CPU.get(options.arguments.get("disaggregation_mode", ""), {}) if config.device == "cpu" else {}
     backend = options.arguments.get("disaggregation_transfer_backend", "nixl")
     if part and backend == "nixl" and not any(argparse_source.installed(python, "nixl")):
@@ -196,7 +196,7 @@ def _ranks_here(config: EngineConfig, meeting: Meeting | None) -> int:
 
 
 def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) -> Mapping[str, str]:
-    """Environment variables; ``packages``: the folder of the plug-in."""
+    """Return environment variables. ``packages``: the folder of the plug-in."""
     # A health probe must neither generate nor mark a paused server as ill.
     variables = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -206,7 +206,7 @@ def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) 
     if os.environ.get("SGLANG_PLUGINS"):
         variables["SGLANG_PLUGINS"] = f"{os.environ['SGLANG_PLUGINS']},rlctl"
     if meeting is not None:
-        # By itself each side takes the address of its host's name, which need not be on the network between them.
+        # By default each side takes the address of its host name, perhaps outside the network between the nodes.
         variables |= {"SGLANG_HOST_IP": meeting.host, "GLOO_SOCKET_IFNAME": interface_of(meeting.host)}
     path = [str(packages), os.environ.get("PYTHONPATH", "")]
     if config.device.partition(":")[0] != "cpu":
@@ -218,7 +218,7 @@ def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) 
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
     if config.tp_size > 1:
-        # A CUDA build of torch brings NCCL, which SGLang would open without asking whether there is a GPU.
+        # A CUDA build of torch brings NCCL, which SGLang would open even without a GPU.
         variables["SGLANG_NCCL_SO_PATH"] = "not used on a CPU"
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(_ranks_here(config, meeting))
     return variables

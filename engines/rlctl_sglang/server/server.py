@@ -16,11 +16,11 @@ from rlctl_sglang.options import Options
 from rlctl_sglang.server.process import PRODUCT, Meeting, SGLangProcess
 
 DIFFUSION = "diffusion"
-"""The model type that SGLang-Diffusion says, whatever its model (``multimodal_gen/.../http_server.py``)."""
+"""The model type that SGLang-Diffusion reports for every model (``multimodal_gen/.../http_server.py``)."""
 
 
 async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
-    """See :func:`rlctl.engine.recognise`."""
+    """Return the checkpoint of an SGLang server at a URL; see :func:`rlctl.engine.recognise`."""
     told = await server.told_at(PRODUCT, url, "/model_info", key(options, "api_key_file"))
     return "" if told.get("model_type") == DIFFUSION else str(told.get("model_path", ""))
 
@@ -29,7 +29,7 @@ class Server(server.Server):
     """One SGLang server.
 
     Attributes:
-        fenced: nobody else can drive it.
+        fenced: no other client can drive the server.
     """
 
     probe: ClassVar[str] = "/ready"
@@ -41,7 +41,7 @@ class Server(server.Server):
         on_end: Callable[[RlctlError], None],
         meeting: Meeting | None = None,
     ) -> None:
-        """``meeting``: of one over several nodes. ``on_end`` is told, from any thread, when it is gone.
+        """``meeting``: for a server over several nodes. ``on_end`` is called, from any thread, when the server is gone.
 
         Raises FIELD_INVALID.
         """
@@ -51,12 +51,12 @@ class Server(server.Server):
         self.fenced = self.launched or bool(options.admin_key)
 
     def refuse_ill(self, answer: Answer) -> None:
-        """What is not SGLang's own answer, 200 or, while it is paused, 503, is that of a proxy before it."""
+        """Raise UNREACHABLE for the answer of a proxy. SGLang itself answers 200 or, while paused, 503."""
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR and answer.status != HTTPStatus.SERVICE_UNAVAILABLE:
             raise Reason.UNREACHABLE.error(f"{PRODUCT} at {self.http.url}: status {answer.status}")
 
     async def refuse_unready(self) -> None:
-        """Raise why a server that runs already cannot be attached to."""
+        """Raise if a running server cannot be attached to."""
         answer = await self.http.call("/ready", timeout_s=server.PROBE_S)
         known = await self.http.call("/model_info", timeout_s=server.PROBE_S, admin=False)
         if isinstance(known.body, dict) and known.body.get("model_type") == DIFFUSION:

@@ -22,8 +22,8 @@ _FUSED = (
     (("q_proj", "k_proj", "v_proj"), ({"q_proj", "v_proj"}, {"q_proj", "k_proj", "v_proj"})),
     (("gate_proj", "up_proj"), ({"gate_proj"}, {"gate_proj", "up_proj"})),
 )
-"""Layers that SGLang fuses, and which of them it can put together; it fails on others, or drops them without a word
-(``normalize_qkv_proj`` and ``normalize_gate_up_proj`` in ``srt/lora/lora.py``).
+"""Layers that SGLang fuses, with the combinations that SGLang can put together. Other combinations fail, or are dropped
+silently (``normalize_qkv_proj`` and ``normalize_gate_up_proj`` in ``srt/lora/lora.py``).
 """
 
 UNLOAD_S = 10.0
@@ -48,16 +48,15 @@ class Adapters(adapters.Adapters):
 
     @property
     def stuck(self) -> bool:
-        """SGLang lets go of an adapter when its requests have ended, and while it is paused they do not."""
+        """Return whether SGLang is paused. A pause holds requests back, and SGLang unloads an adapter after these."""
         return self._state.stopped
 
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
-        """Let SGLang read what fits, under a name."""
         body = {"lora_name": name, "lora_path": fitting.path, "pinned": pinned}
         await self._control.must("/load_lora_adapter", body, call=call)
 
     async def unload(self, name: str) -> bool:
-        """Let SGLang forget a name; done also when it says that it has none of that name."""
+        """Unload a name at SGLang. An unknown name counts as unloaded."""
         try:
             await self._control.http.call("/unload_lora_adapter", {"lora_name": name}, timeout_s=UNLOAD_S)
         except (TimeoutError, RlctlError):
@@ -65,14 +64,14 @@ class Adapters(adapters.Adapters):
         return True
 
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
-        """Raise UNSUPPORTED for what SGLang scales otherwise, or cannot put together."""
+        """Raise UNSUPPORTED for an adapter that SGLang scales differently, or cannot put together."""
         if config.rslora:
             raise Reason.UNSUPPORTED.error("SGLang scales by the rank, not by its root: use_rslora is set", field=field)
         _refuse_parts(modules, field)
 
 
 def limits_of(info: Mapping[str, Any]) -> LoraLimits:
-    """What the server was started for, from /server_info."""
+    """Return the LoRA limits of a server from its /server_info."""
     targets = set(info.get("lora_target_modules") or ())
     own = len(info.get("lora_paths") or ())
     most = int(info.get("max_loaded_loras") or 0)
@@ -84,7 +83,7 @@ def limits_of(info: Mapping[str, Any]) -> LoraLimits:
 
 
 def _refuse_parts(modules: Collection[str], field: str) -> None:
-    """Raise UNSUPPORTED for an adapter that adds to parts of fused layers which SGLang cannot put together."""
+    """Raise UNSUPPORTED for an adapter that adds to parts of fused layers that SGLang cannot put together."""
     for parts, complete in _FUSED:
         found: dict[str, set[str]] = {}
         for module in modules:

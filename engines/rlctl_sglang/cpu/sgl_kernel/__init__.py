@@ -1,6 +1,6 @@
-"""In place of SGLang's kernels, of which there is no build for CPUs: every name imports, none can be called.
+"""In place of SGLang's kernels, which are not built for CPUs: every name imports, no function can be called.
 
-SGLang computes with torch's own operators where these are not registered.
+If the kernels are not registered, SGLang computes with torch's own operators.
 """
 
 from __future__ import annotations
