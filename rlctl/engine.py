@@ -73,7 +73,7 @@ class EngineConfig:
 
 @dataclass
 class Call:
-    """One command at one rank.
+    """A command at a rank.
 
     Attributes:
         command_id: id of the command in the step stream.
@@ -186,7 +186,7 @@ class HttpExchange(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """One rank of an inference engine. Admin methods run on the admin event loop, generation on the generation loop."""
+    """A rank of an inference engine. Admin methods run on the admin event loop, generation on the generation loop."""
 
     name: ClassVar[str]
     """Name of the plug-in, for example "torch"."""
@@ -218,9 +218,7 @@ class Engine(abc.ABC):
         """Break blocking work of this update from outside, for example a receive whose sender is gone."""
 
     def lost(self, error: RlctlError) -> None:  # noqa: B027
-        """Record, at rank 0 of a server engine, that the server's part on another host has ended. The engine cannot go
-        on.
-        """
+        """Record, at rank 0 of a server engine, that the part on another host has ended. The engine cannot go on."""
 
     def can_restart(self) -> bool:
         """Return True if a new object may restart the failed engine in this process, as a new incarnation."""

@@ -78,7 +78,7 @@ class Dialer(Protocol[Out, In]):
 
 @dataclass(frozen=True)
 class Put:
-    """Write one journal record, replacing an earlier one of the same kind and key."""
+    """Write a journal record, replacing a record of the same kind and key."""
 
     kind: str
     key: str
@@ -87,7 +87,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Remove one journal record."""
+    """Remove a journal record."""
 
     kind: str
     key: str
@@ -103,7 +103,7 @@ class Journal(Protocol):
         """Return every record of a kind, in key order. Called once, at the start."""
 
     def held(self) -> bool:
-        """Return True while this process owns the journal. A process that lost the journal commands no stage."""
+        """Return True while this process owns the journal. A former owner has a successor, and commands no stage."""
 
 
 class SystemClock:

@@ -1,14 +1,15 @@
 """The decode check: decode and prefill give the same tokens the same log probabilities. Pure.
 
-A digest verifies the bytes that ranks hold. A decode step may still compute with other values: a captured CUDA graph
-that reads memory of earlier weights, a derived tensor that a load does not renew, a kernel layout that is only right in
-one of the two passes. The engine generates tokens greedily by decode steps, of several batch sizes, and scores the same
-tokens by prefill with KV entries that the prefill itself computes. Both passes read the same weights, so the log
-probabilities differ by rounding only.
+A digest verifies the bytes that ranks hold. A decode step may still compute with different values. Causes are a
+captured CUDA graph that reads memory of earlier weights, a derived tensor that a load does not renew, or a kernel
+layout that is right in only one of the passes. For the check the engine generates tokens greedily by decode steps, of
+several batch sizes. The engine then scores the same tokens by prefill, with KV entries that the prefill computes. Both
+passes read the same weights, so the log probabilities differ by rounding only.
 
-The rounding depends on the model, the dtype and the kernels. The engine measures it at its start, with the weights of
-its checkpoint, and allows :data:`MARGIN` times as much afterwards. A difference below that passes. Weights that differ
-from the served ones by less than rounding are therefore not detected at once; their difference grows with each update.
+The rounding depends on the model, the dtype and the kernels. The engine measures the rounding at its start, with the
+weights of its checkpoint, and later allows :data:`MARGIN` times as much. A smaller difference passes. Weights that
+differ from the served weights by less than rounding are therefore not detected at once; their difference grows with
+each update.
 """
 
 from __future__ import annotations

@@ -81,9 +81,7 @@ class RlctlError(Exception):
         self.outcome = outcome
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error with its class and attributes, for example out of a Ray actor, whatever a subclass's
-        constructor.
-        """
+        """Pickle the error with its class and attributes, for example out of a Ray actor, for any constructor."""
         return type(self).__new__, (type(self), self.message), self.__dict__
 
     def __str__(self) -> str:
@@ -92,7 +90,6 @@ class RlctlError(Exception):
         return f"{self.reason.name}{where}: {message}"
 
     def described(self) -> dict[str, str | int]:
-        """Return the error as JSON fields."""
         return {
             "message": str(self),
             "reason": self.reason.name,
@@ -318,7 +315,7 @@ class Reason(enum.Enum):
         "All ranks of the stage must do this together.",
         "Send it to the stage.",
     )
-    # The state of things.
+    # States.
     ILLEGAL_STATE = (PreconditionFailed, "The stage is in a state that the verb does not allow.", "")
     WEIGHTS_STALE = (
         PreconditionFailed,
@@ -448,7 +445,7 @@ class Reason(enum.Enum):
         "Wait for it, or `rlctl weights abort`.",
     )
     RID_IN_USE = (Conflict, "A request with this rid is running.", "")
-    # What went wrong.
+    # Failures.
     LINK_LOST = (
         Unavailable,
         "The connection broke; the outcome is not known.",

@@ -38,7 +38,7 @@ _EVIDENCE_WEAKEST_FIRST = (
 )
 
 _FOLLOWED = {Reason.CANCELLED.name, Reason.GROUP_NOT_FOUND.name}
-"""Reasons of ranks or targets that fail because of another failure: a stop, or the end of their group."""
+"""Reasons of ranks or targets that fail as a consequence: a stop, or the end of their group."""
 
 _KNOWN = frozenset(Outcome.values()) - {common_pb2.OUTCOME_UNSPECIFIED}
 

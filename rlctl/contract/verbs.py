@@ -28,7 +28,7 @@ SETTLED = frozenset({"STALE", "READY", "PAUSED", "DIRTY"})
 
 @dataclass(frozen=True)
 class Verb:
-    """One admin verb.
+    """An admin verb.
 
     Attributes:
         name: RPC name in all three admin services, "PauseGeneration"; the request is ``{name}Request``.
@@ -81,9 +81,7 @@ class Verb:
         return self.mutating and not (self.reads_if is not None and self.reads_if(request))
 
     def after_defect(self, request: Message) -> common_pb2.Outcome.ValueType:
-        """Return the outcome of a request after an unforeseen failure of code. The effect before the failure is
-        unknown.
-        """
+        """Return the outcome of a request after an unforeseen failure of code, with unknown effect."""
         return common_pb2.OUTCOME_UNKNOWN if self.mutates(request) else common_pb2.OUTCOME_REJECTED
 
     @functools.cached_property

@@ -25,7 +25,7 @@ CLIP = 0.2
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample from the engine.
+    """A sample from the engine.
 
     Attributes:
         prompt: token ids.
@@ -92,9 +92,7 @@ class Trainer:
             del self._past[old]
 
     def mismatch(self, rollouts: Sequence[Rollout]) -> float:
-        """Return the largest |log probability of the engine − of the trainer| of a token under its version's
-        weights.
-        """
+        """Return the largest |log probability of the engine − of the trainer| of a token, by its version's weights."""
         versions, told, mask = (
             _rows([getattr(r, name) if name else [1.0] * len(r.output) for r in rollouts])
             for name in ("versions", "logprobs", "")
@@ -126,7 +124,7 @@ class Trainer:
         return torch.stack(rows)
 
     def step(self, rollouts: Sequence[Rollout]) -> float:
-        """Take one GRPO step; return the :meth:`mismatch` before the step."""
+        """Take a GRPO step; return the :meth:`mismatch` before the step."""
         difference = self.mismatch(rollouts)
         new = self.logprobs(rollouts)
         old, mask = _rows([r.logprobs for r in rollouts]), _rows([[1.0] * len(r.output) for r in rollouts])

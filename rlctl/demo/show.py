@@ -36,7 +36,6 @@ class Display:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
     def step(self, step: Step) -> None:
-        """Show a step."""
         self.steps.append(step)
         if self._json:
             print(json.dumps(step.json()), flush=True)  # noqa: T201 - the data, on stdout
@@ -55,7 +54,6 @@ class Display:
         self._live.update(_table(newest), refresh=True)
 
     def end(self, verdict: Verdict) -> None:
-        """Show the verdict."""
         self.close()
         if self._json:
             print(json.dumps(verdict.json()), flush=True)  # noqa: T201 - the data, on stdout

@@ -1,6 +1,4 @@
-"""The task: the prompt "3+5=" has the answer "8". Small enough to learn in seconds, and every answer is right
-or wrong.
-"""
+"""The task: the prompt "3+5=" has the answer "8". Learnt in seconds, and every answer is right or wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ MAX_NEW_TOKENS = 4
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum."""
+    """A sum."""
 
     left: int
     right: int

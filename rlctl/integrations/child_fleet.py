@@ -125,9 +125,7 @@ class Up:
 
 
 def cluster_flags() -> list[str]:
-    """Return flags with this process's Ray cluster and node. Raises UNREACHABLE if the process has joined no
-    cluster.
-    """
+    """Return flags with this process's Ray cluster and node. Raises UNREACHABLE outside a cluster."""
     import ray
 
     if not ray.is_initialized():

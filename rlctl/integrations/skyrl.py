@@ -40,7 +40,7 @@ class ServerInfo:
 
 
 class ServerGroup:
-    """Servers of one model in a placement group made by a trainer."""
+    """Servers of a model in a placement group made by a trainer."""
 
     def __init__(
         self,
@@ -112,9 +112,7 @@ class ServerGroup:
 
     @property
     def server_infos(self) -> list[ServerInfo]:
-        """Return the present places of all servers; [] before the start and after the end. Unroutable servers are
-        omitted.
-        """
+        """Return the present places of all routable servers; [] before the start and after the end."""
         if self._fleet is None:
             return []
         known = self._fleet.state

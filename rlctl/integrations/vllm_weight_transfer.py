@@ -238,7 +238,7 @@ class NCCLTrainerWeightTransferEngine:
         return engine
 
     def send_weights(self) -> None:
-        """Send one update: every rank iterates over the weights, rank 0 sends the weights.
+        """Send an update: every rank iterates over the weights, rank 0 sends the weights.
 
         Raises FIELD_CONFLICT if a pass differs from the announcement, GROUP_FAILED, and the client's error, at once if
         the engines refuse.

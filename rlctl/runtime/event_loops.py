@@ -43,7 +43,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def give_way() -> None:
-    """Let ready callbacks run, and callbacks that become ready through the first ones."""
+    """Let ready callbacks run, and callbacks that become ready through the first callbacks."""
     for _ in range(2):
         await asyncio.sleep(0)
 
@@ -150,8 +150,8 @@ _CLOSING = threading.Lock()
 def _close_later(loop: asyncio.AbstractEventLoop) -> None:
     """Close a stopped loop once no more events can arrive.
 
-    gRPC reports calls to the loop that were cancelled a moment later, through any running loop, and logs an error if
-    the loop is closed (``PollerCompletionQueue._handle_events``, 1.85).
+    gRPC reports cancelled calls to the loop a moment later, through any running loop. If the loop is closed, gRPC logs
+    an error (``PollerCompletionQueue._handle_events``, 1.85).
     """
     now = time.monotonic()
     with _CLOSING:

@@ -32,7 +32,7 @@ LARGE = 256 << 10
 HUGE = 2 << 20
 
 TOTAL_BYTES = 256 << 20
-"""Total size of the large bodies in progress at one server."""
+"""Total size of the large bodies in progress at a server."""
 
 WAIT_S = 30.0
 """Longest wait of a large body for room."""
@@ -93,7 +93,7 @@ class Room:
 
 
 class Bodies:
-    """Size limits of one server's bodies, and work with these bodies."""
+    """Size limits of a server's bodies, and work with these bodies."""
 
     def __init__(self, most: int, total: int = TOTAL_BYTES) -> None:
         """``most``: bytes of one body; ``total``: of all large bodies together."""
@@ -120,9 +120,7 @@ class Bodies:
         raise _no_json(value)
 
     async def beside(self, size: int, work: Callable[[], T]) -> T:
-        """Return the result of work on a body of this size. Work on large bodies runs beside the loop, one at a
-        time.
-        """
+        """Return the result of work on a body of this size. Large bodies are handled off the loop, one at a time."""
         if size < LARGE:
             return work()
         async with self._working:

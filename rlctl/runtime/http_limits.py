@@ -81,7 +81,7 @@ class Site(web.BaseSite):
 
 
 class Guard(asyncio.Protocol):
-    """Guard of one connection of aiohttp."""
+    """Guard of a connection of aiohttp."""
 
     def __init__(self, inner: asyncio.Protocol) -> None:
         self._inner = inner

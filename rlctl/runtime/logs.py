@@ -37,7 +37,7 @@ def configure(level: str = "INFO", form: str = "text", process: Mapping[str, str
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, pid; fields of the process and of the task; exception."""
+    """A JSON object a line: time, level, logger, message, pid; fields of the process and of the task; exception."""
 
     def __init__(self, process: Mapping[str, str | int]) -> None:
         super().__init__()

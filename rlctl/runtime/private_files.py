@@ -1,4 +1,4 @@
-"""Files and directories of one user: journals, state and logs contain names of models, paths and hosts."""
+"""Files and directories of a user: journals, state and logs contain names of models, paths and hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def opener(path: str, flags: int) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a private file."""
     with open(path, "w", opener=opener) as file:
         file.write(text)
 

@@ -26,7 +26,7 @@ class RestartLimit:
 
 
 class Failures(Generic[T]):
-    """Failures of one engine within the period of its limit, the earliest first, each with a stamp."""
+    """Failures of an engine within the period of its limit, the earliest first, each with a stamp."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, T]] = deque()

@@ -18,7 +18,7 @@ _RETRY_S = 0.05
 
 
 class ReplySocket:
-    """One connection. Each message follows the reply to the previous message."""
+    """A connection. Each message follows the reply to the previous message."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, most_bytes: int) -> None:
         """``name``: of the socket, for errors."""
@@ -55,9 +55,7 @@ class ReplySocket:
             ) from error
 
     async def receive(self, timeout_s: float) -> bytes:
-        """Return the next message. Raises UNREACHABLE, DEADLINE_EXCEEDED, and FIELD_INVALID for anything but a
-        request.
-        """
+        """Return the next message. Raises UNREACHABLE, DEADLINE_EXCEEDED; FIELD_INVALID for a non-request."""
         try:
             async with asyncio.timeout(timeout_s):
                 parts = [await self._frame()]

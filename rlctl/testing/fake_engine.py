@@ -2,7 +2,7 @@
 
 Its weights are a text, as one tensor with a copy at every rank. A checkpoint is a directory with a file
 ``weights.txt``, and optionally ``digest.txt`` with its declared digest. The digest is the text's SHA-256. The engine
-generates numbered tokens at a set pace. Ranks of one stage share a step stream inside one process, so a stage with
+generates numbered tokens at a set pace. Ranks of a stage share a step stream inside one process, so a stage with
 followers can be tested without processes. Faults are injected per model path and rank through :data:`FAULTS`.
 """
 
@@ -73,7 +73,7 @@ _ids = itertools.count(1)
 
 @dataclass
 class Steps:
-    """The step stream that the ranks of one stage share."""
+    """The step stream that the ranks of a stage share."""
 
     number: int = 0
     waiting: dict[str, list[asyncio.Future[int]]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def known_options(given: Mapping[str, str]) -> KnownOptions:
 
 
 class FakeEngine(Engine):
-    """One rank of a fake engine.
+    """A rank of a fake engine.
 
     Options: ``pace`` (seconds per token, default 0.001); ``delay`` (seconds of every ordered verb, default 0: leaves
     time for events in the midst of an update); ``opaque`` ("said" or "unsaid": like an engine server, the engine cannot
@@ -558,9 +558,7 @@ class FakeEngine(Engine):
         return verbs.CheckReport(action=verbs.CHECK_ACTION_DECODE, decode=report)
 
     def _rows(self, request: verbs.CheckWeightsRequest) -> verbs.TensorValues | None:
-        """Return the text's characters as the numbers of a tensor of one dimension, sharded over the ranks like its
-        rows.
-        """
+        """Return the text's characters as a tensor of one dimension, with its rows sharded over the ranks."""
         if request.tensor != "weights":
             raise Reason.FIELD_INVALID.error(f"the model has no tensor {request.tensor!r}", field="tensor")
         numbers = [float(ord(character)) for character in self.weights]

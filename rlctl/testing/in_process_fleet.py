@@ -25,7 +25,7 @@ from rlctl.worker.server import WorkerConfig, WorkerServer
 
 @dataclasses.dataclass(frozen=True)
 class StageSpec:
-    """One stage of an in-process fleet."""
+    """A stage of an in-process fleet."""
 
     slot: str
     model_path: str
@@ -149,6 +149,6 @@ class InProcessFleet:
         raise AssertionError("the watch ended")
 
     def stage(self, slot: str) -> Stage:
-        """Return the coordinator's view of one stage."""
+        """Return the coordinator's view of a stage."""
         stages = self.server.coordinator.roster.fleet().stages
         return next(stage for stage in stages if stage.registration.slot == slot)

@@ -15,7 +15,7 @@ In = TypeVar("In")
 
 
 class MemoryLink(Generic[Out, In]):
-    """One end of an in-memory link."""
+    """An end of an in-memory link."""
 
     def __init__(self) -> None:
         self.peer: MemoryLink[In, Out] | None = None

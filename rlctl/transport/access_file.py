@@ -48,7 +48,7 @@ def hash_of(token: str) -> str:
 
 @dataclass(frozen=True)
 class TokenHash:
-    """One token of a principal. ``expires``: expiry in seconds since the epoch; None: never."""
+    """A token of a principal. ``expires``: expiry in seconds since the epoch; None: never."""
 
     sha256: str
     created: float
@@ -65,7 +65,7 @@ class TokenHash:
 
 @dataclass(frozen=True)
 class Entry:
-    """One principal. ``certificates``: URIs of the identities that authenticate the principal."""
+    """A principal. ``certificates``: URIs of the identities that authenticate the principal."""
 
     name: str
     scopes: tuple[Grant, ...]

@@ -23,7 +23,7 @@ CONNECT_S = 5.0
 
 
 class GrpcDialer:
-    """Opens streams of one method: to stages, follower ranks, a trainer's lead."""
+    """Opens streams of a method: to stages, follower ranks, a trainer's lead."""
 
     def __init__(
         self,
@@ -170,9 +170,7 @@ class ServedLink:
 def serve_links(
     obey: Callable[[ServedLink], Any],
 ) -> Callable[[AsyncIterator[Any]], AsyncGenerator[Any, None]]:
-    """Return a handler that runs ``obey`` (a coroutine function) for each link. An error of ``obey`` ends the
-    stream.
-    """
+    """Return a handler that runs ``obey`` (a coroutine function) for each link. Its error ends the stream."""
 
     async def control(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         link = ServedLink(requests)

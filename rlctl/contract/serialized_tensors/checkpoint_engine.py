@@ -47,8 +47,7 @@ _MESSAGES = Names(
 
 
 def read_buffer(data: bytes, device: str, where: str) -> Tensor:
-    """Return the buffer of a rank's parameter server. ``device``: the rank's device; ``where``: the message, for
-    errors.
+    """Return the buffer of a rank's parameter server. ``device``: the rank's; ``where``: for errors.
 
     Raises FIELD_INVALID, UNSUPPORTED.
     """

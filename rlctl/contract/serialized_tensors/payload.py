@@ -27,12 +27,12 @@ FLATTENED = "flattened_bucket"
 """SGLang's ``load_format`` of a payload with one tensor of bytes and the place of each tensor in these bytes."""
 
 MOST_TENSORS = 200_000
-"""Most tensors of one payload."""
+"""Most tensors of a payload."""
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """One named tensor.
+    """A named tensor.
 
     Attributes:
         dtype: "torch.bfloat16".

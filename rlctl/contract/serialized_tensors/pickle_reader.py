@@ -92,8 +92,7 @@ class PickleReader:
         self._size = 0
 
     def read(self, data: bytes) -> Any:
-        """Return the pickle's value: lists, tuples, dicts, texts, bytes, whole numbers, names, and results of
-        constructors.
+        """Return the pickle's value: lists, tuples, dicts, texts, bytes, integers, names, results of constructors.
 
         Raises FIELD_INVALID for malformed and refused content, UNSUPPORTED for known handles that are not readable.
         """

@@ -72,9 +72,7 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
-        """``bucket_size``: bytes sent together. ``is_master``: unused; rank 0 leads. ``settings``: see
-        :class:`Settings`.
-        """
+        """``bucket_size``: bytes per bucket. ``is_master``: unused: rank 0 leads. ``settings``: :class:`Settings`."""
         del is_master
         self._settings = Settings.of(settings)
         self._bucket_bytes = bucket_size
@@ -177,7 +175,7 @@ class FleetServer:
         video_data: Any = None,
         **unknown: Any,
     ) -> TokenOutput:
-        """Generate one sample, across pauses, updates and lost engines. ``extra_fields`` has the steps of its versions.
+        """Generate a sample, across pauses, updates and lost engines. ``extra_fields`` has the steps of its versions.
 
         Raises UNSUPPORTED for images, video and audio, FIELD_INVALID for a sampling parameter unknown to the fleet, and
         as :meth:`rlctl.rollout.rollout.AsyncRollout.generate`.

@@ -32,9 +32,7 @@ class TrainingWeights:
         return self._metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full tensors, under the names of the checkpoint. Raises UNSUPPORTED for adapters that are not
-        merged.
-        """
+        """Yield the full tensors, under the names of the checkpoint. Raises UNSUPPORTED for unmerged adapters."""
         named, peft_config = self.engine.get_per_tensor_param()
         if peft_config is not None:
             raise Reason.UNSUPPORTED.error(

@@ -109,8 +109,7 @@ class Authority:
         return TlsFiles(self.certificate, base.with_name(f"{base.name}.crt"), base.with_name(f"{base.name}.key"))
 
     def ensured(self, path: str, *, hosts: Iterable[str] = ()) -> TlsFiles:
-        """Return the certificate of an identity. With the CA's key, issue a missing one, and renew one in its last
-        third.
+        """Return the certificate of an identity; with the CA's key, issued if missing, renewed in its last third.
 
         Raises TLS_INVALID if the certificate is missing or unusable, and the CA's key is not here.
         """

@@ -1,4 +1,4 @@
-"""All credentials of one process: for gRPC channels and servers, and for HTTP.
+"""All credentials of a process: for gRPC channels and servers, and for HTTP.
 
 Servers look at the files at every handshake and channels when they are opened, so the next connection uses a renewed
 certificate.
@@ -20,7 +20,7 @@ from rlctl.transport.tls.identity import Identity, Role, only_identity, refusal,
 
 
 class Tls:
-    """Certificate, key and CA of one process.
+    """Certificate, key and CA of a process.
 
     Attributes:
         identity: in the certificate.

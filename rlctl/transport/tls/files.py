@@ -1,4 +1,4 @@
-"""The files of one process: its certificate, its key and the CA of its peers, read, checked and reread."""
+"""The files of a process: its certificate, its key and the CA of its peers, read, checked and reread."""
 
 from __future__ import annotations
 
