@@ -1,8 +1,7 @@
-"""``python -m tools.benchmark NAME [--quick] [--json] [--only ID]``, which ``tools/bench`` runs.
+"""``python -m tools.benchmark NAME [--quick] [--json] [--only ID]``, the program of ``tools/bench``.
 
-The exit status is 0 when every figure was measured, whether or not goals are met: what a goal says about a shared or
-small machine is for people to judge. It is 2 for a benchmark or figure that does not exist, or that needs what this
-machine lacks.
+The exit status is 0 when every figure was measured, whether or not goals are met: people judge the goals of a shared or
+small machine. The exit status is 2 for an unknown benchmark or figure, and on a machine without the required hardware.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from tools.benchmark.figures import Figure, Setting
 
 
 def names() -> list[str]:
-    """The benchmarks there are: this package's sub-packages."""
+    """Return the names of the benchmarks: the sub-packages of this package."""
     return sorted(module.name for module in pkgutil.iter_modules(benchmark.__path__) if module.ispkg)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark."""
+    """Run a benchmark."""
     parser = argparse.ArgumentParser(prog="tools/bench", description="Runs a benchmark and prints its figures.")
     parser.add_argument("name", choices=names(), help="benchmark")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: a smoke test, no measurement")

@@ -1,4 +1,4 @@
-"""What a figure is: what is measured, in which unit, against which goal; and what came out."""
+"""Figures of a benchmark: measured quantity, unit and goal; and readings of figures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ ROUNDS = 7
 
 
 class Setting:
-    """One run of a benchmark: its size, and what its figures share.
+    """A run of a benchmark: its size, and values that its figures share.
 
     Attributes:
-        quick: sizes and rounds are small; the figures then show that everything works, and nothing about speed.
+        quick: small sizes and few rounds; the figures then show that everything works, and nothing about speed.
         rounds: measured rounds after the warm-up.
-        directory: for files; it goes away with the run.
+        directory: for files; deleted after the run.
     """
 
     def __init__(self, directory: Path, *, quick: bool, say: Callable[[str], None] = lambda _: None) -> None:
-        """``say`` is told what happens, a line each."""
+        """``say``: gets remarks on the progress, a line each."""
         self.quick = quick
         self.rounds = 2 if quick else ROUNDS
         self.directory = directory
@@ -36,14 +36,14 @@ class Setting:
         self._shared: tuple[object, Any] = (None, None)
 
     def once(self, make: Callable[[Setting], T]) -> T:
-        """What ``make(setting)`` returns, made when it is first asked for: figures of the same rounds share them."""
+        """Return ``make(setting)``, computed at the first call: figures from the same rounds share the result."""
         if make not in self._made:
             self._made[make] = make(self)
         made: T = self._made[make]
         return made
 
     def shared(self, context: Callable[[Setting], AbstractContextManager[T]]) -> T:
-        """What the context gives. It stays open for the figures that follow, until :meth:`close`."""
+        """Return the value of a context. The context stays open for the following figures, until :meth:`close`."""
         if self._shared[0] is not context:
             self.close()
             self._shared = (context, self._open.enter_context(context(self)))
@@ -51,20 +51,20 @@ class Setting:
         return given
 
     def close(self) -> None:
-        """Leave what is shared."""
+        """Leave the shared context."""
         self._shared = (None, None)
         self._open.close()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was measured.
+    """The result of a measurement.
 
     Attributes:
         value: median over the rounds, in the figure's unit.
         low, high: first and third quartile.
-        floor: what the peer reached in the same rounds, in ``floor_unit``; None: there is no peer.
-        details: what explains the value, by a name that ends in its unit ("control_ms").
+        floor: the peer's value in the same rounds, in ``floor_unit``; None: there is no peer.
+        details: explaining values, with names that end in their unit ("control_ms").
     """
 
     value: float
@@ -76,20 +76,20 @@ class Reading:
 
     @classmethod
     def of(cls, spread: Spread, *, floor: float | None = None, floor_unit: str = "", **details: float) -> Reading:
-        """A reading from the spread of its rounds."""
+        """Return a reading from the spread of its rounds."""
         return cls(spread.median, spread.low, spread.high, floor, floor_unit, details)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a benchmark.
+    """A figure of a benchmark.
 
     Attributes:
         id: its name, unique in the benchmark.
-        what: what is measured, in words.
+        what: the measured quantity, in words.
         unit: "ratio", "ms" and so on.
-        measure: does it.
-        at_least, at_most: the goal; neither: the figure is only reported.
+        measure: function that measures the figure.
+        at_least, at_most: the goal; without a goal the figure is only reported.
     """
 
     id: str
@@ -101,11 +101,11 @@ class Figure:
 
     @property
     def goal(self) -> float | None:
-        """The limit, or None."""
+        """Return the limit, or None."""
         return self.at_most if self.at_least is None else self.at_least
 
     def met(self, value: float) -> bool:
-        """Whether a value reaches the goal."""
+        """Return True if a value reaches the goal."""
         if self.at_least is not None:
             return value >= self.at_least
         return self.at_most is None or value <= self.at_most

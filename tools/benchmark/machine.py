@@ -1,4 +1,4 @@
-"""What a benchmark ran on: printed with every figure, since none means anything without it."""
+"""The machine of a benchmark: printed with every figure, since a figure has no meaning without its machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, Any]:
-    """The machine, the software and the moment."""
+    """Return the machine, the software and the time."""
     import torch
 
     return {
@@ -38,7 +38,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout, with "+" when it has changes; "" outside of one."""
+    """Return the commit of the checkout, with "+" for changes; "" outside a checkout."""
     try:
         command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

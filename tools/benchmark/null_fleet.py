@@ -1,4 +1,4 @@
-"""A coordinator and many stages that do nothing, each in processes of their own."""
+"""A coordinator and many stages without engines, in separate processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class NullFleet:
     """``with NullFleet(directory, stages=64, ranks=1) as fleet``: every stage is routable inside the block."""
 
     def __init__(self, directory: Path, *, stages: int, ranks: int, metrics: str = "") -> None:
-        """``directory``: for the journal and the logs; made if it is missing. ``metrics``: where the coordinator serves
-        metrics.
-        """
+        """``directory``: for journal and logs; made if missing. ``metrics``: address of its metrics."""
         self._metrics = ["--metrics", metrics] if metrics else []
         self.directory = directory
         self.stages = stages
@@ -30,7 +28,6 @@ class NullFleet:
         self._processes: list[Process] = []
 
     def __enter__(self) -> Self:
-        """Start."""
         self.directory.mkdir(parents=True, exist_ok=True)
         try:
             self.start_coordinator()
@@ -52,23 +49,22 @@ class NullFleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End every process."""
         self._stop()
 
     def start_coordinator(self) -> None:
-        """Start the coordinator, at the address that it had before and on its journal; returns at once."""
+        """Start the coordinator, at its earlier address and on its journal, without waiting."""
         arguments = ["coordinator", "--listen", self.address, "--journal", str(self.directory / "journal.db")]
         arguments += self._metrics
         self.coordinator = self._spawn("coordinator", arguments)
 
     def kill_coordinator(self) -> None:
-        """End the coordinator without a warning."""
+        """Kill the coordinator."""
         self.coordinator.kill()
         self.coordinator.wait()
         self._processes.remove(self.coordinator)
 
     def connect(self) -> Fleet:
-        """A client of the fleet."""
+        """Return a client of the fleet."""
         return connect(self.address)
 
     def _spawn(self, name: str, arguments: Sequence[str], module: str = "rlctl") -> Process:
@@ -77,13 +73,13 @@ class NullFleet:
         return process
 
     def _stop(self) -> None:
-        # The stages first: they need not look for a coordinator that has gone.
+        # Stages first, so that no stage looks for a stopped coordinator.
         stop_all([process for process in self._processes if process is not self.coordinator])
         stop_all([self.coordinator])
 
 
 def until_routable(fleet: Fleet, stages: int) -> None:
-    """Wait until so many stages are routable."""
+    """Wait until ``stages`` stages are routable."""
     routable: dict[str, bool] = {}
     for event in fleet.watch():
         routable |= {stage.registration.slot: stage.routable for stage in event.fleet.stages}

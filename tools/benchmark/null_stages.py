@@ -1,8 +1,7 @@
-"""A process full of stages whose ranks do nothing: ``python -m tools.benchmark.null_stages``.
+"""A process with many stages without real ranks: ``python -m tools.benchmark.null_stages``.
 
-Each is a stage server's own state machine behind its own gRPC server, as the coordinator would find it on a machine of
-its own; in the place of the relay to its ranks stands one that answers for all of them at once. What is left of an
-update is the control plane.
+Each stage is a stage server's own state machine behind its own gRPC server, as on a separate machine. In place of the
+relay to the ranks, a null relay answers for all ranks at once. The remaining cost of an update is the control plane's.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from rlctl.version import CONTRACT_VERSION
 
 
 class NullRelay(Relay):
-    """Every rank has applied everything already."""
+    """A relay to ranks that have applied everything already."""
 
     async def run(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:  # noqa: ARG002
-        """One result for each rank."""
+        """Return one result for each rank."""
         return [
             RankResult(coordinates=worker, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK) for worker in self._workers
         ]
@@ -97,7 +96,7 @@ async def _serve(coordinator: str, first: int, stages: int, ranks: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until asked to stop."""
+    """Serve until stopped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--first", type=int, default=0, help="number of the first stage")
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.end_with_parent:
         end_with_parent()
-    collect_seldom()  # as the servers do that these stand for
+    collect_seldom()  # as the real servers do
     event_loops.run(_serve(given.coordinator, given.first, given.stages, given.ranks))
 
 

@@ -1,6 +1,6 @@
 """A stage of several ranks in one process: ``python -m tools.benchmark.ranked_stage``.
 
-Rank 0 reaches the others as it does between machines, each over a gRPC link of its own; the engine is the fake one.
+Rank 0 reaches the followers as between machines, each over its own gRPC link. The engine is the fake engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def _serve(coordinator: str, slot: str, checkpoint: str, ranks: int) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until asked to stop."""
+    """Serve until stopped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--slot", required=True)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.end_with_parent:
         end_with_parent()
-    collect_seldom()  # as the servers do that these stand for
+    collect_seldom()  # as the real servers do
     event_loops.run(_serve(given.coordinator, given.slot, given.checkpoint, given.ranks))
 
 

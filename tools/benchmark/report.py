@@ -12,7 +12,7 @@ from tools.benchmark.figures import Figure, Reading
 
 
 def entry(figure: Figure, reading: Reading) -> dict[str, Any]:
-    """One figure of the JSON document."""
+    """Return one figure of the JSON document."""
     return {
         "id": figure.id,
         "value": _short(reading.value),
@@ -29,7 +29,7 @@ def entry(figure: Figure, reading: Reading) -> dict[str, Any]:
 
 
 def document(name: str, machine: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole of it."""
+    """Return the JSON document."""
     return {"name": name, "machine": dict(machine), "figures": list(entries)}
 
 
@@ -55,5 +55,5 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _short(value: float) -> float:
-    """Four significant digits: more would claim a precision that no round has."""
+    """Round to four significant digits: more would claim a precision that no round has."""
     return float(f"{value:.4g}")

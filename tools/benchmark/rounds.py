@@ -1,4 +1,4 @@
-"""Rounds: the product and its peers take turns, so that what else the machine does falls on all of them alike."""
+"""Rounds: the product and its peers take turns, so that other load of the machine affects all sides alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """Of at least one sample."""
+        """Return the spread of at least one sample."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0])
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -28,9 +28,9 @@ class Spread:
 
 
 def interleaved(rounds: int, sides: Mapping[str, Callable[[], T]], *, warm_up: int = 1) -> dict[str, list[T]]:
-    """Run every side ``warm_up`` times unmeasured, then all of them in each round, in turning order.
+    """Run every side ``warm_up`` times unmeasured, then all sides in each round, in rotating order.
 
-    Returns what the sides returned, by side, in the order of the rounds.
+    Returns the results by side, in the order of the rounds.
     """
     for _ in range(warm_up):
         for run in sides.values():
@@ -45,10 +45,10 @@ def interleaved(rounds: int, sides: Mapping[str, Callable[[], T]], *, warm_up: i
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """The spread of ``above / below``, round by round."""
+    """Return the spread of ``above / below``, round by round."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def median(samples: Sequence[float]) -> float:
-    """The median."""
+    """Return the median."""
     return statistics.median(samples)

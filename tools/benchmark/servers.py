@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and requests to those that speak HTTP."""
+"""Servers as processes, and HTTP requests to servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import aiohttp
 
 
 async def post_all(url: str, body: Mapping[str, Any], count: int, at_once: int) -> list[float]:
-    """POST ``count`` times, ``at_once`` at any time; how long each took, seconds."""
+    """POST ``count`` times, ``at_once`` in flight; return the seconds of each request."""
     data = json.dumps(dict(body)).encode()
     headers = {"Content-Type": "application/json"}
     took: list[float] = []
@@ -37,7 +37,7 @@ async def post_all(url: str, body: Mapping[str, Any], count: int, at_once: int) 
 
 @contextmanager
 def server(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that ends with its standard input."""
+    """Run a server that ends with its standard input."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process
@@ -50,7 +50,7 @@ def server(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What a server says of itself once it serves. Raises RuntimeError when it ends instead."""
+    """Return a server's announcement once it serves. Raises RuntimeError if the server ends first."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -60,11 +60,11 @@ def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def announced(process: subprocess.Popen[bytes]) -> str:
-    """The address that a server says it has."""
+    """Return the announced address of a server."""
     return str(told(process)["address"])
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time that a process has used, seconds: fields utime and stime of proc(5)'s stat."""
+    """Return the CPU time of a process, seconds: fields utime and stime of proc(5)'s stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

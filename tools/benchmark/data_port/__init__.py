@@ -1,4 +1,4 @@
-"""Benchmark of the data port: the time that it adds to a request, in front of an upstream that answers at once."""
+"""Benchmark of the data port: its added time per request, in front of an upstream that answers at once."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tools.benchmark.sidecar.added import STRAIGHT, Pair, added_latency, cpu_eac
 
 @contextmanager
 def running(setting: Setting) -> Iterator[Pair]:
-    """An upstream and a data port, each a process."""
+    """Start an upstream and a data port, each a process."""
     del setting
     with ExitStack() as stack:
         upstream = stack.enter_context(server([sys.executable, "-m", "tools.benchmark.sidecar.upstream"]))
@@ -24,10 +24,10 @@ def running(setting: Setting) -> Iterator[Pair]:
 
 
 def latency_alone(setting: Setting) -> Reading:
-    """One request at a time: median through the port less median straight, round by round."""
+    """Measure one request at a time: median through the data port less median straight, round by round."""
     return added_latency(setting, setting.shared(running), STRAIGHT)
 
 
 def cpu_of_many(setting: Setting) -> Reading:
-    """CPU time of the port while 64 requests are under way at any time, by request."""
-    return cpu_each(setting, setting.shared(running), {**STRAIGHT, "request_id": None})  # an id is of one request only
+    """Measure the data port's CPU time per request, with 64 requests in flight."""
+    return cpu_each(setting, setting.shared(running), {**STRAIGHT, "request_id": None})  # an id names one request only

@@ -1,4 +1,4 @@
-"""A data port in front of an upstream that speaks as vLLM, its gate open. Run as a process of its own."""
+"""A data port with an open gate, in front of an upstream with vLLM's interface. Run as a process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SERVING = Serving(
 
 
 class _Engine:
-    """As much of the engine as the port uses."""
+    """The part of an engine that the data port uses."""
 
     def __init__(self, upstream: str) -> None:
         http, stamps, table = Http("vLLM", upstream), Stamps("1"), LoraTable()

@@ -1,7 +1,7 @@
-"""The benchmark of the fan-out: one admin verb to many stages, and to the ranks of one.
+"""The benchmark of the fan-out: one admin verb to many stages, and to the ranks of a stage.
 
-Its processes import gRPC before rlctl changes gRPC's settings (``rlctl/transport/__init__.py``). So the bare streams of
-the peers have gRPC's own settings. The fleet runs in other processes.
+Its processes import gRPC before rlctl changes gRPC's settings (``rlctl/transport/__init__.py``). The bare streams of
+the peers therefore have gRPC's own settings. The fleet runs in other processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A process full of peers that send back what they get: ``python -m tools.benchmark.fanout.echoes --count N``.
+"""A process with many echoing peers: ``python -m tools.benchmark.fanout.echoes --count N``.
 
-Each is a bare grpc.aio server with one bidirectional method of bytes, and an aiohttp site, at addresses of their own.
+Each peer is a bare grpc.aio server with one bidirectional method of bytes, and an aiohttp site, each with its own
+address.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ async def _serve(count: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until asked to stop."""
+    """Serve until stopped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--end-with-parent", action="store_true")

@@ -1,4 +1,4 @@
-"""What one admin verb to many stages is compared with: bare gRPC streams, and an HTTP POST to each."""
+"""The peers of an admin verb to many stages: bare gRPC streams, and an HTTP POST to each."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _POST_S = 60.0
 
 
 class Peers:
-    """``with Peers(directory, count, message) as peers``: so many echoing peers, each connected by stream and by HTTP.
+    """``with Peers(directory, count, message) as peers``: ``count`` echoing peers, connected by stream and HTTP.
 
-    They are spread over as many processes as the stages are, and called from this process's one event loop.
+    The peers are spread over as many processes as the stages, and called from a single event loop of this process.
     """
 
     def __init__(self, directory: Path, count: int, message: bytes) -> None:
-        """``message`` is what every peer is sent and sends back."""
+        """``message``: sent to every peer and echoed."""
         if POLLED:
             raise AssertionError("the streams would not be those of gRPC by itself")
         self._directory = directory
@@ -39,7 +39,6 @@ class Peers:
         self._processes: list[Process] = []
 
     def __enter__(self) -> Self:
-        """Start and connect."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for first in range(0, self._count, STAGES_PER_PROCESS):
             count = min(STAGES_PER_PROCESS, self._count - first)
@@ -59,18 +58,17 @@ class Peers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Disconnect and stop."""
         self._loop.call(self._disconnect())
         self._loop.stop()
         self._journal.close()
         stop_all(self._processes)
 
     def streams(self) -> float:
-        """One message over every open stream and back; seconds."""
+        """Send a message over every open stream and back; return seconds."""
         return self._loop.call(self._over_streams())
 
     def posts(self) -> float:
-        """One POST to everybody, then all replies written to a journal; seconds."""
+        """Send a POST to each peer, then write all replies to a journal; return seconds."""
         return self._loop.call(self._by_http())
 
     async def _connect(self, ports: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""tp8: what the ranks of a stage add to a verb."""
+"""tp8: the added time of a stage's ranks for a verb."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.benchmark.rounds import interleaved, median, ratios
 
 RANKS = {"one": 1, "eight": 8}
 CALLS = 25
-"""Calls in a row, the median of which is a round's sample."""
+"""Calls in a row; their median is a round's sample."""
 
 
 def _measure(setting: Setting) -> Reading:

@@ -22,7 +22,7 @@ from tools.benchmark.rounds import Spread, interleaved, median, ratios
 
 SIZES = (64, 256, 1024)
 CALLS = {64: 15, 256: 7, 1024: 3}
-"""Calls in a row, the median of which is a round's sample."""
+"""Calls in a row; their median is a round's sample."""
 
 Samples = Mapping[str, Sequence[float]]
 
@@ -32,7 +32,7 @@ def _stages(setting: Setting, size: int) -> int:
 
 
 def _samples(size: int, setting: Setting) -> Samples:
-    """Seconds by side: "product", "streams", "posts"."""
+    """Return seconds by side: "product", "streams", "posts"."""
     stages, calls = _stages(setting, size), 1 if setting.quick else CALLS[size]
     directory = setting.directory / f"fanout-{size}"
     with (
@@ -50,7 +50,7 @@ def _repeated(run: Callable[[], float], calls: int) -> Callable[[], float]:
 
 
 def _flush(fleet: Fleet, stages: int) -> float:
-    """One FlushCache through the SDK: recorded, sent to every stage, all outcomes recorded; seconds."""
+    """Send a FlushCache through the SDK: recorded, sent to every stage, all outcomes recorded; return seconds."""
     started = time.perf_counter()
     operation = fleet.call(FlushCacheRequest())
     elapsed = time.perf_counter() - started
@@ -60,7 +60,7 @@ def _flush(fleet: Fleet, stages: int) -> float:
 
 
 def _message() -> bytes:
-    """A command as it goes to a stage."""
+    """Return a command as sent to a stage."""
     packed = Any()
     packed.Pack(FlushCacheRequest(header=RequestHeader(request_id=new_uuid7())))
     operation_id = new_uuid7()

@@ -1,4 +1,4 @@
-"""The benchmark of weight updates on a GPU: the trainer and one engine share it."""
+"""The benchmark of weight updates on a GPU that the trainer and one engine share."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ FIGURES: list[Figure] = [
 
 
 def lacking() -> str:
-    """Why nothing of it can be measured on this machine; "" if it can."""
+    """Return the reason that nothing can be measured on this machine, or ""."""
     return "" if torch.cuda.is_available() else "no GPU is visible"

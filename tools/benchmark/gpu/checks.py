@@ -1,4 +1,4 @@
-"""checksum: how fast an idle engine digests weights on a GPU, against hashlib on all cores over host memory."""
+"""checksum: an idle engine's digest of weights on a GPU, against hashlib on all cores over host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine that is measured, its trainer beside it, and the floor: the GPU copying within its own memory."""
+"""The measured engine with its trainer, and the floor: the GPU copying within its own memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEVICE = "cuda"
 
 
 def beside_trainer(setting: Setting) -> contextlib.AbstractContextManager[Running]:
-    """A fleet of one engine of one rank on the trainer's GPU, to be shared."""
+    """Return a shared fleet with one engine of one rank on the trainer's GPU."""
     return fleets.running(setting, ONE_LAYER if setting.quick else QWEN3_4B, engines=1, device=DEVICE)
 
 
 def copied_s(tensors: list[torch.Tensor], targets: list[torch.Tensor]) -> float:
-    """Seconds in which every tensor is copied into its target, device and host idle before and after."""
+    """Return the seconds to copy every tensor into its target, device and host idle before and after."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for tensor, target in zip(tensors, targets, strict=True):

@@ -18,13 +18,13 @@ from tools.benchmark.weights.fleets import Update
 
 @dataclass(frozen=True)
 class Rounds:
-    """Round by round: seconds of the floors, and updates by each way.
+    """Results by round: seconds of the floors, and updates of each kind.
 
     Attributes:
         nbytes: size of the weights.
         copies: every tensor copied once within the GPU's memory.
-        broadcast: one flat buffer of as many bytes broadcast over gloo between the same processes, in host memory.
-        ipc, verified, staged: by handle; the same with the model digest compared; the same into a second copy.
+        broadcast: one flat buffer of equal size broadcast over gloo between the same processes, in host memory.
+        ipc, verified, staged: by handle; the same with the model digest compared; the same into a shadow copy.
         gloo: over a gloo group.
     """
 
@@ -38,7 +38,7 @@ class Rounds:
 
 
 def rounds(setting: Setting) -> Rounds:
-    """Updates and floors in turns. Segments, groups and mappings are there after the warm-up."""
+    """Run updates and floors in turns. The warm-up makes segments, groups and mappings."""
     fleet = setting.shared(engine.beside_trainer)
     weights = list(fleet.source.weights.values())
     targets = [torch.empty_like(tensor) for tensor in weights]

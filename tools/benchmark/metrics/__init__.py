@@ -1,4 +1,4 @@
-"""The benchmark of metrics: what they cost where they are served, and read every second."""
+"""The benchmark of metrics: their cost at the serving processes, with a read every second."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from tools.benchmark.rounds import interleaved, median, ratios
 
 STAGES = 256
 CALLS = 7
-"""Calls in a row, the median of which is a round's sample."""
+"""Calls in a row; their median is a round's sample."""
 
 
 def measure(setting: Setting) -> Reading:
-    """Two fleets, that take turns."""
+    """Measure two fleets in turns."""
     stages, calls = (16, 1) if setting.quick else (STAGES, CALLS)
     with (
         NullFleet(setting.directory / "fan-out-without", stages=stages, ranks=1) as without,

@@ -23,7 +23,7 @@ AT_ONCE = 32
 
 @dataclass(frozen=True)
 class _Fleet:
-    """Addresses: the coordinator's, the gateway's /generate, those of metrics."""
+    """Addresses: the coordinator's, the gateway's /generate, and all metrics addresses."""
 
     coordinator: str
     generate: str
@@ -47,7 +47,7 @@ def _fleet(setting: Setting, name: str, options: list[str]) -> Iterator[_Fleet]:
         stage = start(*light, "stage", "--slot", "a", "--engine", "fake", "--model-path", str(directory), *at)
         gateway = start(*rlctl, "gateway", *at)
         with connect(coordinator["address"]) as fleet:
-            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until it serves
+            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until the stage serves
         started = (coordinator, stage, gateway)
         metrics = tuple(str(each["metrics_address"]) for each in started if "metrics_address" in each)
         yield _Fleet(str(coordinator["address"]), f"{gateway['address']}/generate", metrics)
@@ -70,12 +70,12 @@ def _both(setting: Setting) -> Iterator[_Fleets]:
 
 
 def streams(setting: Setting) -> Reading:
-    """Streams of the SDK."""
+    """Measure streams of the SDK."""
     return _compared(setting, lambda fleet, count: clients.sdk_streams(fleet.coordinator, count, AT_ONCE))
 
 
 def requests(setting: Setting) -> Reading:
-    """SGLang's /generate."""
+    """Measure SGLang's /generate."""
     return _compared(setting, lambda fleet, count: post_all(fleet.generate, BODY, count, AT_ONCE))
 
 

@@ -1,4 +1,4 @@
-"""Reads metrics as often as Prometheus may."""
+"""Reads metrics at Prometheus' shortest usual interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVERY_S = 1.0
 
 @contextmanager
 def scraped(addresses: Sequence[str]) -> Iterator[None]:
-    """Read each address every second inside the block. Raises what the first read fails with."""
+    """Read each address every second inside the block. Raises the error of the first read."""
     ended = threading.Event()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of a coordinator's restart: killed and started again, how long until its fleet is its own again."""
+"""The benchmark of a coordinator's restart: the time from the start after a kill until all stages are attached."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _AGAIN_S = 0.01
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart; seconds since the process was started.
+    """A restart; seconds since the start of the process.
 
     Attributes:
-        listening: the coordinator has read its journal and taken its address.
+        listening: the coordinator has read its journal and bound its address.
         first_op: a verb has been recorded, carried out by a stage, and answered.
-        reconciled: every stage is attached to the new coordinator, holds a lease of it and is routable.
+        reconciled: every stage is attached to the new coordinator, has a lease and is routable.
     """
 
     listening: float
@@ -41,7 +41,7 @@ def _stages(setting: Setting) -> int:
 
 
 def samples(setting: Setting) -> Sequence[Restart]:
-    """Restarts, each after a SIGKILL with every stage attached."""
+    """Measure restarts, each after a SIGKILL with every stage attached."""
     with NullFleet(setting.directory / "recovery", stages=_stages(setting), ranks=1) as null:
         setting.say(f"{_stages(setting)} stages are attached")
         return interleaved(setting.rounds, {"restart": lambda: _restart(null)})["restart"]
@@ -61,7 +61,7 @@ def _restart(null: NullFleet) -> Restart:
 
 
 def _first_operation(fleet: Fleet, until: float) -> None:
-    """One verb to a stage by name, again and again until the stage has carried it out."""
+    """Repeat a verb to one stage until the stage has carried it out."""
     while time.perf_counter() < until:
         request = FlushCacheRequest(header=RequestHeader(target=Target(slots=["actor-0"])))  # a new operation each time
         try:

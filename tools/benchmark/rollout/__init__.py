@@ -1,8 +1,8 @@
-"""Benchmark of the way of a request: through the SDK, through the gateway, and through sglang-router.
+"""Benchmark of the paths of a request: through the SDK, through the gateway, and through sglang-router.
 
-The servers behind them answer at once with the same tokens. Behind sglang-router this is an HTTP server, as its worker.
-Behind the SDK and the gateway it is a stage server whose engine computes nothing. For some figures, a torch engine with
-a tiny model is behind all of them. Each server is a process.
+The servers behind them answer at once with the same tokens. Behind sglang-router the server is an HTTP server, as the
+router worker. Behind the SDK and the gateway the server is a stage server with an engine that computes nothing. For
+some figures, a torch engine with a tiny model is behind all paths. Each server is a process.
 """
 
 from __future__ import annotations

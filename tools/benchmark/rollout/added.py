@@ -1,4 +1,4 @@
-"""What is added to a request, by the SDK and by sglang-router."""
+"""The added time of a request through the SDK and through sglang-router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.benchmark.servers import post_all
 
 
 def sdk(setting: Setting) -> Reading:
-    """Both additions in each round, and their ratio."""
+    """Measure both additions in each round, and their ratio."""
     ways = setting.shared(running)
     count = 50 if setting.quick else 1000
     sides = {

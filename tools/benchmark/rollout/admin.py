@@ -1,4 +1,4 @@
-"""Admin calls beside many streams: the fleet in processes of its own, and the streams' caller in another."""
+"""Admin calls beside many streams: the fleet in separate processes, and the streams' caller in a further process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tools.benchmark.servers import announced, server
 
 STREAMS = 4000
 PACE_S = 2.0
-"""Between two tokens of a stream."""
+"""Seconds between two tokens of a stream."""
 
 
 @contextmanager
 def running(setting: Setting) -> Iterator[str]:
-    """A coordinator and two stages; the coordinator's address."""
+    """Start a coordinator and two stages; yield the coordinator's address."""
     directory = Path(setting.directory) / "admin"
     directory.mkdir(exist_ok=True)
     (directory / "weights.txt").write_text("slow")
@@ -38,8 +38,8 @@ def running(setting: Setting) -> Iterator[str]:
 
 
 def measure(setting: Setting) -> Reading:
-    """The 99th percentile in each round with streams ÷ without, in milliseconds; and with streams that are not the
-    SDK's, each a call of its own.
+    """Measure the 99th percentile of calls with streams ÷ without, and its milliseconds; a further detail has streams
+    as separate gRPC calls without the SDK.
     """
     coordinator = setting.shared(running)
     streams = 200 if setting.quick else STREAMS
@@ -70,7 +70,7 @@ def measure(setting: Setting) -> Reading:
 
 
 def _running(fleet: Fleet) -> int:
-    """Requests that run now."""
+    """Return the number of running requests."""
     stages = fleet.call(GetLoadsRequest()).stage_results
     return sum(rank.loads.running for stage in stages for rank in stage.rank_results)
 

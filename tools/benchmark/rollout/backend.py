@@ -1,4 +1,4 @@
-"""An SGLang that answers at once: the routes that sglang-router asks. Run as a process of its own."""
+"""An SGLang server that answers at once: the routes that sglang-router uses. Run as a process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def _told(request: web.Request) -> web.Response:
 
 
 def application() -> web.Application:
-    """Its routes."""
+    """Return the application with its routes."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", _generate)
     app.router.add_get("/{anything:.*}", _told)

@@ -1,4 +1,4 @@
-"""Who asks: the SDK, and a bare client of gRPC; each a function that says how long each request took, in seconds."""
+"""Clients: the SDK, and a bare client of gRPC; each function returns the seconds of each request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def run(setting: Setting, work: Coroutine[Any, Any, T]) -> T:
-    """Run a client on the one loop that all of them have: gRPC remembers loops that are closed, and complains."""
+    """Run a client on one common loop: gRPC remembers closed loops, and logs complaints."""
     return setting.once(_loop).call(work)
 
 
@@ -29,7 +29,7 @@ def _loop(_setting: Setting) -> LoopThread:
 
 
 async def sdk(coordinator: str, count: int, at_once: int) -> list[float]:
-    """Samples of the SDK's rollout."""
+    """Time samples of the SDK's rollout."""
     async with await aio.connect(coordinator) as fleet:
         rollout = fleet.rollout("actor")
 
@@ -40,7 +40,7 @@ async def sdk(coordinator: str, count: int, at_once: int) -> list[float]:
 
 
 async def sdk_streams(coordinator: str, count: int, at_once: int) -> list[float]:
-    """Streams of the SDK, a message for every token."""
+    """Time streams of the SDK, with a message for every token."""
     async with await aio.connect(coordinator) as fleet:
 
         async def one() -> None:
@@ -53,7 +53,7 @@ async def sdk_streams(coordinator: str, count: int, at_once: int) -> list[float]
 
 
 async def bare(stage: str, count: int, at_once: int, *, stream: bool) -> list[float]:
-    """The same request with nothing around it."""
+    """Time the same request without the SDK."""
     request = GenerateRequest(input_ids=TokenIds(ids=PROMPT), sampling_params=SamplingParams(**SAMPLING))  # type: ignore[arg-type]
     async with open_channel(stage) as channel:
         stub = RolloutServiceStub(channel)
@@ -69,7 +69,7 @@ async def bare(stage: str, count: int, at_once: int, *, stream: bool) -> list[fl
 
 
 async def _timed(ask: Callable[[], Awaitable[None]], count: int, at_once: int) -> list[float]:
-    await ask()  # the connection is there then
+    await ask()  # opens the connection
     took: list[float] = []
     left = iter(range(count))
 

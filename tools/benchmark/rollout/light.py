@@ -1,4 +1,4 @@
-"""``rlctl`` whose fake engine answers at once: ``python -m tools.benchmark.rollout.light stage ...``."""
+"""``rlctl`` with a fake engine that answers at once: ``python -m tools.benchmark.rollout.light stage ...``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.benchmark.rollout.reply import TOKENS
 
 
 async def at_once(self: FakeEngine, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
-    """All tokens in one message, or each in its own when so many are the least that is asked for."""
+    """Yield all tokens in one message, or each token alone if ``min_new_tokens`` asks for all tokens."""
     step = 1 if request.sampling_params.min_new_tokens == len(TOKENS) else len(TOKENS)
     for end in range(step, len(TOKENS) + 1, step):
         sample = Sample(

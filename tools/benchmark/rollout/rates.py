@@ -1,4 +1,4 @@
-"""Requests a second, each way."""
+"""Requests a second, by path."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tools.benchmark.servers import post_all
 
 MANY = 64
 _Client = Callable[[int, int], Coroutine[Any, Any, object]]
-"""(how many requests, how many at a time)"""
+"""(number of requests, number at a time)"""
 
 
 def sdk_alone(setting: Setting) -> Reading:
-    """The SDK, one request at a time."""
+    """Measure the SDK, one request at a time."""
     return _on_light(setting, _sdk, 1)
 
 
 def sdk(setting: Setting) -> Reading:
-    """The SDK."""
+    """Measure the SDK."""
     return _on_light(setting, _sdk, MANY)
 
 
 def streams(setting: Setting) -> Reading:
-    """The SDK's streams."""
+    """Measure the SDK's streams."""
     return _on_light(setting, lambda ways: partial(clients.sdk_streams, ways.coordinator), MANY, body=STREAM)
 
 
 def gateway(setting: Setting) -> Reading:
-    """The gateway, one process."""
+    """Measure the gateway, one process."""
     return _on_light(setting, lambda ways: partial(post_all, ways.gateway, BODY), MANY)
 
 
 def torch_alone(setting: Setting) -> Reading:
-    """The SDK on the torch engine, one request at a time."""
+    """Measure the SDK on the torch engine, one request at a time."""
     return _on_torch(setting, 1)
 
 
 def torch(setting: Setting) -> Reading:
-    """The SDK on the torch engine."""
+    """Measure the SDK on the torch engine."""
     return _on_torch(setting, MANY)
 
 
@@ -76,7 +76,7 @@ def _on_torch(setting: Setting, at_once: int) -> Reading:
 
 
 def _against_router(setting: Setting, sides: Mapping[str, _Client], count: int, at_once: int) -> Reading:
-    """Requests a second of "ours" ÷ of "router"; those of the other sides are details."""
+    """Return requests a second of "ours" ÷ of "router"; the rates of the other sides are details."""
     count = min(count, 4 * MANY) if setting.quick else count
 
     def rate(ask: _Client) -> Callable[[], float]:

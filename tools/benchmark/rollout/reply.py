@@ -1,4 +1,4 @@
-"""What every server of this benchmark answers: whole, and as a stream with a token in every event."""
+"""The answer of every server of this benchmark: whole, and as a stream with a token in every event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOKENS = list(range(100, 116))
 
 
 def _reply(tokens: int) -> bytes:
-    """SGLang's answer, or the event of its stream, that has so many tokens."""
+    """Return SGLang's answer, or the event of its stream, with ``tokens`` tokens."""
     meta = {
         "id": "r",
         "finish_reason": {"type": "length", "length": tokens} if tokens == len(TOKENS) else None,

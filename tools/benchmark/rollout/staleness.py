@@ -1,4 +1,4 @@
-"""Requests over updates, joins and restarts: how many tokens are older than they may be."""
+"""Requests during updates, joins and restarts: the number of tokens that are too old."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tools.benchmark.rollout.ways import PROMPT
 ASKERS = 32
 TOKENS = 8
 EVERY = 5
-"""Updates between a restart or a join and the next."""
+"""Updates between a restart or a join and the next restart or join."""
 
 _Ask = Callable[[], Awaitable[list[int]]]
 
 
 def measure(setting: Setting) -> Reading:
-    """Stale tokens, of how many requests, and how many of those failed."""
+    """Count stale tokens, requests and failed requests."""
     requests, updates = (400, 4) if setting.quick else (10_000, 50)
     stale, asked, tokens, failed = clients.run(setting, _measure(setting.directory, requests, updates))
     details = {"requests": asked, "tokens": tokens, "failed_requests": failed, "updates": updates}
@@ -103,7 +103,7 @@ async def _measure(directory: Path, requests: int, updates: int) -> tuple[int, i
 
 
 async def _begun(fleet: InProcessFleet, update: UpdateWeightsFromDiskRequest) -> Operation:
-    """The update, asked for again while a heal of a stage that has just come is in its way."""
+    """Begin an update, and retry while a heal of a new stage conflicts."""
     while True:
         try:
             operation: Operation = await fleet.stub.UpdateWeightsFromDisk(update)

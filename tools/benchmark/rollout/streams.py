@@ -20,11 +20,11 @@ from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 REQUEST = build_request("x", {"max_new_tokens": 1_000_000}, model="actor")
 _Open = Callable[[Callable[[], None]], Awaitable[object]]
-"""Opens a stream and keeps it open; calls back at everything that comes."""
+"""Opens a stream and keeps it open; calls back at every message."""
 
 
 async def _ask(coordinator: str, count: int, *, apart: bool) -> None:
-    """Open so many streams and keep them open."""
+    """Open ``count`` streams and keep them open."""
     end_with_parent()
     stop = stop_event()
     async with await aio.connect(coordinator) as fleet, _calls(await fleet.stages()) as calls:
@@ -64,7 +64,7 @@ async def _ask(coordinator: str, count: int, *, apart: bool) -> None:
 
 @asynccontextmanager
 async def _calls(stages: Sequence[Stage]) -> AsyncIterator[list[_Open]]:
-    """A gRPC call of its own for each stream, to each of the stages."""
+    """Yield openers of a separate gRPC call for each stream, for each of the stages."""
     async with AsyncExitStack() as stack:
 
         def to(channel: grpc.aio.Channel) -> _Open:

@@ -1,4 +1,4 @@
-"""The ways to a torch engine with a tiny model: the SDK, and the gateway with sglang-router in front of it."""
+"""The paths to a torch engine with a tiny model: the SDK, and the gateway behind sglang-router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchWays:
 
     Attributes:
         coordinator, stage: of the fleet; the stage's for generation.
-        router: /generate of sglang-router, whose worker is the gateway.
+        router: /generate of sglang-router, with the gateway as its router worker.
     """
 
     coordinator: str
@@ -33,7 +33,7 @@ class TorchWays:
 
 @contextmanager
 def running(setting: Setting) -> Iterator[TorchWays]:
-    """All of them, in processes of their own."""
+    """Start all servers, each a process."""
     directory = Path(setting.directory) / "torch"
     directory.mkdir(exist_ok=True)
     tiny.save(tiny.make(0), directory / "model")
@@ -44,7 +44,7 @@ def running(setting: Setting) -> Iterator[TorchWays]:
         engine = ["--engine", "torch", "--model-path", str(directory / "model"), "--coordinator", coordinator]
         announced(stack.enter_context(server([*rlctl, "stage", "--slot", "a", *engine, *quiet])))
         with connect(coordinator) as fleet:
-            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=START_S)  # waits until it serves
+            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=START_S)  # waits until the stage serves
             (known,) = fleet.status().stages
         behind = ["--coordinator", coordinator, "--router-backend", "sglang-router"]
         gateway = stack.enter_context(server([*rlctl, "gateway", *behind, *quiet]))

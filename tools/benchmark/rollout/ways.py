@@ -1,4 +1,4 @@
-"""The ways to something that answers at once, all in processes of their own and up at the same time."""
+"""The paths to servers that answer at once; all servers are processes that run at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.benchmark.figures import Setting
 from tools.benchmark.rollout.reply import TOKENS
 from tools.benchmark.servers import announced, server
 
-PROMPT = [4 + i % 12 for i in range(32)]  # in the tiny model's vocabulary, too
+PROMPT = [4 + i % 12 for i in range(32)]  # also in the tiny model's vocabulary
 SAMPLING = {"max_new_tokens": len(TOKENS), "temperature": 1.0, "ignore_eos": True}
 BODY = {"input_ids": PROMPT, "sampling_params": SAMPLING}
 STREAM = {**BODY, "stream": True}
@@ -28,7 +28,7 @@ class Ways:
     Attributes:
         coordinator, stage: of the fleet; the stage's for generation.
         direct: /generate of the HTTP server.
-        router: /generate of sglang-router in front of it.
+        router: /generate of sglang-router in front of the HTTP server.
         gateway: /generate of the gateway in front of the fleet.
     """
 
@@ -41,7 +41,7 @@ class Ways:
 
 @contextmanager
 def running(setting: Setting) -> Iterator[Ways]:
-    """All of them."""
+    """Start all servers."""
     directory = Path(setting.directory) / "ways"
     directory.mkdir(exist_ok=True)
     (directory / "weights.txt").write_text("light")
@@ -59,7 +59,7 @@ def running(setting: Setting) -> Iterator[Ways]:
         router.set_workers([backend])
         gateway = announced(stack.enter_context(server([*rlctl, "gateway", "--coordinator", coordinator, *quiet])))
         with connect(coordinator) as fleet:
-            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until it serves
+            fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until the stage serves
             (known,) = fleet.status().stages
         yield Ways(
             coordinator,

@@ -1,4 +1,4 @@
-"""Benchmark of the sidecar: the time that it adds to a request, in front of an upstream that answers at once."""
+"""Benchmark of the sidecar: its added time per request, in front of an upstream that answers at once."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ STRAIGHT = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Both ends.
+    """Addresses of an upstream and of a process in front of the upstream.
 
     Attributes:
         straight, through: addresses to POST to.
-        pid: process that the requests go through.
+        pid: process between the caller and the upstream.
     """
 
     straight: str
@@ -46,7 +46,7 @@ class Pair:
 
 @contextmanager
 def running(setting: Setting) -> Iterator[Pair]:
-    """An upstream and a sidecar, each a process."""
+    """Start an upstream and a sidecar, each a process."""
     del setting
     with ExitStack() as stack:
         upstream = stack.enter_context(server([sys.executable, "-m", "tools.benchmark.sidecar.upstream"]))
@@ -57,17 +57,17 @@ def running(setting: Setting) -> Iterator[Pair]:
 
 
 def latency_alone(setting: Setting) -> Reading:
-    """One request at a time: median through the sidecar less median straight, round by round."""
+    """Measure one request at a time: median through the sidecar less median straight, round by round."""
     return added_latency(setting, setting.shared(running), THROUGH)
 
 
 def cpu_of_many(setting: Setting) -> Reading:
-    """CPU time of the sidecar while 64 requests are under way at any time, by request."""
+    """Measure the sidecar's CPU time per request, with 64 requests in flight."""
     return cpu_each(setting, setting.shared(running), THROUGH)
 
 
 def added_latency(setting: Setting, pair: Pair, body: Mapping[str, Any]) -> Reading:
-    """Of one request at a time with this body through the process of a pair: median less median straight."""
+    """Measure one request at a time with this body through the process of a pair: median less median straight."""
     count = 30 if setting.quick else 300
     sides = {
         "straight": lambda: event_loops.run(post_all(pair.straight, STRAIGHT, count, 1)),
@@ -81,7 +81,7 @@ def added_latency(setting: Setting, pair: Pair, body: Mapping[str, Any]) -> Read
 
 
 def cpu_each(setting: Setting, pair: Pair, body: Mapping[str, Any]) -> Reading:
-    """CPU time of the process of a pair for one of 64 requests that are under way at any time."""
+    """Measure the CPU time per request of a pair's process, with 64 requests in flight."""
     count = 4 * MANY if setting.quick else 32 * MANY
     used = []
     for number in range(setting.rounds + 1):

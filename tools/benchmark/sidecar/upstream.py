@@ -1,4 +1,4 @@
-"""A vLLM that answers at once: the routes that the sidecar uses, and nothing computed. Run as a process of its own."""
+"""A vLLM server that answers at once: the routes that the sidecar uses, without computation. Run as a process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _told(value: Any) -> Any:
 
 
 def application() -> web.Application:
-    """Its routes."""
+    """Return the application with its routes."""
     app = web.Application(client_max_size=1 << 30)
     paths = ["/inference/v1/generate", "/v1/completions", "/abort_requests"]
     app.router.add_post("/inference/v1/generate", _generate)

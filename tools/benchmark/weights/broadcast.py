@@ -1,4 +1,4 @@
-"""broadcast_*: a whole update, verified or not, against a bare broadcast of as many bytes."""
+"""broadcast_*: a whole update, verified or not, against a bare broadcast of equal size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.benchmark.rounds import median, ratios
 from tools.benchmark.weights.updates import Rounds, Sample, tp1, tp2
 
 LINK_BYTES_S = 40e9
-"""A link as trainers and engines have it; the loopback of a small machine is slower than their control plane."""
+"""A typical link of trainers and engines; the loopback of a small machine is slower than their control plane."""
 
 
 def _reading(rounds: Rounds, samples: Sequence[Sample]) -> Reading:

@@ -1,4 +1,4 @@
-"""checksum, checksum_keyed: how fast an idle engine digests its weights: against hashlib, against copying them."""
+"""checksum, checksum_keyed: an idle engine's digest of its weights, against hashlib and against a copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _measure(setting: Setting) -> Reading:
 
 
 def measured(fleet: Running, rounds: int) -> Reading:
-    """CheckWeights of the fleet's one engine beside hashlib over the same tensors in host memory."""
+    """Measure CheckWeights of the fleet's engine beside hashlib over the same tensors in host memory."""
     held = (as_bytes(tensor).cpu() for tensor in fleet.source.weights.values())
     tensors = sorted(held, key=torch.Tensor.numel, reverse=True)
     cores = len(os.sched_getaffinity(0))

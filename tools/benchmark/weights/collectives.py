@@ -1,4 +1,4 @@
-"""When a process was inside broadcasts, and when it copied what it had received into place."""
+"""Times of a process inside broadcasts, and times of copying received tensors into place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlctl.weights.group.process_group import WeightGroup
 from rlctl.weights.shards.shard_map import ShardMap
 
 Span = tuple[float, float]
-"""Start and end on the clock that all processes of a machine share, seconds."""
+"""Start and end in seconds, on a clock common to all processes of a machine."""
 
 
 class Watch:
@@ -25,13 +25,13 @@ class Watch:
         ShardMap.place = _watched(self._former[1], self.copies)  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """No more."""
+        """Stop recording."""
         WeightGroup.broadcast, ShardMap.place = self._former  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def timed() -> Iterator[list[Span]]:
-    """This process's broadcasts inside the block."""
+    """Record this process's broadcasts inside the block."""
     watch = Watch()
     try:
         yield watch.broadcasts
@@ -40,11 +40,11 @@ def timed() -> Iterator[list[Span]]:
 
 
 def busy_s(sending: Sequence[Span], ranks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> float:
-    """Seconds in which a collective was under way or a rank copied into place.
+    """Return the seconds in which a collective ran or a rank copied into place.
 
-    ``sending``: the source's broadcasts; ``ranks``: each rank's broadcasts, the same ones, and its copies. A broadcast
-    is under way from when the source and a first rank are in it, since until then no byte moves, to when the last one
-    has left it.
+    ``sending``: the source's broadcasts; ``ranks``: each rank's spans of the same broadcasts, and its copies. A
+    broadcast begins when the source and a first rank have entered, since no byte moves before, and ends when the last
+    process has left.
     """
     busy = [tuple(span) for _, copied in ranks for span in copied]
     for (start, end), *taken in zip(sending, *(received for received, _ in ranks), strict=True):

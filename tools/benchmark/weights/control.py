@@ -1,4 +1,4 @@
-"""control_null_bucket, control_null_rest: the control plane alone, of a large fleet whose collectives take no time."""
+"""control_null_bucket, control_null_rest: the control plane alone, for a large fleet without real collectives."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from tools.benchmark.rounds import Spread, interleaved
 RANKS = 8
 SOURCES = 4
 TENSORS_PER_BUCKET = 21
-"""As many experts' matrices of Qwen3-30B-A3B (768 × 2048, bfloat16) as fit into a bucket of 64 MiB."""
+"""Number of experts' matrices of Qwen3-30B-A3B (768 × 2048, bfloat16) in a bucket of 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One update.
+    """An update.
 
     Attributes:
-        bucket_s: time for each bucket: announcing them all, and every rank having taken them, ÷ their number.
-        rest_s: everything else of the update.
+        bucket_s: time per bucket, from the announcement of all buckets to their receipt at every rank, ÷ their number.
+        rest_s: remaining time of the update.
     """
 
     bucket_s: float
@@ -50,12 +50,12 @@ class Sample:
 
 
 def _size(setting: Setting) -> tuple[int, int]:
-    """Stages and buckets."""
+    """Return the numbers of stages and buckets."""
     return (4, 20) if setting.quick else (64, 400)
 
 
 def samples(setting: Setting) -> Sequence[Sample]:
-    """Rounds of whole updates."""
+    """Measure rounds of whole updates."""
     stages, count = _size(setting)
     with NullFleet(setting.directory / "null", stages=stages, ranks=RANKS) as null, null.connect() as fleet:
         setting.say(f"{stages} stages of {RANKS} ranks that do nothing")
@@ -64,7 +64,7 @@ def samples(setting: Setting) -> Sequence[Sample]:
 
 
 class _Trainer:
-    """Speaks the contract itself: there is no group to send over, so the SDK's publisher has nothing to do here."""
+    """Speaks the contract directly: there is no group to send over, so the SDK's publisher is not used."""
 
     def __init__(self, fleet: Fleet, count: int) -> None:
         self._fleet = fleet
@@ -73,7 +73,7 @@ class _Trainer:
         self._buckets = [to_proto(bucket) for bucket in _buckets(count)]
 
     def update(self) -> Sample:
-        """One update. Its first bucket goes alone: it waits until the targets are prepared, which is not its doing."""
+        """Run an update. The first bucket goes alone: its time includes the preparation of the targets."""
         started = time.perf_counter()
         plan = self._begin()
         self._receive(plan, 0, 1)

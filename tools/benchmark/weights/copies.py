@@ -1,4 +1,4 @@
-"""The floor of shared memory: copying as many bytes from one buffer into another, on all cores of this process."""
+"""The floor of shared memory: copying as many bytes between two buffers, on all cores of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Memcpy:
-    """Two buffers of one size, both written before: a first touch would be charged to the floor."""
+    """Two buffers of one size, both written before: otherwise the floor would include the first touch."""
 
     def __init__(self, nbytes: int) -> None:
         import torch
@@ -23,7 +23,7 @@ class Memcpy:
         self._parts = list(zip(source.tensor_split(cores), target.tensor_split(cores), strict=True))
 
     def run(self) -> float:
-        """Copy; returns the seconds."""
+        """Copy; return the seconds."""
         with ThreadPoolExecutor(len(self._parts)) as pool:
             started = time.perf_counter()
             list(pool.map(_copy, self._parts))

@@ -16,7 +16,7 @@ from tools.benchmark.weights.fleets import Running
 
 
 class _Sample(NamedTuple):
-    """Seconds: the whole of it, and reading into place."""
+    """Seconds of the whole update, and of reading into place."""
 
     total_s: float
     loading_s: float
@@ -24,7 +24,7 @@ class _Sample(NamedTuple):
 
 def _measure(setting: Setting) -> Reading:
     fleet = setting.shared(fleets.single)
-    # Written a moment ago, the file is in the page cache; the warm-up reads it once more.
+    # The new file is in the page cache; the warm-up reads it once more.
     sides = {"product": lambda: _update(fleet), "by_hand": lambda: _by_hand(fleet)}
     samples = interleaved(setting.rounds, sides)
     whole = {side: [sample.total_s for sample in taken] for side, taken in samples.items()}

@@ -1,4 +1,4 @@
-"""Real fleets to measure: coordinator, torch engines and the SDK's publisher, each in processes of its own."""
+"""Real fleets to measure: coordinator, torch engines and the SDK's publisher, each in separate processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tools.benchmark.weights.peers import Peers
 from tools.benchmark.weights.shapes import ONE_LAYER, QWEN3_0_6B, Shape, Synthetic, save
 
 OPTIONS = {"max_total_tokens": "256", "max_running": "4"}
-"""No requests run: the KV cache is kept small."""
+"""No requests run, so the KV cache is small."""
 
 
 @dataclass
 class Running:
-    """A fleet that is up, this process its trainer.
+    """A running fleet with this process as its trainer.
 
     Attributes:
         client: the SDK.
         publisher: sends the weights.
         source: the weights.
-        checkpoint: directory that the engines were started from; it holds the same weights.
+        checkpoint: directory of the engines' initial checkpoint, with the same weights.
         engines: the processes of the engines' ranks.
         peers: the same processes as an ordinary torch.distributed group.
     """
@@ -46,7 +46,7 @@ class Running:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def update(self, weights: Any = None, publisher: Publisher | None = None, **settings: Any) -> Update:
-        """One update of the source's weights (or of ``weights``), verified only if ``verify`` says so."""
+        """Run an update of the source's weights (or of ``weights``), verified only by ``verify``."""
         watched = {"verify": "none", **settings}
         started = time.perf_counter()
         pending = (publisher or self.publisher).update_async(
@@ -60,10 +60,10 @@ class Running:
 
 @dataclass(frozen=True)
 class Update:
-    """One update.
+    """An update.
 
     Attributes:
-        result: what the publisher says of it.
+        result: the publisher's result.
         sent_s: from the call until the source's tensors may be overwritten, seconds.
         total_s: from the call to its return: begin to resumed, seconds.
     """
@@ -77,7 +77,7 @@ class Update:
 def running(
     setting: Setting, shape: Shape, *, engines: int, tp_size: int = 1, device: str = "cpu"
 ) -> Iterator[Running]:
-    """A fleet of torch engines that hold a model of this shape, as their trainer does; the only one while it is up."""
+    """Run torch engines with a model of this shape, and its trainer; the only running fleet of the benchmark."""
     setting.close()
     source = Synthetic(shape, device)
     root = setting.directory / f"fleet-{time.monotonic_ns()}"
@@ -102,18 +102,18 @@ def running(
 
 
 def single(setting: Setting) -> contextlib.AbstractContextManager[Running]:
-    """A fleet of one engine of one rank, to be shared."""
+    """Return a shared fleet with one engine of one rank."""
     return running(setting, model(setting), engines=1)
 
 
 def model(setting: Setting) -> Shape:
-    """The model that is measured."""
+    """Return the shape of the measured model."""
     return ONE_LAYER if setting.quick else QWEN3_0_6B
 
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that child processes, and gloo in this one, are to see."""
+    """Set variables for child processes, and for gloo in this process."""
     former = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

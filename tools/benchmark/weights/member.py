@@ -1,8 +1,8 @@
-"""An rlctl server whose process also does what the peers do: ``python -m tools.benchmark.weights.member ARGUMENTS``.
+"""An rlctl server with the peers' work in the same process: ``python -m tools.benchmark.weights.member ARGUMENTS``.
 
-A peer's figure is only worth something between the same processes on the same cores. So the engines' ranks of a
-benchmark run this module in place of ``rlctl``: the same server, and beside it a service that, when asked, joins an
-ordinary torch.distributed group, receives by plain broadcasts, or loads a checkpoint with safetensors.
+A peer's figure has meaning only between the same processes on the same cores. The engines' ranks of a benchmark
+therefore run this module in place of ``rlctl``: the same server, and beside it a service. On request, the service joins
+an ordinary torch.distributed group, receives plain broadcasts, or loads a checkpoint with safetensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlctl.runtime.event_loops import LoopThread
 from rlctl.transport import grpc
 
 DIRECTORY = "RLCTL_BENCH_MEMBERS"
-"""Environment variable: directory in which every member leaves its service's port, in a file named by its pid."""
+"""Environment variable: directory in which every member writes its service's TCP port, in a file named by its pid."""
 
 SERVICE = "tools.benchmark.Member"
 
@@ -29,11 +29,11 @@ TIMEOUT = datetime.timedelta(seconds=120)
 Job = Callable[..., Any]
 
 _servers: list[grpc.aio.Server] = []
-"""Kept until the process ends: one that is dropped stops."""
+"""Kept until the process ends: a collected server stops."""
 
 
 class Member:
-    """What one rank's process does as a member of the peers' group. torch is loaded with the first job."""
+    """The work of a rank's process as a member of the peers' group. torch is loaded with the first job."""
 
     def __init__(self) -> None:
         self._buffer: Any = None
@@ -47,14 +47,14 @@ class Member:
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
     def leave(self) -> None:
-        """Leave it."""
+        """Leave the process group."""
         import torch.distributed as dist
 
         dist.destroy_process_group()
         self._buffer = None
 
     def broadcast(self, nbytes: int) -> None:
-        """Take in one flat buffer."""
+        """Receive a flat buffer."""
         import torch.distributed as dist
 
         buffer = self._room(nbytes)
@@ -63,13 +63,13 @@ class Member:
         dist.barrier()
 
     def receive(self, nbytes: int) -> None:
-        """Take in one tensor."""
+        """Receive a tensor."""
         import torch.distributed as dist
 
         dist.broadcast(self._room(nbytes), 0)
 
     def load(self, path: str) -> float:
-        """Load a safetensors file and copy every tensor into memory that is there already; returns the seconds."""
+        """Load a safetensors file and copy every tensor into existing memory; return the seconds."""
         from safetensors.torch import load_file
 
         room = self._room(Path(path).stat().st_size)
@@ -82,7 +82,7 @@ class Member:
         return time.perf_counter() - started
 
     def memcpy(self, nbytes: int) -> float:
-        """Copy memory that was written before; returns the seconds."""
+        """Copy memory that was written before; return the seconds."""
         from tools.benchmark.weights.copies import Memcpy
 
         if self._memcpy is None or self._memcpy.nbytes != nbytes:
@@ -90,18 +90,18 @@ class Member:
         return self._memcpy.run()  # type: ignore[no-any-return]
 
     def watch(self) -> None:
-        """Note from now on when the product's own code receives and copies."""
+        """Start to record the times in which the product's own code receives and copies."""
         from tools.benchmark.weights.collectives import Watch
 
         self._watch = Watch()
 
     def watched(self) -> Any:
-        """End it; returns the spans of broadcasts and of copies."""
+        """Stop recording; return the spans of broadcasts and of copies."""
         self._watch.end()
         return self._watch.broadcasts, self._watch.copies
 
     def _room(self, nbytes: int) -> Any:
-        """Memory that has been written before: a first touch would be charged to the peer."""
+        """Return memory that was written before: otherwise the peer's time would include the first touch."""
         import torch
 
         if self._buffer is None or self._buffer.numel() < nbytes:
@@ -110,7 +110,7 @@ class Member:
 
 
 def serve(directory: Path) -> LoopThread:
-    """Serve on a thread of its own; leaves the port behind in ``directory``."""
+    """Serve on a separate thread; write the TCP port into ``directory``."""
     loop = LoopThread("bench member")
     port = loop.call(_start(Member()))
     (directory / str(os.getpid())).write_text(str(port))
@@ -138,7 +138,7 @@ def _answering(job: Job) -> Callable[[bytes, Any], Awaitable[bytes]]:
 
 
 def main() -> None:
-    """Serve both."""
+    """Serve the member and the rlctl server."""
     from rlctl.cli.main import main as rlctl_main
 
     serving = serve(Path(os.environ[DIRECTORY]))

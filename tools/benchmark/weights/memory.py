@@ -11,9 +11,9 @@ from rlctl.launch.interface.launcher import Launched
 
 @contextlib.contextmanager
 def peaks(processes: Sequence[Launched]) -> Iterator[list[int]]:
-    """Fills the list with each process's peak during the block, in bytes above what it held before."""
+    """Fill the list with each process's peak during the block, in bytes above its memory at the start."""
     extra: list[int] = []
-    # 5: forget the peak, so that it is counted anew from what is held now (proc(5)).
+    # 5: reset the peak to the present memory (proc(5)).
     for process in processes:
         Path(f"/proc/{process.pid}/clear_refs").write_text("5")
     before = [_status(process, "VmRSS") for process in processes]

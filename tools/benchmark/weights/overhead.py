@@ -1,4 +1,4 @@
-"""control_share, second_update_groups, extra_memory_in_place: what an update takes beside the bytes' way."""
+"""control_share, second_update_groups, extra_memory_in_place: the cost of an update beside the transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's side of what the product is measured against: the same bytes between the same processes, by hand."""
+"""The trainer's side of the product's peers: the same bytes between the same processes, without rlctl."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Peers:
     """A plain torch.distributed group of this process, rank 0, and members."""
 
     def __init__(self, directory: Path, pids: Sequence[int]) -> None:
-        """``directory``: where the members with these process ids have left their ports."""
+        """``directory``: with the TCP ports of the members with these process ids."""
         self._channels = [grpc.insecure_channel(f"127.0.0.1:{(directory / str(pid)).read_text()}") for pid in pids]
         address = f"tcp://127.0.0.1:{_free_port()}"
         size = 1 + len(pids)
@@ -31,7 +31,7 @@ class Peers:
         self._await(joining)
 
     def broadcast(self, flat: torch.Tensor) -> float:
-        """One broadcast of one flat uint8 tensor; seconds until every member has it."""
+        """Broadcast a flat uint8 tensor; return the seconds until every member has the tensor."""
         receiving = self._all("broadcast", nbytes=flat.nbytes)
         dist.barrier()
         started = time.perf_counter()
@@ -42,7 +42,7 @@ class Peers:
         return elapsed
 
     def one_by_one(self, tensors: Iterable[torch.Tensor]) -> float:
-        """One RPC to each member and one broadcast for every tensor, each awaited; seconds."""
+        """Send an RPC to each member and one broadcast for every tensor, each awaited; return seconds."""
         started = time.perf_counter()
         for tensor in tensors:
             receiving = self._all("receive", nbytes=tensor.nbytes)
@@ -51,19 +51,19 @@ class Peers:
         return time.perf_counter() - started
 
     def load(self, path: Path) -> float:
-        """All members load a safetensors file and copy its tensors into place, together; the slowest's seconds."""
+        """Let all members load a safetensors file and copy its tensors into place; return the slowest seconds."""
         return max(float(seconds) for seconds in self._await(self._all("load", path=str(path))))
 
     def memcpy(self, nbytes: int) -> float:
-        """All members copy memory, together; the slowest's seconds."""
+        """Let all members copy memory at the same time; return the slowest seconds."""
         return max(float(seconds) for seconds in self._await(self._all("memcpy", nbytes=nbytes)))
 
     def watch(self) -> None:
-        """Let all members note when the product's own code receives and copies."""
+        """Let all members record the times in which the product's own code receives and copies."""
         self._await(self._all("watch"))
 
     def watched(self) -> list[Any]:
-        """End it; every member's spans of broadcasts and of copies."""
+        """Stop recording; return every member's spans of broadcasts and of copies."""
         return self._await(self._all("watched"))
 
     def close(self) -> None:

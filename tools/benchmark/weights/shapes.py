@@ -1,4 +1,4 @@
-"""Models in the shapes of real ones, with weights that are drawn at random: nothing is downloaded."""
+"""Models in the shapes of real models, with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlctl.weights.tensor.finite import Held
 from rlctl.weights.tensor.tensors import TensorMeta
 
 _NOISE = 1 << 22
-"""Random elements that the tensors are filled from, over and over: what they hold does not matter for speed."""
+"""Number of random elements that fill the tensors repeatedly: their values do not matter for speed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
     vocabulary: int
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor of the checkpoint, bfloat16, in the order in which the model holds them."""
+        """Return every tensor of the checkpoint, bfloat16, in the model's order."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = {
             "self_attn.q_proj": (query, self.hidden),
@@ -60,7 +60,7 @@ class Shape:
         return [TensorMeta(f"{name}.weight", torch.bfloat16, shape) for name, shape in shapes.items()]
 
     def config(self) -> dict[str, Any]:
-        """The checkpoint's config.json."""
+        """Return the checkpoint's config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -87,7 +87,7 @@ QWEN3_4B = Shape(36, 2560, 9728, 32, 8, 128, 151936)
 """Qwen3-4B: 398 tensors, 4.02 billion parameters, 7.49 GiB."""
 
 ONE_LAYER = Shape(1, 1024, 3072, 16, 8, 128, 4096)
-"""A layer of it with a small vocabulary, 38 MiB: for smoke tests."""
+"""A layer of this family with a small vocabulary, 38 MiB: for smoke tests."""
 
 SMALL_TENSORS = Shape(72, 128, 256, 4, 4, 64, 256)
 """505 matrices of 64 KiB, and norms."""
@@ -104,24 +104,24 @@ class Synthetic:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors."""
+        """Return the size of all tensors, bytes."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor's description."""
+        """Return every tensor's description."""
         return [TensorMeta.of(name, tensor) for name, tensor in self.weights.items()]
 
     def local(self) -> Iterator[Held]:
-        """The tensors, which nobody has to gather."""
+        """Yield the tensors; no rank has to gather."""
         return (((name,), tensor) for name, tensor in self.weights.items())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors."""
+        """Yield the tensors."""
         yield from self.weights.items()
 
 
 def save(shape: Shape, weights: Mapping[str, torch.Tensor], directory: Path) -> Path:
-    """Write a checkpoint; returns the directory."""
+    """Write a checkpoint; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config()))
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})

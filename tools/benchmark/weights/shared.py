@@ -1,4 +1,4 @@
-"""tensor, tensor_copy: an update through shared memory, at either end, against memcpy of as many bytes."""
+"""tensor, tensor_copy: an update through shared memory, at either end, against memcpy of equal size."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tools.benchmark.weights.fleets import Running
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of one side.
+    """A round of one side.
 
     Attributes:
         written_s: the source copies into segments.
         taken_s: from the RPCs that announce the segments to their answers: every rank has the tensors in place.
-        placing_s: of that, copying at the rank.
+        placing_s: part of ``taken_s``: copying at the rank.
         stall_s: from the call until the source's tensors may be overwritten.
         total_s: the whole update.
     """
@@ -40,12 +40,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the rounds gave.
+    """Results of the rounds.
 
     Attributes:
         nbytes: size of the weights.
         product: updates.
-        memcpy: copies of as many bytes at the source and at the rank.
+        memcpy: copies of equal size at the source and at the rank.
     """
 
     nbytes: int
@@ -54,7 +54,7 @@ class Rounds:
 
 
 def rounds(setting: Setting) -> Rounds:
-    """One engine of one rank beside its trainer. The segments are there after the warm-up."""
+    """Measure one engine of one rank beside its trainer. The warm-up makes the segments."""
     fleet = setting.shared(fleets.single)
     nbytes = fleet.source.nbytes
     copy = Memcpy(nbytes)
@@ -77,7 +77,7 @@ def _update(fleet: Running, publisher: Any) -> Sample:
 
 @contextlib.contextmanager
 def _timed() -> Iterator[dict[str, float]]:
-    """Seconds that this process spends writing segments, and waiting for ranks to take them in."""
+    """Record this process's seconds of writing segments, and of waiting for ranks to receive them."""
     times = {"written": 0.0, "taken": 0.0}
     call, write = AsyncAdmin.call, SegmentSender.write
 

@@ -1,4 +1,4 @@
-"""small_tensors: many small tensors as one update, against one RPC and one broadcast for each of them."""
+"""small_tensors: many small tensors as one update, against one RPC and one broadcast for each tensor."""
 
 from __future__ import annotations
 

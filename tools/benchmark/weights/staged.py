@@ -1,4 +1,4 @@
-"""staged_swap, staged_fleet_pause, extra_memory_staged: updates that land while every engine generates."""
+"""staged_swap, staged_fleet_pause, extra_memory_staged: staged updates while every engine generates."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tools.benchmark.weights.memory import peaks
 
 ENGINES = 2
 TOKENS = 200
-"""Of each request; when one has ended the next begins."""
+"""Tokens of each request; the next request begins when a request ends."""
 
 STEPS = 5
 """Decode steps of every engine before an update begins."""
 
 SETTLED_S = 2.0
-"""After this long an engine has given back what the update before took."""
+"""Time in which an engine returns the memory of the previous update."""
 
 PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One staged update.
+    """A staged update.
 
     Attributes:
-        swap_s, transfer_s: of the rank whose swap took longest: from the end of its last step until the new weights
-            were in use, and the time that it took them in for.
-        pause_s: from the first stage's pause to the last one's resume.
-        step_s: decode step of the slowest engine just before; 0 when no requests ran.
-        extra_bytes: most memory that a rank's process took beyond what it held before.
+        swap_s, transfer_s: of the rank with the longest swap: from the end of its last step until the new weights are
+            in use, and its time to receive the weights.
+        pause_s: from the first stage's pause to the last stage's resume.
+        step_s: decode step of the slowest engine just before; 0 without requests.
+        extra_bytes: largest memory of a rank's process above its memory at the start.
     """
 
     swap_s: float
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rounds:
-    """``busy`` with requests running, ``idle`` without; ``copy_bytes``: one rank's weights."""
+    """``busy`` with requests running, ``idle`` without; ``copy_bytes``: size of a rank's weights."""
 
     busy: Sequence[Sample]
     idle: Sequence[Sample]
@@ -60,7 +60,7 @@ class Rounds:
 
 
 def rounds(setting: Setting) -> Rounds:
-    """Staged updates of engines that hold the whole model each."""
+    """Measure staged updates of engines that each have the whole model."""
     with fleets.running(setting, fleets.model(setting), engines=ENGINES) as fleet:
         samples = interleaved(setting.rounds, {"busy": lambda: _busy(fleet), "idle": lambda: _update(fleet, 0.0)})
         return Rounds(**samples, copy_bytes=fleet.source.nbytes)
@@ -83,7 +83,7 @@ def _update(fleet: Running, step_s: float) -> Sample:
 
 @contextlib.contextmanager
 def _requests(fleet: Running) -> Iterator[float]:
-    """A request runs on every engine; gives the decode step of the slowest."""
+    """Run a request on every engine; yield the decode step of the slowest engine."""
     stop = threading.Event()
     started = [threading.Event() for _ in range(ENGINES)]
     steps = [0.0] * ENGINES

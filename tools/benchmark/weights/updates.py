@@ -1,4 +1,4 @@
-"""Rounds of whole updates beside bare broadcasts of as many bytes: several figures are read from the same ones."""
+"""Rounds of whole updates beside bare broadcasts of equal size: several figures are read from the same rounds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RECEIVERS = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of one side.
+    """A round of one side.
 
     Attributes:
-        total_s: the whole of it.
-        control_s: of an update: what was neither collective nor copying into place.
-        receiving_s: of an update: from a rank's first broadcast to its last copy, the longest rank's.
+        total_s: total time.
+        control_s: of an update: time that is neither collective nor copying into place.
+        receiving_s: of an update: from a rank's first broadcast to its last copy, for the slowest rank.
         sent_s: of an update: from the call until the source's tensors may be overwritten.
-        extra_bytes: most memory that a rank's process took beyond what it held before.
+        extra_bytes: largest memory of a rank's process above its memory at the start.
     """
 
     total_s: float
@@ -39,12 +39,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the rounds of one kind of fleet gave.
+    """Results of the rounds with one kind of fleet.
 
     Attributes:
         nbytes: size of the weights.
         bare, plain, verified, keyed: the sides' samples, round by round.
-        formed: groups that were formed by the first update, and by all later ones together.
+        formed: groups formed by the first update, and by all later updates together.
     """
 
     nbytes: int
@@ -56,18 +56,18 @@ class Rounds:
 
 
 def tp1(setting: Setting) -> Rounds:
-    """Receivers that hold the whole model each."""
+    """Measure receivers that each have the whole model."""
     return _rounds(setting, tp_size=1)
 
 
 def tp2(setting: Setting) -> Rounds:
-    """Receivers of two ranks, which keep their slices."""
+    """Measure receivers of two ranks that each have a slice."""
     return _rounds(setting, tp_size=2)
 
 
 def _rounds(setting: Setting, *, tp_size: int) -> Rounds:
     with fleets.running(setting, fleets.model(setting), engines=RECEIVERS, tp_size=tp_size) as fleet:
-        # Of real bytes: memory that was never written is one page of zeros, and costs nothing to read.
+        # Real bytes: memory that was never written is one page of zeros, and costs nothing to read.
         flat = torch.cat([as_bytes(tensor) for tensor in fleet.source.weights.values()])
         fleet.update()
         first = _groups_formed(fleet)
