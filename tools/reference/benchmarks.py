@@ -22,7 +22,7 @@ other work (*load*) cannot be compared with those of a quiet one.
 
 
 def page() -> Iterator[str]:
-    """A section for each stored result."""
+    """Yield a section for each stored result."""
     yield "# Results of the benchmarks\n"
     yield from prose(_INTRODUCTION)
     for path in sorted(RESULTS.glob("*.json")):

@@ -40,7 +40,7 @@ did not end OK prints the operation on stdout and the error on stderr.
 
 
 def page() -> Iterator[str]:
-    """Global options, output, exit codes, then every command."""
+    """Yield global options, output, exit codes, then every command."""
     yield "# The command line\n"
     yield from prose(main.root.help or "")
     yield "## Global options\n"

@@ -1,4 +1,4 @@
-"""docs/reference/dialect-sglang.md and openapi-sglang.json: the dialect's table as clients read it."""
+"""docs/reference/dialect-sglang.md and openapi-sglang.json: the dialect's table for clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ what is different on purpose.
 
 
 def page() -> Iterator[str]:
-    """The table."""
+    """Yield the table."""
     yield "# SGLang's dialect\n"
     yield from prose(_ABOUT)
     rows = [
@@ -35,7 +35,7 @@ def page() -> Iterator[str]:
 
 
 def openapi() -> Iterator[str]:
-    """The OpenAPI document."""
+    """Yield the OpenAPI document."""
     yield json.dumps(document(ROWS, GENERATING), indent=1, sort_keys=True)
 
 

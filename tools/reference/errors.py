@@ -1,4 +1,4 @@
-"""docs/reference/errors.md: every reason, what it means for a caller and for a script."""
+"""docs/reference/errors.md: every reason, with its meaning for a caller and for a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SDK raises `OperationFailed`, and the command line exits with the code of its st
 
 
 def page() -> Iterator[str]:
-    """How errors travel, the exit codes, every reason."""
+    """Yield the wire form of errors, the exit codes, every reason."""
     yield "# Errors\n"
     yield from prose(_WIRE)
     yield "# Exit codes\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table and an empty line; nothing when there are no rows."""
+    """Yield a table and an empty line; nothing without rows."""
     if rows:
         yield _row(headers)
         yield _row(["---"] * len(headers))
@@ -16,7 +16,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
 
 
 def prose(text: str) -> Iterator[str]:
-    r"""Paragraphs of a help text, each on one line; one that begins with \b is kept as it is."""
+    r"""Yield the paragraphs of a help text, each on one line; a paragraph that begins with \b stays unchanged."""
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
         first, _, rest = paragraph.partition("\n")
         if first.strip() == "\b":

@@ -23,7 +23,7 @@ Besides, each process has the metrics of prometheus_client about itself: `proces
 
 
 def page() -> Iterator[str]:
-    """The metrics of each kind of process."""
+    """Yield the metrics of each kind of process."""
     yield "# Metrics\n"
     yield from prose(_ABOUT)
     yield from _section("Every process", [metric for metric in METRICS if len(metric.processes) > 1])

@@ -17,7 +17,7 @@ What may stand in the file of `rlctl up`, `plan` and `validate`; [topology.md](.
 
 
 def page() -> Iterator[str]:
-    """Every section."""
+    """Yield every section."""
     yield "# Keys of a topology file\n"
     yield from prose(_INTRODUCTION)
     yield from _section("The file", FILE)
@@ -33,7 +33,7 @@ def page() -> Iterator[str]:
 
 
 def schema() -> Iterator[str]:
-    """The JSON Schema."""
+    """Yield the JSON Schema."""
     yield json.dumps(json_schema(), indent=2)
 
 

@@ -16,7 +16,7 @@ from tools.reference.markdown import table
 
 
 def page() -> Iterator[str]:
-    """The verbs of the table, the other RPCs of the coordinator, generation, and what requests are made of."""
+    """Yield the verbs of the table, the other RPCs of the coordinator, generation, and shared messages of requests."""
     offered = [verb for verb in VERBS.values() if verb.fleet]
     yield "# Verbs and other RPCs\n"
     yield (
@@ -121,7 +121,7 @@ def _shared() -> Iterator[str]:
 
 
 def _shared_types() -> dict[str, Any]:
-    """Messages and enums of this contract that the requests reach, by full name, messages first."""
+    """Return the contract's messages and enums that requests contain, by full name, messages first."""
     found: dict[str, Any] = {}
     todo: list[Any] = [verb.request.DESCRIPTOR for verb in VERBS.values() if verb.fleet]
     for file, name in ((coordinator_pb2, "CoordinatorService"), (rollout_pb2, "RolloutService")):
