@@ -18,7 +18,7 @@ from tests.simulator.runner import Result, run, run_in_worker, start_worker
 from tests.simulator.shrink import shrink
 
 TRIALS = 150
-"""Runs that a failing seed is shrunk in, at most."""
+"""Most runs to shrink a failing seed."""
 
 
 def _say(line: str) -> None:
@@ -27,14 +27,14 @@ def _say(line: str) -> None:
 
 
 def _progress(text: str) -> None:
-    """What it is at, on a terminal; "" takes it away."""
+    """Show progress on a terminal; "" clears the line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
 
 
 def main() -> int:
-    """Run seeds until one breaks a promise; print what happened in it, and what of it is needed."""
+    """Run seeds until a promise is broken; print the history and the needed steps of the failing seed."""
     parser = argparse.ArgumentParser(prog="tools/simulate", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many seeds")
     parser.add_argument("--seed", type=int, metavar="S", help="the first one; drawn when not given")
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _results(seeds: range, off: frozenset[str], jobs: int) -> Iterator[Result]:
-    """What came of each seed, in their order."""
+    """Yield the result of each seed, in order."""
     if jobs == 1 or len(seeds) == 1:
         yield from (run(seed, off) for seed in seeds)
         return

@@ -1,4 +1,4 @@
-"""What all parts of one seed share: time, network, data plane, disks, who watches, and what was drawn."""
+"""The common context of a seed: time, network, data plane, disks, observer, and drawn steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.simulator.ports.virtual_time import World
 
 @dataclass
 class Counts:
-    """What a seed consisted of."""
+    """Totals of a seed."""
 
     stages: int = 0
     operations: int = 0
@@ -32,23 +32,23 @@ class Counts:
     unhealable: int = 0
 
     def add(self, other: Counts) -> None:
-        """Take in what another seed consisted of."""
+        """Add the totals of a further seed."""
         for count in fields(self):
             setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 class Simulation:
-    """What the processes of one seed run in.
+    """The environment of the processes of a seed.
 
     Attributes:
-        off: safeguards that are turned off.
-        dropped: keys of steps that are left out, to find those that a failure needs.
-        steps: keys of what was drawn.
+        off: safeguards that are switched off.
+        dropped: keys of omitted steps, to find the steps that a failure needs.
+        steps: keys of all drawn steps.
         disks: checkpoints and adapters, by path.
-        slots: every slot that there has been, by name.
-        retained: ended operations that a coordinator remembers.
-        fixed_addresses: a stage that is started anew listens where the one before did.
-        settling: the time in which things are asked and go wrong is over.
+        slots: every slot so far, by name.
+        retained: number of ended operations that a coordinator keeps.
+        fixed_addresses: a restarted stage listens at the address of its predecessor.
+        settling: the time of requests and faults is over.
     """
 
     def __init__(self, seed: int, off: frozenset[str], dropped: frozenset[str], *, telling: bool) -> None:
@@ -72,12 +72,12 @@ class Simulation:
         self.settling = False
 
     def drawn(self, key: str) -> bool:
-        """Something that can be left out is about to be done; whether this run has it."""
+        """Record the key of an optional step; return True if this run has the step."""
         self.steps.append(key)
         return key not in self.dropped
 
     def step(self, key: str, do: Callable[[random.Random], object], *, fault: bool = False) -> None:
-        """Do something that can be left out. What it draws depends on nothing but the seed and its key."""
+        """Do an optional step. Its random draws depend only on the seed and the key."""
         if self.drawn(key):
             self.counts.faults += fault
             do(self.world.chance(key))

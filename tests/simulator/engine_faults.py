@@ -1,4 +1,4 @@
-"""What befalls a rank now and then: it refuses, hangs, fails at the disk, forgets a tensor or damages it."""
+"""Random faults of a rank: a refusal, a hang, a disk error, a forgotten or damaged tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.simulator.ports.virtual_time import Node
 
 
 class EngineFaults:
-    """How likely each of them is: not at all, until :mod:`tests.simulator.faults.faults` has drawn it.
+    """The rates of these faults: zero, until :mod:`tests.simulator.faults.faults` draws them.
 
     Attributes:
-        cut_off: called with the rank and its update when it is to be cut off as soon as it has said what it holds: what
-            it is told then does not reach it.
+        cut_off: called with the rank and its update to cut the rank off after its report of its weights: the rank's
+            next commands are lost.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -27,11 +27,10 @@ class EngineFaults:
         self.stop()
 
     def stop(self) -> None:
-        """From here on none of it happens."""
         self.refusals = self.hangs = self.forgotten = self.damage = self.disk_errors = 0.0
 
     def at(self, node: Node, verb: str) -> Awaitable[None] | None:
-        """What befalls a verb at one rank, or None."""
+        """Return the fault of a verb at a rank, or None."""
         if not self.refusals and not self.hangs:
             return None
         draw = node.random.random()
@@ -49,22 +48,20 @@ class EngineFaults:
         raise Reason.ENGINE_FAILED.error(f"{verb} failed", outcome=outcome)
 
     def at_disk(self, node: Node) -> bool:
-        """Whether a block cannot be read."""
+        """Return True if a block cannot be read."""
         return node.random.random() < self.disk_errors
 
     def forgets(self, node: Node, slot: SimSlot, holding: Holding) -> bool:
-        """Whether a rank silently forgets a tensor: of a full update, which counts, or where stages are compared."""
+        """Return True if a rank silently omits a tensor: in a full update, or where stages are compared."""
         if not self.forgotten or node.random.random() >= self.forgotten:
             return False
         return holding.full or (slot.digests and holding.update_id in self._observer.compared)
 
     def damaged(self, node: Node, slot: SimSlot, holding: Holding, content: str) -> str:
-        """What a rank really writes. It is damaged only where somebody has said which digest is right: without that
-        nothing could show it.
-        """
+        """Return the content that a rank writes; damaged only if a known digest lets a check find the damage."""
         update_id = holding.update_id
         known = update_id in self._observer.digested or "/heal/" in update_id
-        if not slot.digests:  # then what comes may be digested, in a trainer's update
+        if not slot.digests:  # then the trainer's update digests the received tensors
             known = update_id in self._observer.digested and holding.received is not None
         if not self.damage or not known or node.random.random() >= self.damage:
             return content

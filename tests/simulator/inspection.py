@@ -1,4 +1,4 @@
-"""What must hold, judged by looking into the processes: what they would serve, and whether they have come to rest."""
+"""Invariants that are judged by looking into the processes: the weights that stages would serve, and their rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
 
 
 def look(fleet: Fleet) -> None:
-    """I1: what every stage would serve if it were asked now; I10: how often it has reported."""
+    """Check I1: the weights that every stage would serve now; I10: the number of its reports."""
     for host in (*fleet.stages.values(), *fleet.formers):
         stage = host.stage
         if stage is None:
@@ -41,7 +41,7 @@ def look(fleet: Fleet) -> None:
 def staged(
     fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse, begin: BeginWeightUpdateRequest
 ) -> None:
-    """I9: a staged update, or an adapter's, which has ended, is all or nothing."""
+    """Check I9: a failed staged update, or adapter's update, leaves no target at its version."""
     if operation.state != OPERATION_STATE_FAILED:
         return
     for target in plan.targets:
@@ -59,7 +59,7 @@ def staged(
 
 
 def unsettled(fleet: Fleet) -> list[tuple[str, str]]:
-    """I7, I8: operations and stages that have not come to their end yet."""
+    """Return violations of I7 and I8: stages and operations that have not come to an end."""
     coordinator, counts = fleet.coordinator.coordinator, fleet.sim.counts
     if coordinator is None:
         return [("I7", "the coordinator did not start")]
@@ -80,7 +80,7 @@ def unsettled(fleet: Fleet) -> list[tuple[str, str]]:
 
 
 def _quarantined(slot: Slot) -> bool:
-    """Whether its engine has lost a rank: only a restart helps."""
+    """Return True if the engine has lost a rank: only a restart helps."""
     return (
         not slot.unhealable
         and slot.not_routable() != ""
@@ -90,7 +90,7 @@ def _quarantined(slot: Slot) -> bool:
 
 
 def _restless(slot: Slot) -> str:
-    """Why a stage has not come to rest, or ""."""
+    """Return the reason that a stage has not come to rest, or ""."""
     if slot.unhealable or not slot.not_routable() or _quarantined(slot):
         return ""
     report = slot.report

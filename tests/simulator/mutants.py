@@ -1,4 +1,4 @@
-"""Safeguards that can be turned off, one at a time: a simulation that cannot fail proves nothing."""
+"""Safeguards that can be switched off, one at a time: a simulation that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlctl.worker.follower import Follower
 from tests.simulator.ports.journal import SimJournal
 
 Patch = tuple[Any, str, Any]
-"""Class or module, attribute, what takes its place."""
+"""Class or module, attribute, replacement."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -64,7 +64,7 @@ def _any_grant(self: Stage, grant: Any) -> None:
 
 
 async def _attach_beside(self: Stage, attach: Any, link: Any) -> Any:
-    """The link before goes on."""
+    """Attach while the former link goes on."""
     former, self._link = self._link, None
     attached = await _attach(self, attach, link)
     self._link = self._link or former
@@ -75,7 +75,7 @@ _attach = Stage.attach
 
 
 async def _everybody(self: Coordinator, registration: Any) -> None:
-    """Whoever says that it fills a slot does."""
+    """Accept every registration for a slot."""
     del self, registration
 
 
@@ -97,7 +97,7 @@ def _never_known(self: Operations, request_id: str, request: Any) -> None:
 
 
 async def _no_lease(self: Updates, opened: Any) -> None:
-    """Neither the lease nor the deadline, which may be behind the end of a run, ends an update."""
+    """Ignore the lease and the deadline, which may be after the end of a run."""
     del self
     await opened.decided.wait()
     if opened.verdict is not None:
@@ -129,7 +129,7 @@ def _decode_always_right(results: Any, *, wanted: bool) -> tuple[dict[str, Any],
 
 
 async def _published_first(self: Finish, run: Any, expected: Any) -> None:
-    """The version is published as soon as it was written."""
+    """Publish the version as soon as it was written."""
     await self._publish(run, list(self._session.targets), expected.digest)
     await _commit(self, run, expected)
 
@@ -138,7 +138,7 @@ _commit = Finish.commit
 
 
 async def _ended_with_its_caller(self: Coordinator, run: Any, **how: Any) -> Any:
-    """What was asked for ends when the caller leaves."""
+    """End an operation when its caller disconnects."""
     try:
         return await _answer(self, run, **how)
     except asyncio.CancelledError:
@@ -151,9 +151,7 @@ _answer = Coordinator._answer
 
 
 def _by_order(self: Commander, message: Any) -> None:
-    """An answer that comes when its command is given up is taken for that of the next one, as over a connection on
-    which answers have no names.
-    """
+    """Match a late answer to the next command, as on a connection without names for answers."""
     if message.HasField("result"):
         late = self._pending.get(message.result.command_id)
         if late is None or late.deadline < self._clock.now():
@@ -166,7 +164,7 @@ _take = Commander._take
 
 
 def _all_kept(results: Any) -> frozenset[Any]:
-    """Weights come back with the resume, whether the engine has kept them or not."""
+    """Restore weights with the resume, whether the engine has kept them or not."""
     return memory_regions.released(results)
 
 
@@ -212,12 +210,11 @@ MUTANTS: dict[str, list[Patch]] = {
     "verification": [(verification_levels, "judge_digests", _always_right)],
     "vetting": [(Fanout, "_vetted", _unvetted)],
 }
-"""Those without a patch are the engine's own rules, which it asks for by name."""
+"""A mutant without a patch is a rule of the engine; the engine checks the mutant's name."""
 
 
 @contextlib.contextmanager
 def without(names: Iterable[str]) -> Iterator[None]:
-    """Run without some safeguards."""
     undo = []
     try:
         for name in names:

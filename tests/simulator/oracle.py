@@ -1,6 +1,6 @@
-"""What must hold after every step, checked against what really happened: the processes tell of it as they do it.
+"""Invariants after every step, checked against events that the processes report.
 
-What can be seen only by looking into them is in :mod:`.inspection`.
+Invariants without an event are checked by :mod:`.inspection`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from tests.simulator.ports.process_groups import Tensors
 from tests.simulator.ports.virtual_time import EPOCH_S, Node, World
 
 LEASE_S = 10.0
-"""How long a coordinator lets stages serve, as from its word."""
+"""Serving lease of the coordinators, seconds."""
 
 WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
 
 MOST_REPORTS = 100
-"""Reports of a stage in a second: five times what a busy one needs."""
+"""Most reports of a stage in a second: five times the need of a busy stage."""
 
 _STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory", "ResumeMemory", "CheckWeights")
 """Verbs that all ranks carry out at one step of their engine."""
 
 _GO_ON = ("ContinueGeneration", "ResumeMemory")
-"""What lets a stage go on that was paused by name."""
+"""Verbs that end a pause by name."""
 
 PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
 """States of an update whose version is served."""
@@ -55,7 +55,7 @@ PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
 
 @dataclass
 class Violation(Exception):
-    """A promise that was broken."""
+    """A broken promise."""
 
     invariant: str
     what: str
@@ -66,7 +66,7 @@ class Violation(Exception):
 
 @dataclass(frozen=True)
 class _Made:
-    """What a token was made of, by rank."""
+    """The weights behind a token, by rank."""
 
     weights: list[Tensors]
     released: frozenset[int]
@@ -76,17 +76,17 @@ class _Made:
 
 
 class Observer:
-    """Sees what no process sees: all of it at once.
+    """Sees all processes at once, unlike any process.
 
     Attributes:
-        history: what happened, if it is to be told.
-        published: what each version of a model is made of, by model and sequence.
-        adapters: what each adapter is made of, by model, name and version.
-        digested: updates whose trainers say which digest is right.
+        history: lines of events, if a history is requested.
+        published: contents of each version of a model, by model and sequence.
+        adapters: contents of each adapter, by model, name and version.
+        digested: updates with an expected digest from the trainer.
         compared: partial updates whose targets are compared with each other.
-        mistaken: updates with a probe that their weights do not pass.
-        nameless: every tensor that a trainer has sent that names no update.
-        may_end_early: open updates that may be partial, by model: the sequence of each.
+        mistaken: updates with a probe that their weights fail.
+        nameless: every tensor sent in implicit updates.
+        may_end_early: open updates that may be partial: the sequence of each, by model.
     """
 
     def __init__(
@@ -117,54 +117,49 @@ class Observer:
         self._outcomes: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}
         self._reign: tuple[SimJournal | None, int] = (None, 0)
-        """The journal of the coordinator whose writes count, and the epoch that it began with: adopting stages, it may
-        raise it.
-        """
+        """The journal of the coordinator whose writes count, and its first epoch: adoption may raise it."""
         self._loaded: dict[tuple[str, int], dict[str, str]] = {}
-        """Versions of adapters by name while a sequence was a model's latest: as long as it is served, so are they."""
+        """Versions of adapters by name while a sequence was a model's latest: served as long as the sequence."""
         self._unloading: dict[tuple[str, str], str] = {}
-        """Versions of adapters that a model has no more, by model and name, until whoever unloads them is told so."""
+        """Versions of unloaded adapters, by model and name, until the caller of the unload has its answer."""
         self._reports: dict[str, int] = {}
         self._paused: dict[tuple[str, int, str], str] = {}
-        """What paused an incarnation of a stage by name, or an adapter there, until somebody asks for it to go on."""
+        """Operation that paused an incarnation of a stage by name, or an adapter there, until a continue."""
         self._pauses_of_the_fleet: dict[str, tuple[PauseRecord, set[str]]] = {}
-        """Pauses by name that were OK, by operation, until a continue; with slots that were continued since."""
+        """OK pauses by name, by operation, until a continue; with slots that were continued since."""
         self._retired: set[str] = set()
         """Slots that are retired on record."""
         self._recorded: dict[str, PauseRecord] = {}
-        """Every pause by name that is on record."""
+        """Every pause by name on record."""
         self._continued: dict[tuple[str, str], int] = {}
-        """When that was asked for last, by slot and adapter, in nanoseconds of the wall clock."""
+        """Time of the last continue, by slot and adapter, in nanoseconds of the wall clock."""
         self._rolling: dict[tuple[str, str, int], int] = {}
-        """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
-        epoch that the coordinator began with that carries it out.
+        """Models whose latest version has not reached all targets: the update, and the replaced sequence; with the
+        first epoch of the coordinator in charge.
         """
 
     def note(self, what: str) -> None:
-        """Add to the history."""
         if self._telling:
             self.history.append(f"{self._world.now:9.3f} {what}")
 
     def broken(self, invariant: str, what: str) -> None:
-        """A promise was broken."""
         if any(known.invariant == invariant for known in self.violations):
-            return  # one of a kind is enough to see
+            return  # one violation of a kind is enough
         violation = Violation(invariant, what)
         self.violations.append(violation)
         self.note(f"VIOLATED {violation}")
 
     def sequence(self, model: str) -> int:
-        """The version of a model that is published."""
+        """Return the published sequence of a model."""
         return self.latest[model].latest.sequence if model in self.latest else 0
 
-    # What becomes durable. I4: published sequences are monotone; epochs too. I8: an outcome stays what it is.
+    # Durable records. I4: published sequences are monotone; epochs too. I8: an outcome never changes.
 
     def journaled(self, change: Put | Delete) -> None:
-        """A record became durable."""
         if isinstance(change, Delete):
-            if change.kind == "update":  # a successor takes it off the record, and what it admitted runs out
+            if change.kind == "update":  # a successor deletes the record, and its admitted versions run out
                 self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
-            elif change.kind == "operation":  # forgotten, perhaps before its end could be recorded
+            elif change.kind == "operation":  # dropped, perhaps before its end could be recorded
                 self._outcomes.pop(change.key, None)
             elif change.kind == "slot":
                 self._retired.discard(change.key)
@@ -200,11 +195,11 @@ class Observer:
             self.epoch = epoch
             if self._reign[0] is not self._store.holder:
                 self._reign = self._store.holder, epoch
-                # What one before it admitted beside the latest version is served no longer than its leases.
+                # Versions that an earlier coordinator admitted beside the latest are served no longer than its leases.
                 self._world.timer.later(LEASE_S + 1.0, self._rolled, lambda entry: self._rolling[entry] < epoch)
 
     def _over(self, record: PauseRecord | None) -> None:
-        """The record of a pause has changed. One whose time is up has ended, perhaps where no stage is told."""
+        """End an expired pause when its record changes, perhaps without a command to any stage."""
         if record is None or not record.pause.HasField("until"):
             return
         if record.pause.until.ToNanoseconds() / 1e9 <= EPOCH_S + self._world.now:
@@ -212,14 +207,14 @@ class Observer:
             self._paused = {key: paused_by for key, paused_by in self._paused.items() if paused_by != by}
 
     def _ended(self, operation: Operation) -> None:
-        """No operation ends in a defect, and a target that is said to have done something has."""
+        """Check that no operation ends in a defect, and that targets reported as APPLIED have acted."""
         what = f"{operation.verb} {operation.operation_id}"
         self._pauses(operation)
         if operation.verb == "UnloadAdapter" and operation.state != OPERATION_STATE_RUNNING:
             models = {self._slots[target].model for target in operation.targets}
             if operation.state == OPERATION_STATE_OK:
                 self._unloaded(models)
-            else:  # what it promises then is what the leases do
+            else:  # its promise is then kept by the leases
                 self._world.timer.later(LEASE_S + 1.0, self._unloaded, models)
         for result in operation.stage_results:
             if result.error.reason == Reason.INTERNAL.name:
@@ -230,9 +225,9 @@ class Observer:
             self.broken("I0", f"{what} ended in a defect: {operation.error.message}")
 
     def _pauses(self, operation: Operation) -> None:
-        """Take in who has been paused by name, and who is to go on."""
+        """Record pauses by name and continues."""
         if operation.verb in _GO_ON and operation.state == OPERATION_STATE_RUNNING:
-            # A continue reaches the stages that are not there when they come back. An operation names no retired slots.
+            # A continue reaches absent stages at their return. An operation names no retired slots.
             absent = {each.slot for each in operation.excluded} | {
                 slot for slot in self._retired if operation.model in ("", self._slots[slot].model)
             }
@@ -253,7 +248,7 @@ class Observer:
         elif operation.verb == "PauseGeneration" and not operation.update_id:
             ended, adapter = operation.done_time.ToNanoseconds(), operation.adapter
             record = self._recorded.get(operation.operation_id)
-            # What a stage keeps paused of an adapter follows the record: it may be over before a drain is.
+            # The pause of an adapter at a stage follows the record: it may be over before a drain is.
             results = operation.stage_results if record is not None or not adapter else ()
             for result in results:
                 if result.outcome == OUTCOME_APPLIED and ended > self._continued.get((result.slot, adapter), 0):
@@ -263,11 +258,11 @@ class Observer:
                 self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going))
 
     def _going_on(self, adapter: str) -> list[set[str]]:
-        """Slots that were continued since, of each pause of the fleet of this scope."""
+        """Return the slots continued since, for each pause of the fleet of this scope."""
         return [going for record, going in self._pauses_of_the_fleet.values() if record.pause.adapter == adapter]
 
     def generates(self, slot: str, model: str, incarnation: int, adapter: str = "") -> None:
-        """A stage generates, or would: I11, nobody has paused it by name, or the adapter that it does so with."""
+        """Check I11: a generating stage, and its adapter, are not paused by name."""
         what = f"{slot} generates with adapter {adapter!r}" if adapter else f"{slot} generates"
         for scope in {"", adapter}:
             by = self._paused.get((slot, incarnation, scope))
@@ -283,15 +278,14 @@ class Observer:
                 self.broken("I11", f"{what}, and pause {key} of its model is in force")
 
     def _unloaded(self, models: set[str]) -> None:
-        """Nobody serves any more what these models have no more."""
+        """End the service of unloaded adapters of these models."""
         self._unloading = {key: version for key, version in self._unloading.items() if key[0] not in models}
 
     def unended(self) -> list[str]:
-        """Operations that are running, as far as is on record."""
+        """Return the operations that are running on record."""
         return [key for key, state in self._outcomes.items() if state == OPERATION_STATE_RUNNING]
 
     def _rolled(self, done: Callable[[tuple[str, str, int]], bool]) -> None:
-        """Updates roll no more."""
         for entry in [entry for entry in self._rolling if done(entry)]:
             del self._rolling[entry]
 
@@ -312,22 +306,22 @@ class Observer:
         if record.checkpoint:
             self.published.setdefault((record.name, record.latest.sequence), self._disks[record.checkpoint])
 
-    # I1: nothing is served but what is published.
+    # I1: only published weights are served.
 
     def _servable(self, model: str) -> list[int]:
-        """Sequences that may be served now: the latest, and the one before it while an update rolls."""
+        """Return servable sequences: the latest, and the previous sequence while an update rolls."""
         return sorted({self.sequence(model), *(entry[2] for entry in self._rolling if entry[0] == model)})
 
     def made(
         self, part: GenerateResponse, adapter: str, held: Sequence[Holding], released: frozenset[int], *, stale: bool
     ) -> None:
-        """An engine made a token from what its ranks held; ``stale``: and from KV entries of other weights."""
+        """Record a token and its ranks' contents; ``stale``: also from KV entries of different weights."""
         adapters = [rank.adapters.get(adapter, (None, {}))[1] for rank in held] if adapter else []
         weights = [dict(rank.weights) for rank in held]
         self._made[part.rid, part.samples[0].output_ids[0]] = _Made(weights, released, adapter, adapters, stale)
 
     def served(self, name: str, model: str, part: GenerateResponse) -> None:
-        """A token left a stage."""
+        """Check a token that left a stage."""
         if not part.samples[0].output_ids:
             return
         self.tokens += 1
@@ -349,21 +343,23 @@ class Observer:
             )
 
     def goes_on(self, model: str) -> None:
-        """Somebody else lets generation go on, which ends an update that may be partial with what has come so far: the
-        first stage that serves the version says what all must hold.
+        """End an update that may be partial with its present content, because another caller continues generation.
+
+        The first stage that serves the version defines the content for all.
         """
         if model in self.may_end_early:
             self.published.pop((model, self.may_end_early.pop(model)), None)
 
     def right(self, name: str, model: str, sequence: int, held: Sequence[Tensors], doing: str) -> None:
-        """What is, or could be, generated with is a version that may be served, on every rank."""
+        """Check that every rank has a servable version."""
         servable = self._servable(model)
         if sequence not in servable:
             self.broken("I1", f"{name} {doing} version {sequence} while {servable} may be served")
             return
         published = self.published.get((model, sequence))
         if published is None and held and self.nameless.intersection(held[0].values()):
-            # Nobody was told its sequence when it began: whoever serves it first says what all must hold.
+            # The sequence was unknown at the begin: the first stage that serves the version defines the content for
+            # all.
             published = self.published[model, sequence] = dict(held[0])
         for rank, weights in enumerate(held):
             if weights != published:
@@ -374,12 +370,12 @@ class Observer:
     # I2: at most once.
 
     def decodes(self, slot: str, rank: int, version: WeightVersion, *, stale: bool) -> None:
-        """A rank has committed a version, and its decode steps compute with it or with earlier weights."""
+        """Record whether a rank's decode steps use a committed version or earlier weights."""
         key = (slot, rank, version.sequence)
         (self._stale_decodes.add if stale else self._stale_decodes.discard)(key)
 
     def applied(self, node: Node, rank: int, verb: str, command_id: str) -> None:
-        """A rank carried a command out."""
+        """Check that a rank carries a command out only once."""
         key = (node.name, rank, command_id)
         if key in self._applied:
             self.broken("I2", f"{verb} {command_id} was carried out twice at {node.name}")
@@ -390,7 +386,7 @@ class Observer:
     # I3: OK implies that every rank of every target acknowledged.
 
     def answered(self, operation: Operation) -> None:
-        """A client got an operation's outcome."""
+        """Check an operation's outcome at a client."""
         for answer in operation.stage_results:
             if answer.outcome != OUTCOME_APPLIED or not answer.verification.decode:
                 continue
@@ -417,9 +413,7 @@ class Observer:
                     self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, rank {rank} of {slot} is not")
 
     def _carried_out(self, operation: Operation, result: StageResult) -> bool:
-        """Whether the ranks of a target did what they are said to have done: the step of a verb, or the commit of an
-        update.
-        """
+        """Return True if the ranks of a target acted as reported: the step of a verb, or the commit of an update."""
         update = operation.verb in WEIGHT_UPDATES
         if not update and operation.verb not in _STEPS:
             return True
@@ -427,7 +421,7 @@ class Observer:
             return True
         said = {rank.coordinates.rank for rank in result.rank_results if rank.outcome == OUTCOME_APPLIED}
         if self._slots[result.slot].speaker:
-            said &= {0}  # which speaks for the others
+            said &= {0}  # the process that answers for all ranks
         steps = self._acknowledged.get((operation.operation_id, result.slot), {})
         counted = [did for step, did in steps.items() if not update or step.endswith("CommitUpdate")]
         return not said or any(did >= said for did in counted)
@@ -435,7 +429,7 @@ class Observer:
     # I2: a repeat changes nothing.
 
     def repeated(self, first: Operation, second: Operation, *, same: bool) -> None:
-        """A request was made again under its id, as it was or (not ``same``) with another body, and was answered."""
+        """Check the answer to a repeated request; ``same`` False: with a different body."""
         what = f"{first.verb} {first.operation_id}"
         if not same:
             self.broken("I2", f"{what} was answered although its body was another")
@@ -444,19 +438,19 @@ class Observer:
         elif second.state not in (first.state, OPERATION_STATE_UNKNOWN):
             self.broken("I2", f"{what} was {first.state} and then {second.state}")
 
-    # I5: a trainer that is over updates nothing.
+    # I5: a fenced trainer updates nothing.
 
     def began(self, model: str, incarnation: int) -> None:
-        """A trainer's update was accepted."""
+        """Check an accepted begin of a trainer."""
         newest = self._incarnations.get(model, 0)
         if incarnation < newest:
             self.broken("I5", f"trainer {incarnation} updates {model} after {newest} has")
         self._incarnations[model] = max(newest, incarnation)
 
-    # I10: nobody says something again and again.
+    # I10: no stage repeats its report endlessly.
 
     def reported(self, name: str, reports: int) -> None:
-        """A stage has reported so often until now; told once a second."""
+        """Check the number of a stage's reports; called once a second."""
         latest = reports - self._reports.get(name, 0)
         self._reports[name] = reports
         if latest > MOST_REPORTS:
@@ -465,6 +459,6 @@ class Observer:
     # I6: every call ends in time.
 
     def took(self, what: str, seconds: float, limit: float) -> None:
-        """A call ended after so long."""
+        """Check the duration of a call."""
         if seconds > limit:
             self.broken("I6", f"{what} took {seconds:.2f} s of {limit:.2f} s")

@@ -1,4 +1,4 @@
-"""One seed from its beginning to what came of it, in this process or in a worker."""
+"""A seed from its start to its result, in this process or in a worker process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _off: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a seed.
+    """The result of a seed.
 
     Attributes:
-        violations: promises that were broken, "I1: what happened".
-        steps: keys of what was asked and of the faults; any of them can be left out of another run.
-        history: what happened, if it was to be told.
+        violations: broken promises, "I1: what happened".
+        steps: keys of requests and faults; each can be omitted in a further run.
+        history: lines of events, if requested.
     """
 
     seed: int
@@ -33,7 +33,7 @@ class Result:
 
 
 class _History(logging.Handler):
-    """What the state machines log goes into the history of the seed."""
+    """Adds the log of the state machines to the history of the seed."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _History(logging.Handler):
         self._told: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a line, the first time that it is said."""
+        """Add a line at its first occurrence."""
         line = f"    {record.name.removeprefix('rlctl.')}: {record.getMessage()}"
         if line not in self._told:
             self._told.add(line)
@@ -51,9 +51,9 @@ class _History(logging.Handler):
 def run(
     seed: int, off: frozenset[str] = frozenset(), *, dropped: frozenset[str] = frozenset(), telling: bool = False
 ) -> Result:
-    """Run a seed. A seed without a history is run several times faster, and is the same in all other respects."""
-    # What a seed leaves behind is in cycles. It is all in the youngest generation, where it is collected at the least
-    # cost, if nothing has been collected before the seed is over.
+    """Run a seed. A seed without a history runs several times faster, with the same course."""
+    # A seed leaves cycles behind, all in the youngest generation. Their collection there is cheapest if no collection
+    # runs before the end of the seed.
     gc.disable()
     try:
         return _run(seed, off, dropped, telling=telling)
@@ -73,7 +73,7 @@ def _run(seed: int, off: frozenset[str], dropped: frozenset[str], *, telling: bo
         with without(off):
             Seed(simulation).run()
     finally:
-        log.setLevel(level)  # the loggers below it keep what they may log in a cache
+        log.setLevel(level)  # loggers below cache their level
         log.propagate, log.handlers = before
     return Result(
         seed, simulation.counts, [str(broken) for broken in observer.violations], simulation.steps, observer.history
@@ -81,12 +81,12 @@ def _run(seed: int, off: frozenset[str], dropped: frozenset[str], *, telling: bo
 
 
 def start_worker(off: frozenset[str]) -> None:
-    """Remember which safeguards are off in this worker process."""
+    """Record the switched-off safeguards in this worker process."""
     global _off
     _off = off
     sys.unraisablehook = lambda _: None
 
 
 def run_in_worker(seed: int) -> Result:
-    """Run a seed with what :func:`start_worker` was given."""
+    """Run a seed with the safeguards of :func:`start_worker`."""
     return run(seed, _off)

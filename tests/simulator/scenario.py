@@ -1,4 +1,4 @@
-"""One seed: a fleet of processes, what is asked of it, what befalls it, and what must be true in the end."""
+"""A seed: a fleet of processes, requests, faults, and the final checks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.simulator.ports.virtual_time import Node
 from tests.simulator.processes.fleet import Fleet
 
 SETTLE_S = 400.0
-"""Time for the fleet to recover once the faults have stopped: longer than a heal may take."""
+"""Time for the fleet to recover after the faults: longer than a heal may take."""
 
 LOOK_S = 1.0
 
 NAMELESS_EVERY, NAMELESS_AT = 7, 3
-"""Which seeds have trainers that name no update: what those leave behind keeps the others from most of theirs."""
+"""Seeds with implicit trainers: the remains of their updates keep other trainers from most updates."""
 
 
 MANY_EVERY, MANY_AT = 7, 5
-"""Which seeds have clients that send many requests over one stream, and an operator who decides what is healed."""
+"""Seeds with clients that send many requests over one stream, and an operator who decides on heals."""
 
 
 class Seed:
-    """The course of one seed."""
+    """The course of a seed."""
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
@@ -50,7 +50,6 @@ class Seed:
         self._faults.wrote(change)
 
     def run(self) -> None:
-        """All of it."""
         sim, world, fleet = self._sim, self._world, self._fleet
         chance = world.chance("fleet")
         for model in ("actor", "critic")[: chance.randint(1, 2)]:
@@ -90,7 +89,7 @@ class Seed:
         return found is not None and not found.not_routable()
 
     def _ask(self) -> None:
-        """Plan what is asked of the fleet, and by whom."""
+        """Plan the requests to the fleet, and their callers."""
         world, fleet = self._world, self._fleet
         chance = world.chance("asked")
         for model in fleet.models:

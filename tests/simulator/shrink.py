@@ -1,4 +1,4 @@
-"""What of a failing seed is needed for its failure: the rest is left out, as much of it as goes."""
+"""Shrinking of a failing seed to the steps that its failure needs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from tests.simulator.runner import Result, run
 
 
 def shrink(failed: Result, off: frozenset[str], trials: int) -> frozenset[str]:
-    """Keys of steps that can be left out, so that the seed still breaks the promise that it broke first.
+    """Return keys of steps that can be omitted without changing the first broken promise.
 
-    Halves, then ever smaller parts of what is left are tried, ``trials`` runs at most (delta debugging: A. Zeller,
-    R. Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002, without its complements).
+    Tries halves, then ever smaller parts of the remaining steps, in at most ``trials`` runs (delta debugging: A.
+    Zeller, R. Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002, without its complements).
     """
     invariant = failed.violations[0].partition(":")[0]
     dropped: frozenset[str] = frozenset()
@@ -26,7 +26,7 @@ def shrink(failed: Result, off: frozenset[str], trials: int) -> frozenset[str]:
             if any(violation.startswith(invariant + ":") for violation in again.violations):
                 dropped |= frozenset(part)
                 smaller = True
-        # A trainer that fails earlier asks for other things.
+        # A trainer that fails earlier makes different requests.
         kept = [step for step in dict.fromkeys(kept) if step not in dropped]
         if size == 1 and not smaller:
             break

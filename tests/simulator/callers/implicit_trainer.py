@@ -1,4 +1,4 @@
-"""A trainer that knows engines and neither updates nor their names, as those that speak to SGLang do."""
+"""A trainer that calls engines without naming updates, like SGLang's clients."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CALL_S = 15.0
 
 
 class Nameless(Caller):
-    """Pauses, writes, one call for every engine, and goes on; or is gone half-way."""
+    """Pauses, writes with one call for every engine, and continues; or stops half-way."""
 
     def __init__(self, fleet: Fleet, node: Node) -> None:
         super().__init__(fleet, node)
         self._busy = asyncio.Lock()
 
     async def act(self, chance: random.Random) -> None:
-        """One thing after the other: two such trainers cannot be told apart from one of several sources."""
+        """Do one work at a time: two such trainers look like one trainer with several sources."""
         works: tuple[Callable[[random.Random], Coroutine[None, None, None]], ...] = (
             *(self._update,) * 6,
             self._from_disk,
@@ -41,7 +41,7 @@ class Nameless(Caller):
             await chance.choice(works)(chance)
 
     async def _update(self, chance: random.Random) -> None:
-        """One update, whatever comes of it."""
+        """Run an update, with any outcome."""
         model = chance.choice(sorted(self.fleet.models))
         tag = self._tag(model)
         paused = chance.random() < 0.8
@@ -64,7 +64,8 @@ class Nameless(Caller):
             self.sim.observer.may_end_early.pop(model, None)
             end = chance.random()
             if partial and end < 0.9:
-                # What was not written is the base version's: the first stage that serves it says what all must hold.
+                # The tensors that were not written are the base version's: the first stage that serves the version
+                # defines the content for all.
                 self.sim.observer.published.pop((model, sequence), None)
                 commit = update_pb2.CommitWeightUpdateRequest(header=self._at(model, chance), partial=True)
                 await self.call("CommitWeightUpdate", commit, 60.0)
@@ -80,7 +81,7 @@ class Nameless(Caller):
     async def _begin(
         self, begin: update_pb2.BeginWeightUpdateRequest, tag: str, chance: random.Random
     ) -> tuple[int, dict[str, int]]:
-        """Open an update, once or by way of several engines; its sequence, and the ranks of its targets."""
+        """Open an update, once or through several engines; return its sequence, and the ranks of its targets."""
         plan = None
         for _ in range(chance.choice((1, 1, 2))):
             begin.header.CopyFrom(self._at(begin.model, chance))
@@ -99,7 +100,7 @@ class Nameless(Caller):
             await writing.over_group()
 
     async def _from_disk(self, chance: random.Random) -> None:
-        """Tell every engine to read a checkpoint."""
+        """Let every engine read a checkpoint."""
         model = chance.choice(sorted(self.fleet.models))
         tag = self._tag(model)
         self.sim.disks[tag] = contents(tag)
@@ -110,7 +111,7 @@ class Nameless(Caller):
         await self._everywhere(model, read)
 
     async def _adapter(self, chance: random.Random) -> None:
-        """Tell every engine to load an adapter; later, perhaps, to forget it."""
+        """Let every engine load an adapter; later, perhaps, unload the adapter."""
         model, name = chance.choice(sorted(self.fleet.models)), chance.choice(("math", "code"))
         tag = self._tag(model)
         self.sim.disks[tag] = self.sim.observer.adapters[model, name, tag] = contents(tag, ADAPTER_NAMES)
@@ -135,14 +136,14 @@ class Nameless(Caller):
         return f"{model}-nameless-{self.sim.world.new_id()[-6:]}"
 
     def _at(self, model: str, chance: random.Random) -> RequestHeader:
-        """A header that names the model, or one of its engines."""
+        """Return a header with the model, or with one of its engines."""
         if chance.random() < 0.5:
             return _of(model)
         return RequestHeader(for_slot=chance.choice(self.fleet.models[model]))
 
 
 class _Writing:
-    """What is sent in one update, and how."""
+    """The tensors of an update, and the way of sending."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class _Writing:
         chance: random.Random,
         parts: random.Random | None = None,
     ) -> None:
-        """``parts``: only some tensors are written, and it draws which."""
+        """``parts``: only some tensors are written, drawn from ``parts``."""
         self._trainer = trainer
         self._sim = trainer.sim
         self._tag = tag
@@ -161,7 +162,7 @@ class _Writing:
         self.order = chance.sample(sorted(ranks), len(ranks))
         self._tensors = contents(tag)
         if chance.random() < 0.1:
-            del self._tensors[chance.choice(NAMES)]  # something forgets a part
+            del self._tensors[chance.choice(NAMES)]  # a tensor is omitted by mistake
         elif parts is not None:
             kept = parts.sample(NAMES, parts.randint(1, len(NAMES)))
             self._tensors = {name: content for name, content in self._tensors.items() if name in kept}
@@ -172,7 +173,7 @@ class _Writing:
         self._together = chance.random() < 0.7
 
     async def over_group(self) -> None:
-        """Form a group and send over it, tensor by tensor or in one request."""
+        """Form a group and send over the group, tensor by tensor or in one request."""
         world_size = 1 + sum(self._ranks.values())
         fabric, node = self._sim.fabric, self._trainer.node
         mistaken = self.chance.choice(self.order) if self.chance.random() < 0.1 else ""
@@ -205,7 +206,7 @@ class _Writing:
             await self._sim.fabric.send(self._trainer.node, self._tag, {name: content}, CALL_S)
 
     async def out_of_memory(self) -> None:
-        """Announce what lies in a segment, tensor by tensor or in one request."""
+        """Announce the content of a segment, tensor by tensor or in one request."""
         for part in self._parts():
             segment = self._sim.memory.write(self._trainer.node, self._tag, part, CALL_S)
             await self._written(
@@ -222,7 +223,7 @@ class _Writing:
     async def _written(
         self, take: verbs_pb2.UpdateWeightsFromDistributedRequest | verbs_pb2.UpdateWeightsFromTensorRequest
     ) -> None:
-        """Tell every engine of a write, all at once or one after the other."""
+        """Send a write to every engine, at once or in turn."""
         owns = [type(take).FromString(take.SerializeToString()) for _ in self.order]
         for own, slot in zip(owns, self.order, strict=True):
             own.header.CopyFrom(_through(slot))
@@ -234,7 +235,7 @@ class _Writing:
 
 
 def _through(slot: str) -> RequestHeader:
-    """Of a call to one engine, which is one of several for all."""
+    """Return the header of a call to one engine that belongs to a call to all."""
     return RequestHeader(for_slot=slot, unkeyed=True)
 
 

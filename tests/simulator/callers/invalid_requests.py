@@ -1,4 +1,4 @@
-"""A caller who asks for what cannot be, and for what is not meant for it: refused with a reason, whenever it comes."""
+"""A caller of invalid and unauthorised requests: refused with a reason at any time."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from tests.simulator.processes.stage import StageHost
 
 CALL_S = 20.0
 NOBODYS = 10**6
-"""An incarnation that nothing has: a stage says of itself what its commander says."""
+"""An unused incarnation: a stage reports the incarnation that its commander states."""
 
 
 class Curious(Caller):
-    """Each of these at a time that is drawn."""
+    """Sends such requests at drawn times."""
 
     def __init__(self, fleet: Fleet, node: Node) -> None:
         super().__init__(fleet, node)
         self._reserved: dict[str, str] = {}
-        """What its own keys stood for when they came first."""
+        """Request ids of this caller's keys, at the first use of each key."""
 
     async def act(self, chance: random.Random) -> None:
-        """One of them, several times."""
+        """Do one of the works, several times."""
         works: tuple[Callable[[random.Random], Any], ...] = (
             self._ask_wrongly,
             self._ask_wrongly,
@@ -78,13 +78,13 @@ class Curious(Caller):
         return chance.choice(sorted(self.fleet.stages))
 
     async def _refused(self, method: str, request: Message) -> None:
-        """It must be."""
+        """Report a violation unless the request is refused."""
         with contextlib.suppress(RlctlError):
             answer = await self.sim.network.call(self.node, COORDINATOR, method, request, CALL_S)
             if getattr(answer, "state", OPERATION_STATE_OK) == OPERATION_STATE_OK:
                 self.sim.observer.broken("I5", f"{method} was not refused: {request}")
 
-    # Requests that cannot be.
+    # Invalid requests.
 
     async def _ask_wrongly(self, chance: random.Random) -> None:
         model = self._model(chance)
@@ -165,7 +165,7 @@ class Curious(Caller):
             wrong.append(("Verb", v.UpdateWeightsFromDiskRequest(model_path="x")))
         return wrong
 
-    # Questions, which change nothing.
+    # Requests that change nothing.
 
     async def _ask_whether(self, chance: random.Random) -> None:
         header = RequestHeader(validate_only=True, target=Target(model=self._model(chance)))
@@ -190,7 +190,7 @@ class Curious(Caller):
             await self.call("ListOperations", following, CALL_S)
 
     async def _follow(self, chance: random.Random) -> None:
-        """A router's list of stages: it says what it has taken in, or is late with it."""
+        """Follow the fleet like a router's list of stages: confirm changes, or confirm late."""
         model = chance.choice(("", self._model(chance)))
         request = rpc.WatchFleetRequest(model=model, watch_id=f"router {model}")
         watching = asyncio.ensure_future(self.sim.network.call(self.node, COORDINATOR, "WatchFleet", request, CALL_S))
@@ -199,7 +199,7 @@ class Curious(Caller):
                 await asyncio.sleep(chance.uniform(0.1, 1.2))
                 shown = await self.call("GetFleet", rpc.GetFleetRequest(model=model), CALL_S)
                 confirm = rpc.ConfirmFleetRequest(watch_id=request.watch_id, revision=shown.revision)
-                with contextlib.suppress(RlctlError):  # it may not have been told of that yet
+                with contextlib.suppress(RlctlError):  # the revision may not have been sent yet
                     await self.sim.network.call(self.node, COORDINATOR, "ConfirmFleet", confirm, CALL_S)
         finally:
             await asyncio.gather(watching, return_exceptions=True)
@@ -213,7 +213,7 @@ class Curious(Caller):
         await self._reserve(chance)
 
     async def _reserve(self, chance: random.Random) -> None:
-        """A key stands for what it stood for, whoever the coordinator is by now; under another body it is refused."""
+        """Check a key: it keeps its request id under every coordinator, and is refused with a different body."""
         key = f"key-{chance.randint(1, 3)}"
         request = rpc.ReserveRequestIdRequest(key=key, body_sha256=bytes(32))
         answer = await self.call("ReserveRequestId", request, CALL_S)
@@ -221,17 +221,17 @@ class Curious(Caller):
             self.sim.observer.broken("I2", f"{key} stands for {answer.request_id}, not for {first} any more")
         await self._refused("ReserveRequestId", rpc.ReserveRequestIdRequest(key=key, body_sha256=b"x" * 32))
 
-    # What belongs to somebody else.
+    # Requests against foreign updates and stages.
 
     async def _override(self, chance: random.Random) -> None:
-        """The open update of a trainer: wrong tokens are refused, an operator may abort it."""
+        """Interfere with a trainer's open update: wrong tokens are refused, an operator may abort the update."""
         model = self._model(chance)
         shown = await self.call("GetFleet", rpc.GetFleetRequest(model=model), CALL_S)
         update_id = shown.models[0].update_id
         if not update_id:
             return
         foreign = u.CommitWeightUpdateRequest(update_id=update_id, fencing_token=FOREIGN_TOKEN)
-        with contextlib.suppress(RlctlError):  # whether it should have been refused depends on when it comes
+        with contextlib.suppress(RlctlError):  # whether a refusal is due depends on the time
             await self.sim.network.call(self.node, COORDINATOR, "CommitWeightUpdate", foreign, CALL_S)
         await self._refused("RenewLease", u.RenewLeaseRequest(update_id=update_id, fencing_token=FOREIGN_TOKEN))
         await self._refused("JoinWeightUpdate", u.JoinWeightUpdateRequest(update_id=update_id, source=99))
@@ -256,7 +256,7 @@ class Curious(Caller):
             await self.call("AbortWeightUpdate", u.AbortWeightUpdateRequest(update_id=update_id), 60.0)
 
     def _absent(self, model: str) -> str:
-        """A slot of a model whose stage does not run, if there is one."""
+        """Return a slot of the model without a running stage, or "nobody"."""
         slots = self.fleet.models[model]
         return next((slot for slot in slots if not self.fleet.stages[slot].alive), "nobody")
 
@@ -266,14 +266,14 @@ class Curious(Caller):
         return ended[0] if ended else "none"
 
     async def _adopt(self, chance: random.Random) -> None:
-        """The coordinator takes charge of a stage that it is told of, which it knows already."""
+        """Let the coordinator adopt a stage that it knows already."""
         stage = self.fleet.stages[self._slot(chance)].stage
         if stage is not None and chance.random() < 0.3:
             request = rpc.RegisterStageRequest(registration=StageRegistration(address=stage.registration.address))
             await self.sim.network.call(self.node, COORDINATOR, "Adopt", request, CALL_S)
 
     async def _impersonate(self, chance: random.Random) -> None:
-        """Somebody says that it fills a slot now. Where the one that does is not linked, it may be so."""
+        """Register a second process for a slot. Allowed if the present process has no link."""
         stage = self.fleet.stages[self._slot(chance)].stage
         if stage is not None:
             request = rpc.RegisterStageRequest(registration=stage.registration)
@@ -281,7 +281,7 @@ class Curious(Caller):
             await self.sim.network.call(self.node, COORDINATOR, "RegisterStage", request, CALL_S)
 
     async def _intrude(self, chance: random.Random) -> None:
-        """Somebody who is not the coordinator commands a stage, or a follower rank."""
+        """Command a stage or a follower rank without being its coordinator."""
         host = self.fleet.stages[self._slot(chance)]
         rank = chance.randrange(len(host.nodes))
         commander = Commander(await self.sim.network.dialer(self.node).dial(host.address(rank)), SimClock(self.node))
@@ -304,7 +304,7 @@ class Curious(Caller):
             except RlctlError:
                 pass
             else:
-                return  # it came first, and is the commander until another one comes
+                return  # it came first, and is the commander until the next attach
             if rank:
                 await self._single(host, rank)
             for request in (
@@ -318,7 +318,7 @@ class Curious(Caller):
             await asyncio.gather(receiving, return_exceptions=True)
 
     async def _single(self, host: StageHost, rank: int) -> None:
-        """A unary call to a follower: it changes nothing without the others."""
+        """Make a unary call to a follower: a single rank changes nothing."""
         body = Packed()
         body.Pack(v.PauseGenerationRequest())
         executor = host.executors.get(rank)
@@ -341,7 +341,7 @@ class Curious(Caller):
     # The rollout port.
 
     async def _use_rollouts(self, chance: random.Random) -> None:
-        """Whole answers, aborts, and requests that cannot be."""
+        """Send whole requests, aborts and invalid requests."""
         host = self.fleet.stages[self._slot(chance)]
         whole = GenerateRequest(rid=self.sim.world.new_id())
         whole.sampling_params.max_new_tokens = chance.randint(1, 20)

@@ -1,4 +1,4 @@
-"""What uses the fleet beside trainers: an operator with the bare verbs, and clients that generate."""
+"""Users of the fleet beside trainers: an operator with the bare verbs, and clients that generate."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ from tests.simulator.processes.fleet import Fleet
 from tests.simulator.processes.stage import StageHost
 
 GRACE_S = 2.0
-"""By how much a call may outlast its time before that counts as a broken promise."""
+"""Time by which a call may exceed its timeout before the excess counts as a violation."""
 
 RETRIES = 3
 
 ADAPTERS = ("math", "code")
-"""Names of the adapters of every model."""
+"""Names of every model's adapters."""
 
 MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN)
 
 MOSTLY_ABLE = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN, *MODES)
-"""Modes of pauses of an adapter: some engines have the first two only."""
+"""Modes of pauses of an adapter: some engines have only the first two."""
 
 GOES_ON_S = 30.0
-"""How long a stage that takes requests may take for the first token of one: in a drain the others come first."""
+"""Longest wait for the first token at an admitting stage: in a drain, earlier requests end first."""
 
 LOST = (Reason.LINK_LOST, Reason.UNREACHABLE, Reason.DEADLINE_EXCEEDED)
-"""Failures after which nobody knows what happened."""
+"""Failures with an unknown outcome."""
 
 
 class Caller:
-    """Calls of a process to the coordinator, repeated under one request_id when the answer is lost."""
+    """A process's calls to the coordinator, repeated under one request_id after a lost answer."""
 
     def __init__(self, fleet: Fleet, node: Node) -> None:
         self.fleet = fleet
@@ -73,7 +73,7 @@ class Caller:
         self.random = node.random
 
     async def call(self, method: str, request: Message, timeout_s: float) -> Any:
-        """One logical call. Raises what the last try raised."""
+        """Make a logical call. Raises the error of the last try."""
         header = getattr(request, "header", None)
         if header is not None and not header.request_id and method != "RenewLease":
             header.request_id = self.sim.world.new_id()
@@ -94,14 +94,14 @@ class Caller:
         raise AssertionError("not reached")
 
     async def verb(self, request: Message, timeout_s: float) -> Operation:
-        """One of the table's verbs."""
+        """Call a verb of the table."""
         request.header.timeout.CopyFrom(duration(timeout_s))  # type: ignore[attr-defined]
         answer: Operation = await self.call("Verb", request, timeout_s + 1.0)
         return answer
 
 
 class Operator(Caller):
-    """Uses the bare verbs. What it does at a time is drawn from ``chance``."""
+    """Uses the bare verbs. ``chance`` decides each action."""
 
     def __init__(self, fleet: Fleet, node: Node) -> None:
         super().__init__(fleet, node)
@@ -115,11 +115,9 @@ class Operator(Caller):
         return RequestHeader(target=target)
 
     async def act(self, chance: random.Random) -> None:
-        """One thing that an operator might do."""
         await self.do(self._verb(chance), chance)
 
     def _verb(self, chance: random.Random) -> Message:
-        """One of them, drawn."""
         header = self._anywhere(chance)
         tags = chance.choice(([], [MEMORY_TAG_KV_CACHE], [MEMORY_TAG_WEIGHTS]))
         choices: list[Message] = [
@@ -138,7 +136,7 @@ class Operator(Caller):
         return chance.choice(choices)
 
     def _check(self, header: RequestHeader) -> verbs_pb2.CheckWeightsRequest:
-        """A checksum, by one of the functions."""
+        """Return a checksum request, by a drawn digest function."""
         chance = self.sim.world.chance(f"check of {self.sim.world.now}")
         functions = (verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED, verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED)
         key = chance.randbytes(16) if chance.random() < 0.2 else b""
@@ -146,7 +144,7 @@ class Operator(Caller):
         return verbs_pb2.CheckWeightsRequest(header=header, digest=function, digest_key=key)
 
     async def do(self, request: Message, chance: random.Random, timeout_s: float = 15.0) -> None:
-        """Let a verb be carried out, whatever comes of it; and, sometimes, ask for it again."""
+        """Call a verb, with any outcome; sometimes repeat the call."""
         name = type(request).__name__.removesuffix("Request")
         self.sim.observer.note(f"operator: {name} {request.header.target.slots}")  # type: ignore[attr-defined]
         if isinstance(request, verbs_pb2.ContinueGenerationRequest | verbs_pb2.ResumeMemoryRequest):
@@ -158,8 +156,9 @@ class Operator(Caller):
                 await self._again(request, operation, chance)
 
     async def _again(self, request: Message, first: Operation, chance: random.Random) -> None:
-        """A caller that did not believe its ears gets the same answer; one that changed its mind is refused. A read is
-        not on record: it is answered anew, and its ranks do nothing twice.
+        """Repeat a call. The same body gets the same answer; a different body is refused.
+
+        A read is not on record: it is answered anew, and its ranks do nothing twice.
         """
         await asyncio.sleep(chance.uniform(0, 10))
         recorded = of_request(request).mutates(request)
@@ -175,7 +174,7 @@ class Operator(Caller):
                 self.sim.observer.repeated(first, second, same=not other)
 
     async def hurry(self, chance: random.Random) -> None:
-        """Gives verbs little time, asks for the next one meanwhile, leaves before it is answered, and asks again."""
+        """Call verbs with short timeouts, call the next verb meanwhile, disconnect before the answer, and repeat."""
         slot = chance.choice(sorted(self.fleet.stages))
         if chance.random() < 0.6 and not self.sim.settling:
             self.fleet.stages[slot].answer_slowly(chance)
@@ -195,7 +194,7 @@ class Operator(Caller):
             await given_up
 
     async def nap(self, chance: random.Random) -> None:
-        """Put a model to sleep, and wake it up."""
+        """Put a model to sleep, and wake the model up."""
         header = RequestHeader(target=Target(model=chance.choice(sorted(self.fleet.models))))
         tags = chance.choice(([MEMORY_TAG_KV_CACHE], [MEMORY_TAG_KV_CACHE], []))
         for request in (
@@ -212,7 +211,7 @@ class Operator(Caller):
                 await self.do(request, chance)
 
     async def from_disk(self, chance: random.Random) -> None:
-        """An update by checkpoint."""
+        """Update a model from a checkpoint."""
         self._loaded += 1
         model = chance.choice(sorted(self.fleet.models))
         tag = f"{model}-disk-{self._loaded}"
@@ -229,7 +228,7 @@ class Operator(Caller):
         await self.do(request, chance, 40.0)
 
     async def load_adapter(self, chance: random.Random) -> None:
-        """An adapter by file."""
+        """Load an adapter from a file."""
         await self._load(chance.choice(sorted(self.fleet.models)), chance.choice(ADAPTERS), chance)
 
     async def _load(self, model: str, name: str, chance: random.Random) -> None:
@@ -246,7 +245,6 @@ class Operator(Caller):
         await self.do(request, chance, 20.0)
 
     async def unload_adapter(self, chance: random.Random) -> None:
-        """Forget an adapter."""
         target = Target(model=chance.choice(sorted(self.fleet.models)))
         name = chance.choice(ADAPTERS)
         request = verbs_pb2.UnloadAdapterRequest(
@@ -255,7 +253,7 @@ class Operator(Caller):
         await self.do(request, chance)
 
     async def pause_adapter(self, chance: random.Random) -> None:
-        """Pause an adapter that is in use, see that everything else goes on, and mostly let it go on."""
+        """Pause an adapter in use, check that other requests go on, and mostly continue the adapter."""
         model, name = chance.choice(sorted(self.fleet.models)), chance.choice(ADAPTERS)
         await self._load(model, name, chance)
         client = Client(self.fleet)
@@ -286,7 +284,7 @@ class Operator(Caller):
                 await (self._load(model, name, chance) if request is None else self.do(request, chance))
 
     async def heal(self, chance: random.Random) -> None:
-        """Heal whatever needs it."""
+        """Heal all stages that need a heal."""
         del chance
         with contextlib.suppress(RlctlError):
             request = HealStageRequest()
@@ -294,7 +292,7 @@ class Operator(Caller):
             await self.call("HealStage", request, 60.0)
 
     async def rename(self, chance: random.Random) -> None:
-        """Call the version that is published by another name, as clients do that name it after their update."""
+        """Rename the published version, like clients that name a version after their update."""
         self._loaded += 1
         model = chance.choice(sorted(self.fleet.models))
         header = RequestHeader(target=Target(model=model))
@@ -311,13 +309,13 @@ class Operator(Caller):
             await asyncio.sleep(chance.uniform(0, 20))
 
     async def dismiss(self, chance: random.Random) -> None:
-        """Take a stage out of the fleet, which lives and comes back by itself."""
+        """Deregister a living stage; the stage registers again."""
         request = DeregisterStageRequest(slot=chance.choice(sorted(self.fleet.stages)), force=chance.random() < 0.5)
         with contextlib.suppress(RlctlError):
             await self.call("DeregisterStage", request, 10.0)
 
     async def heal_by_hand(self, chance: random.Random) -> None:
-        """Let a model's stages wait for a while until somebody asks for their heal."""
+        """Switch a model's heals to manual for a while."""
         model = chance.choice(sorted(self.fleet.models))
         with contextlib.suppress(RlctlError):
             await self.call("SetHealing", SetHealingRequest(model=model, by_hand=True), 10.0)
@@ -329,7 +327,7 @@ class Operator(Caller):
                 healing = True
 
     async def look(self, chance: random.Random) -> None:
-        """Read what there is, and cancel something that runs."""
+        """Read fleet and operations, and cancel a listed operation."""
         with contextlib.suppress(RlctlError):
             await self.call("GetFleet", GetFleetRequest(), 10.0)
             listed = await self.call("ListOperations", ListOperationsRequest(page_size=5), 10.0)
@@ -339,21 +337,21 @@ class Operator(Caller):
 
 
 class Client:
-    """Generates at one slot after the other."""
+    """Generates at the slots in turn."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.sim = fleet.sim
 
     async def generate(self, slot: str, chance: random.Random) -> None:
-        """One request, served where it is sent."""
+        """Send a request, served at its stage."""
         host = self._host(slot, chance)
         if host is None:
             return
         host.node.start(_read(host.generate(self._request(host, chance), 30.0)))
 
     async def generate_many(self, slot: str, chance: random.Random) -> None:
-        """Several requests over one stream, of which some are left early."""
+        """Send several requests over one stream, and leave some early."""
         host = self._host(slot, chance)
         if host is None:
             return
@@ -369,7 +367,7 @@ class Client:
         host.node.start(_read(host.generate_many(requests())))
 
     async def use(self, slot: str, adapter: str, chance: random.Random) -> None:
-        """A long request with an adapter or, with "", without one."""
+        """Send a long request with an adapter, or without an adapter ("")."""
         host = self._host(slot, chance)
         if host is not None:
             request = self._request(host, chance)
@@ -378,7 +376,7 @@ class Client:
             host.node.start(_read(host.generate(request, 30.0)))
 
     async def goes_on(self, slot: str, adapter: str, beside: str, chance: random.Random) -> None:
-        """I12: a stage that takes a request generates with it, whatever another adapter's pause does."""
+        """Check I12: a stage that takes a request generates tokens, independent of pauses of other adapters."""
         host = self._host(slot, chance)
         if host is None or not _takes(host, adapter):
             return
@@ -393,7 +391,7 @@ class Client:
         self.sim.observer.broken("I12", f"{host.name} takes requests with {adapter!r} and generates none, in {beside}")
 
     def _host(self, slot: str, chance: random.Random) -> StageHost | None:
-        """What is asked: of two processes with one slot, either."""
+        """Return the host of a slot: of two processes with one slot, either."""
         hosts = [host for host in self.fleet.filling(slot) if host.alive]
         return chance.choice(hosts) if len(hosts) > 1 else next(iter(hosts), None)
 
@@ -416,7 +414,7 @@ async def _read(parts: Any, tokens: list[int] | None = None) -> None:
 
 
 def _takes(host: StageHost, adapter: str) -> bool:
-    """Whether a stage would take a request now, and its processes run."""
+    """Return True if a stage would take a request now, and its processes run."""
     if host.stage is None or not all(node.alive and not node.stopped for node in host.nodes):
         return False
     try:

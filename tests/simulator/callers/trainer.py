@@ -1,4 +1,4 @@
-"""A trainer: one or more sources that update a model, in every way that there is."""
+"""A trainer: one or more sources that update a model, in every supported way."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Trainer(Caller):
         self.incarnation = incarnation
         self.boot_id = world.new_id()
         self.base = WeightVersion()
-        """What it published last."""
+        """The last version that this trainer published."""
 
     def _begin(self, tag: str, chance: random.Random) -> update_pb2.BeginWeightUpdateRequest:
-        """What is asked for, drawn."""
+        """Draw a begin request."""
         begin = update_pb2.BeginWeightUpdateRequest(
             model=self.model,
             version=tag,
@@ -107,11 +107,11 @@ class Trainer(Caller):
         return begin
 
     def _able(self) -> bool:
-        """Whether every stage of the model can compute a probe: an update with one is refused otherwise."""
+        """Return True if every stage of the model can compute a probe: otherwise an update with a probe is refused."""
         return all(self.sim.slots[slot].probes for slot in self.fleet.models[self.model])
 
     def _choose_way(self, begin: update_pb2.BeginWeightUpdateRequest) -> None:
-        """How tensors are to travel, and whether those are left out that have not changed."""
+        """Draw the path of the tensors, and whether unchanged tensors are omitted."""
         chance = self.sim.world.chance(f"way of {begin.version}")
         if chance.random() < 0.4:
             begin.path = chance.choice((update_pb2.DATA_PATH_UNSPECIFIED,) * 4 + (update_pb2.DATA_PATH_IPC,))
@@ -127,7 +127,7 @@ class Trainer(Caller):
             begin.options.digest = verbs_pb2.DIGEST_FUNCTION_KEYED
 
     async def update(self, tag: str, chance: random.Random) -> None:
-        """One update, from its beginning to its end or its failure."""
+        """Run an update, from its begin to its end or failure."""
         sim = self.sim
         begin = self._begin(tag, chance)
         limit = chance.uniform(10, 40)
@@ -147,7 +147,7 @@ class Trainer(Caller):
         if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
             sim.observer.digested.add(plan.update_id)
         in_batches = begin.rollout.max_unavailable and begin.apply != verbs_pb2.APPLY_MODE_STAGED
-        several = len(plan.targets) > 1 and not in_batches  # a batch may be of one stage
+        several = len(plan.targets) > 1 and not in_batches  # a batch may have a single stage
         if begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_REPLICA) and several:
             sim.observer.compared.add(plan.update_id)
         prompts = begin.options.probe.prompts
@@ -207,7 +207,7 @@ class Trainer(Caller):
             renewing.cancel()
 
     async def _load_first(self, begin: update_pb2.BeginWeightUpdateRequest, chance: random.Random) -> None:
-        """Load an adapter from disk, for the update to replace while it is in use."""
+        """Load an adapter from disk, so that the update replaces an adapter in use."""
         begin.options.pause = chance.choice((PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE))
         tag = f"{begin.version}-before"
         self.sim.disks[tag] = self.sim.observer.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
@@ -222,7 +222,7 @@ class Trainer(Caller):
             await self.verb(load, 15.0)
 
     async def _use(self, adapter: str, plan: update_pb2.BeginWeightUpdateResponse, chance: random.Random) -> None:
-        """Requests with an adapter, and others, run while it is replaced; some stages take long over the steps."""
+        """Run requests with an adapter, and without, during its replacement; slow some stages down."""
         client = Client(self.fleet)
         for target in plan.targets:
             for name in (adapter, ""):
@@ -239,7 +239,7 @@ class Trainer(Caller):
         deadline: float,
         chance: random.Random,
     ) -> update_pb2.BeginWeightUpdateResponse:
-        """Send, as often as was asked for; the plan of the attempt that went well."""
+        """Send, with retries as requested; return the plan of the successful attempt."""
         while True:
             try:
                 await Sending(self, plan, sent, begin.num_sources, deadline, chance).run()
@@ -260,7 +260,7 @@ class Trainer(Caller):
         tag: str,
         chance: random.Random,
     ) -> Tensors:
-        """What is sent; what the model is made of afterwards goes on record, for the observer."""
+        """Return the tensors to send, and record the resulting model for the observer."""
         sim = self.sim
         if begin.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
             sent = sim.observer.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
@@ -270,11 +270,11 @@ class Trainer(Caller):
             chosen = chance.sample(NAMES, chance.randint(1, len(NAMES) - 1))
             sent = {name: content for name, content in whole.items() if name in chosen}
             base = sim.observer.published.get((self.model, sim.observer.sequence(self.model)))
-            if base is None:  # of a trainer that names no update, and nobody has served it yet
+            if base is None:  # the base is an implicit update's, and no stage has served it yet
                 raise Reason.CANCELLED.error("what it would be based on is not known")
             whole = {**base, **sent}
         elif chance.random() < 0.04:
-            # It has forgotten one, on every source.
+            # Every source omits the same tensor by mistake.
             forgotten = chance.choice(NAMES)
             sent = {name: content for name, content in whole.items() if name != forgotten}
         sim.observer.published[self.model, plan.version.sequence] = whole

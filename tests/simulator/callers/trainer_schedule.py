@@ -1,4 +1,4 @@
-"""Who starts trainers: one for each model, one update after the other, and a newer one for one that is over."""
+"""Schedule of trainers: one per model, updates in sequence, and a newer trainer for a fenced trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulator.processes.fleet import Fleet
 
 
 class Trainers:
-    """Until the fleet is to come to rest.
+    """Runs until the fleet settles.
 
     Attributes:
         running: the trainer of each model that was started last.
@@ -22,12 +22,12 @@ class Trainers:
         self.running: dict[str, Trainer] = {}
 
     def start(self, model: str, incarnation: int) -> None:
-        """Start a trainer, in the place of the one that there was."""
+        """Start a trainer, in place of the previous trainer."""
         trainer = self.running[model] = Trainer(self._fleet, model, incarnation)
         trainer.node.start(self._loop(trainer))
 
     async def _loop(self, trainer: Trainer) -> None:
-        """A trainer's life: one update after the other."""
+        """Run a trainer's updates in sequence."""
         number = 0
         while not self._sim.settling:
             number += 1
@@ -45,6 +45,6 @@ class Trainers:
             await asyncio.sleep(chance.uniform(0.5, 8))
 
     def _outdated(self, trainer: Trainer) -> None:
-        """A trainer was told that it is over: whoever started it, if it is still the one, starts a newer one."""
+        """Start a newer trainer for a fenced trainer, unless the fenced trainer has been replaced already."""
         if self.running[trainer.model] is trainer:
             self.start(trainer.model, trainer.incarnation + 2)

@@ -1,4 +1,4 @@
-"""One attempt of a trainer's sources: groups are formed, and every target gets every tensor the way it was planned."""
+"""An attempt of a trainer's sources: groups are formed, and every target gets every tensor as planned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Writes = list[verbs_pb2.UpdateWeightsFromDistributedRequest]
 
 
 class Sending:
-    """What the sources of an attempt do, and what the coordinator is asked for meanwhile."""
+    """The work of an attempt's sources, and the concurrent calls to the coordinator."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Sending:
         self._chance = chance
 
     async def run(self) -> None:
-        """All of it. Raises what the first of them fails with; the others are given up."""
+        """Run all sources. Raises the first failure; the other works are cancelled."""
         groups = {group.source: group for group in self._plan.groups}
         works = [self._source(source, groups) for source in range(len(self._shares))]
         if groups:
@@ -50,7 +50,6 @@ class Sending:
         return max(0.5, self._deadline - self._node.loop.time())
 
     async def _source(self, source: int, groups: dict[int, update_pb2.GroupPlan]) -> None:
-        """What one of them does."""
         if source:
             request = update_pb2.JoinWeightUpdateRequest(update_id=self._plan.update_id, source=source)
             await self._caller.call("JoinWeightUpdate", request, self._left())
@@ -60,14 +59,14 @@ class Sending:
         await all_of(*ways)
 
     async def _broadcast(self, group: update_pb2.GroupPlan) -> None:
-        """A source's part over its group."""
+        """Send a source's part over its group."""
         if not group.formed:
             await self._sim.fabric.join(self._node, group.group_name, 0, group.world_size, self._left())
         for name in self._shares[group.source]:
             await self._sim.fabric.send(self._node, group.group_name, {name: self._sent[name]}, self._left())
 
     async def _share(self, source: int) -> None:
-        """A source's part through a segment, which is used again once everybody has what was in it."""
+        """Send a source's part through a segment, reused once every target has the tensors."""
         segment = f"{self._node.name}/{self._plan.update_id}/{self._plan.attempt}/{source}"
         for name in self._shares[source]:
             announced = self._sim.memory.write(self._node, segment, {name: self._sent[name]}, self._left())
@@ -76,7 +75,7 @@ class Sending:
             _refuse_failed(await self._caller.verb(take, self._left()))
 
     async def _drive(self, writes: Writes, *, in_flight: bool) -> None:
-        """Form the groups, and let the ranks receive; ``in_flight``: without waiting for one answer before the next."""
+        """Form the groups, and let the ranks receive; ``in_flight``: the calls overlap."""
         for group in self._plan.groups:
             if not group.formed:
                 _refuse_failed(await self._caller.verb(_join(self._plan.update_id, group), self._left()))
@@ -88,7 +87,7 @@ class Sending:
                 _refuse_failed(await self._caller.verb(write, self._left()))
 
     def _writes(self, groups: dict[int, update_pb2.GroupPlan]) -> Writes:
-        """Everything in one request, or each round of buckets in one of its own."""
+        """Return all buckets in one request, or one request for each round of buckets."""
         writes: Writes = []
         apart = self._chance.random() < 0.4
         for number in range(max(len(share) for share in self._shares)):
@@ -106,7 +105,7 @@ class Sending:
 
 
 async def all_of(*works: Coroutine[Any, Any, Any]) -> None:
-    """All of them, or what the first one fails with; the others are given up."""
+    """Await all works; raise the first failure and cancel the other works."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

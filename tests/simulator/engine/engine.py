@@ -1,7 +1,7 @@
 """The Engine interface: ranks in lock-step, weights as names with contents, requests that produce tokens.
 
-It has every rule of a real engine about order and pause. The rules about updates are in
-:mod:`tests.simulator.model.rank_weights`. It reports to the observer what each rank holds whenever a token is made.
+The engine has every rule of a real engine about order and pause. The rules about updates are in
+:mod:`tests.simulator.model.rank_weights`. The engine reports the content of each rank to the observer at every token.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from tests.simulator.ports.process_groups import Tensors
 from tests.simulator.ports.virtual_time import Node
 
 ADAPTER_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
-"""Pause modes for one adapter of an engine that cannot hold single requests back."""
+"""Pause modes for one adapter of an engine that cannot stop single requests."""
 
 BUSY = 0.05
-"""Chance that an engine cannot make a decode check in time."""
+"""Chance that an engine has no time for a decode check."""
 
 STALE_DECODE = 0.03
 """Chance that decode steps of a rank compute with earlier weights after a commit."""
 
 DECODE_CHECK_S = 0.3
-"""The time that engines say a decode check takes: long updates make it without being asked."""
+"""Reported duration of a decode check: long updates make the check without a request for it."""
 
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
 
 @dataclass
 class Machine:
-    """What the ranks of one incarnation of an engine share: the step stream."""
+    """The common state of the ranks of an engine incarnation: the step stream."""
 
     sim: Simulation
     slot: SimSlot
@@ -67,16 +67,15 @@ class Machine:
     engines: list[SimEngine] = field(default_factory=list)
     step: int = 0
     ordered: set[str] = field(default_factory=set)
-    """Commands that are in the stream, or were."""
+    """Commands that have been put into the stream."""
 
     @property
     def whole(self) -> bool:
-        """Whether every rank is alive."""
         return all(node.alive for node in self.nodes)
 
     @property
     def spoken_for(self) -> int:
-        """Ranks that each process of it is."""
+        """Return the number of ranks of each process."""
         return self.slot.ranks // len(self.nodes)
 
 
@@ -88,7 +87,7 @@ class _Request:
 
 
 class SimEngine(Engine):
-    """One rank."""
+    """A rank."""
 
     name = "simulated"
 
@@ -112,17 +111,16 @@ class SimEngine(Engine):
         self.paused_adapters: set[str] = set()
         self._kept: dict[str, str] | None = None
         self._entries: set[tuple[str, ...]] = set()
-        """What entries of the KV cache were computed with."""
+        """Weights with which the entries of the KV cache were computed."""
         self._version = WeightVersion()
         self._stale_decode = False
         self._intake = Intake(machine.sim, machine.slot, self.node, self.holding)
 
     def setup(self) -> dict[str, str]:
-        """Nothing: the machine is shared."""
+        """Return nothing: the machine is shared."""
         return {}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Load the checkpoint."""
         del setup
         await asyncio.sleep(self.node.random.uniform(0.01, 0.3))
         self.machine.engines.append(self)
@@ -168,13 +166,12 @@ class SimEngine(Engine):
         )
 
     async def stop(self) -> None:
-        """End the requests."""
         self._abort(None)
 
     # The step stream.
 
     async def order(self, command_id: str) -> int:
-        """Let every rank carry the command out, each a little later."""
+        """Let every rank carry the command out, each after a small delay."""
         machine = self.machine
         machine.ordered.add(command_id)
         machine.step += 1
@@ -201,13 +198,13 @@ class SimEngine(Engine):
         self.fail(error)
 
     async def withdraw(self, command_id: str) -> None:
-        """Let this rank forget the command, unless it is in the stream."""
+        """Drop the command at this rank, unless it is in the stream."""
         held = None if command_id in self.machine.ordered else self._held.pop(command_id, None)
         if held is not None and not held.done():
             held.set_exception(Reason.CANCELLED.error("withdrawn: not every rank accepted it"))
 
     async def interrupt(self, update_id: str) -> None:
-        """End a receive that waits."""
+        """End a waiting receive."""
         del update_id
         self._intake.interrupt()
 
@@ -223,18 +220,15 @@ class SimEngine(Engine):
         self._sim.observer.applied(self.node, self.rank, verb, call.command_id)
 
     def set_version(self, version: WeightVersion) -> None:
-        """Stamp responses with it."""
         self._version = version
 
     @property
     def _running(self) -> bool:
-        """Whether requests are active; every rank knows what rank 0 schedules."""
         return any(engine._requests for engine in self.machine.engines)
 
     # Reads.
 
     async def get_model_info(self, request: verbs.GetModelInfoRequest, call: Call) -> verbs.ModelInfo:
-        """What is loaded."""
         del call
         info = verbs.ModelInfo(model_path=self.slot.checkpoint, weight_version=self._version)
         if request.reference:
@@ -243,12 +237,10 @@ class SimEngine(Engine):
         return info
 
     async def get_loads(self, request: verbs.GetLoadsRequest, call: Call) -> verbs.Loads:
-        """What runs."""
         del request, call
         return verbs.Loads(running=len(self._requests), step=self.machine.step)
 
     async def inspect_checkpoint(self, request: verbs.InspectCheckpointRequest, call: Call) -> verbs.CheckpointReport:
-        """Whether it is there."""
         del call
         self._disk(request.model_path)
         return verbs.CheckpointReport(tensors=len(NAMES))
@@ -256,7 +248,6 @@ class SimEngine(Engine):
     # Generation.
 
     async def pause_generation(self, request: verbs.PauseGenerationRequest, call: Call) -> None:
-        """Stop generating."""
         mode = request.mode or PAUSE_MODE_ABORT
         if request.adapter:
             await self._begin("PauseGeneration", call)
@@ -275,7 +266,6 @@ class SimEngine(Engine):
         self._going.clear()
 
     async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
-        """Go on generating."""
         await self._begin("ContinueGeneration", call)
         if request.adapter:
             self.paused_adapters.discard(request.adapter)
@@ -285,12 +275,10 @@ class SimEngine(Engine):
         self._going.set()
 
     async def abort_requests(self, request: verbs.AbortRequestsRequest, call: Call) -> verbs.AbortReport:
-        """End requests."""
         del call
         return verbs.AbortReport(aborted=self._abort(None if request.abort_all else list(request.rids)))
 
     async def flush_cache(self, request: verbs.FlushCacheRequest, call: Call) -> verbs.FlushReport:
-        """Empty the cache."""
         del request
         await self._begin("FlushCache", call)
         if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
@@ -299,16 +287,15 @@ class SimEngine(Engine):
         return verbs.FlushReport(tiers=["kv"])
 
     def computes(self) -> None:
-        """Something is computed with the present weights, or may have been."""
+        """Record KV entries of the present weights."""
         self._entries.add(tuple(self.holding.weights.values()))
 
     @property
     def stale(self) -> bool:
-        """Whether there are entries of other weights than those that are held."""
+        """Return True if the cache has entries of different weights."""
         return bool(self._entries - {tuple(self.holding.weights.values())})
 
     async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
-        """Give regions back."""
         await self._begin("ReleaseMemory", call)
         if self._running and self._paused is None:
             raise Reason.ACTIVE_REQUESTS.error("requests run")
@@ -320,7 +307,6 @@ class SimEngine(Engine):
         return self._memory()
 
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
-        """Take regions again."""
         await self._begin("ResumeMemory", call)
         tags = frozenset(request.tags) or TAGS
         if MEMORY_TAG_KV_CACHE in self._released & tags:
@@ -337,7 +323,6 @@ class SimEngine(Engine):
     # Weights.
 
     async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Open an update."""
         await self._begin("PrepareUpdate", call)
         staged = request.apply == verbs.APPLY_MODE_STAGED
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
@@ -370,7 +355,6 @@ class SimEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs.GroupReport:
-        """Join a group."""
         if request.num_ranks and self.rank >= request.num_ranks:
             return verbs.GroupReport(group_name=request.group_name)
         rank = request.rank_offset + self.rank
@@ -381,14 +365,13 @@ class SimEngine(Engine):
         return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
 
     async def destroy_weights_update_group(self, request: verbs.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
-        """Leave a group."""
         del call
         self._sim.fabric.leave(self.node, request.group_name)
 
     async def update_weights_from_distributed(
         self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call
     ) -> verbs.WeightsReport:
-        """Take buckets in, in their order."""
+        """Receive buckets, in their order."""
         self.holding.refuse_other(call.update_id)
         self._intake.refuse_unformed(request)
         await self._begin("UpdateWeightsFromDistributed", call)
@@ -398,14 +381,13 @@ class SimEngine(Engine):
     async def update_weights_from_tensor(
         self, request: verbs.UpdateWeightsFromTensorRequest, call: Call
     ) -> verbs.WeightsReport:
-        """Copy tensors out of segments."""
+        """Copy tensors from segments."""
         self.holding.refuse_other(call.update_id)
         readings = self._intake.found(request)
         await self._begin("UpdateWeightsFromTensor", call)
         return verbs.WeightsReport(tensors=await self._intake.from_memory(readings))
 
     async def send_weights(self, request: verbs.SendWeightsRequest, call: Call) -> None:
-        """Broadcast what this stage holds."""
         await self._begin("SendWeights", call)
         if self.rank == 0:
             for bucket in request.buckets:
@@ -415,7 +397,7 @@ class SimEngine(Engine):
                 await self._sim.fabric.send(self.node, request.group_name, tensors, left)
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Complete the shadow copy, or an adapter, whose requests are stopped."""
+        """Complete the shadow copy, or an adapter with stopped requests."""
         del request
         self.holding.refuse_other(call.update_id)
         await self._begin("SealUpdate", call)
@@ -426,7 +408,6 @@ class SimEngine(Engine):
         return self.holding.report(self.holding.seal())
 
     async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Close an update."""
         self.holding.refuse_other(call.update_id)
         await self._begin("CommitUpdate", call)
         if self.holding.shadow is not None and self.holding.adapter is None:
@@ -440,7 +421,6 @@ class SimEngine(Engine):
         return self.holding.report(tensors)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
-        """Drop an update."""
         del request
         await self._begin("AbortUpdate", call)
         self.holding.abort()
@@ -449,7 +429,6 @@ class SimEngine(Engine):
     # Adapters.
 
     async def load_adapter(self, request: verbs.LoadAdapterRequest, call: Call) -> verbs.AdapterList:
-        """Read an adapter."""
         self.holding.refuse_other(call.update_id)
         tensors = self._disk(request.path)
         await self._begin("LoadAdapter", call)
@@ -459,7 +438,6 @@ class SimEngine(Engine):
         return verbs.AdapterList(adapters=[self.holding.adapter])
 
     async def unload_adapter(self, request: verbs.UnloadAdapterRequest, call: Call) -> verbs.AdapterList:
-        """Forget an adapter."""
         if request.name not in self.holding.adapters:
             raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.name!r} is loaded", field="name")
         await self._begin("UnloadAdapter", call)
@@ -468,19 +446,18 @@ class SimEngine(Engine):
         return self.holding.listed()
 
     async def list_adapters(self, request: verbs.ListAdaptersRequest, call: Call) -> verbs.AdapterList:
-        """What is loaded."""
         del request, call
         return self.holding.listed()
 
     async def _stop_users(self, name: str, mode: int) -> None:
-        """What a seal or a pause does to the requests with an adapter, beside holding them."""
+        """End or drain the requests with an adapter, for a seal or a pause."""
         if mode in (0, PAUSE_MODE_ABORT):
             self._end_users(name, end=mode == PAUSE_MODE_ABORT)
         while mode == PAUSE_MODE_DRAIN and self._users(name) and self.machine.engines[0]._paused is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _is_held(self, adapter: str) -> bool:
-        """Whether nothing is generated with an adapter: a rank has sealed its update, or it is paused by name."""
+        """Return True if an adapter generates nothing: a rank has sealed its update, or a pause by name applies."""
         sealed = any(engine.holding.sealed_adapter == adapter for engine in self.machine.engines)
         sealed = sealed and "adapter_seal" not in self._sim.off
         if "adapter_scope" in self._sim.off and self.paused_adapters:
@@ -557,7 +534,7 @@ class SimEngine(Engine):
         return report
 
     def _decode_report(self) -> verbs.CheckReport:
-        """All ranks of an engine compute together, so each sees the decode of all. Some are too busy."""
+        """Compare decode and prefill: all ranks compute together, so a rank reports all. Some engines are busy."""
         if self.node.random.random() < BUSY:
             raise Reason.DEADLINE_EXCEEDED.error("other requests kept the server")
         stale = any(engine._stale_decode for engine in self.machine.engines)
@@ -574,7 +551,7 @@ class SimEngine(Engine):
     # Requests.
 
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
-        """One token after the other."""
+        """Yield tokens one by one."""
         if request.adapter and request.adapter not in self.holding.adapters:
             raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.adapter!r} is loaded", field="adapter")
         mine = _Request(request.rid, request.adapter)
@@ -620,7 +597,6 @@ class SimEngine(Engine):
         return rollout.GenerateResponse(rid=request.rid, prompt_tokens=1, samples=[sample])
 
     async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
-        """End requests early."""
         return rollout.AbortResponse(aborted=self._abort(None if request.abort_all else list(request.rids)))
 
     def _abort(self, rids: list[str] | None) -> int:

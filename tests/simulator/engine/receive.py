@@ -1,4 +1,4 @@
-"""What one rank takes in of an update: from disk, over groups, out of memory that it shares with the trainer."""
+"""The tensors that one rank receives in an update: from disk, over groups, from memory shared with the trainer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.simulator.ports.process_groups import Tensors
 from tests.simulator.ports.virtual_time import Node
 
 Reading = tuple[verbs.TensorSegment, float]
-"""A segment that was found, and when the lease on it ends here."""
+"""A mapped segment, and the local end of its lease."""
 
 
 class Intake:
-    """Takes tensors in, one after the other, as they are or as a fault has them."""
+    """Receives tensors one by one, unchanged or changed by a fault."""
 
     def __init__(self, sim: Simulation, slot: SimSlot, node: Node, holding: Holding) -> None:
         self._sim = sim
@@ -32,12 +32,12 @@ class Intake:
         self._interrupts: set[asyncio.Event] = set()
 
     def interrupt(self) -> None:
-        """End what waits."""
+        """End all waiting receives."""
         for event in self._interrupts:
             event.set()
 
     def write(self, name: str, content: str) -> None:
-        """Write a tensor, as it is or damaged."""
+        """Write a tensor, unchanged or damaged."""
         faults = self._sim.engine_faults
         self._holding.write(name, faults.damaged(self._node, self._slot, self._holding, content))
 
@@ -52,12 +52,12 @@ class Intake:
     # Over groups.
 
     def refuse_unformed(self, request: verbs.UpdateWeightsFromDistributedRequest) -> None:
-        """Raise GROUP_NOT_FOUND where this rank is not in a group that is named."""
+        """Raise GROUP_NOT_FOUND if this rank is not in a group of the request."""
         for bucket in request.buckets:
             self._sim.fabric.joined(self._node, bucket.group_name or request.group_name)
 
     async def from_groups(self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call) -> None:
-        """Take buckets in, in their order."""
+        """Receive buckets, in their order."""
         for bucket in request.buckets:
             with self._truthful():
                 await self._take(bucket, bucket.group_name or request.group_name, call)
@@ -86,17 +86,17 @@ class Intake:
             breaking.cancel()
             await asyncio.gather(receiving, breaking, return_exceptions=True)
 
-    # Out of memory.
+    # From memory.
 
     def found(self, request: verbs.UpdateWeightsFromTensorRequest) -> list[Reading]:
-        """The segments that are announced. Raises when one cannot be mapped here, or has been used again."""
+        """Return the announced segments. Raises if a segment cannot be mapped here, or has been reused."""
         for segment in request.segments:
             self._sim.memory.read(segment, self._slot.host)
         now = self._node.loop.time()
         return [(segment, now + seconds(segment.lease)) for segment in request.segments]
 
     async def from_memory(self, readings: list[Reading]) -> int:
-        """Copy what is in segments while the leases on them last; how many tensors."""
+        """Copy tensors from segments under lease; return the number of tensors."""
         tensors = [(segment, until, each.name) for segment, until in readings for each in segment.tensors]
         for segment, until, name in tensors:
             with self._truthful():
@@ -104,10 +104,10 @@ class Intake:
                     raise Reason.SEGMENT_EXPIRED.error(f"the lease on {segment.shared_memory} is over")
                 self._keep(name, self._sim.memory.read(segment, self._slot.host, name))
                 await asyncio.sleep(self._node.random.expovariate(1 / 0.005))
-                self._sim.memory.read(segment, self._slot.host)  # it was so until all of it was copied
+                self._sim.memory.read(segment, self._slot.host)  # still valid after the copy
         return len(tensors)
 
-    # What all of these share.
+    # Common parts.
 
     def _keep(self, name: str, content: str) -> None:
         if not self._sim.engine_faults.forgets(self._node, self._slot, self._holding):
@@ -118,7 +118,7 @@ class Intake:
 
     @contextlib.contextmanager
     def _truthful(self) -> Iterator[None]:
-        """A failure says whether a byte has come to what serves."""
+        """Set an error's outcome: DIRTY if a byte has reached the served weights."""
         try:
             yield
         except RlctlError as error:

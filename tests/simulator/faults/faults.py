@@ -1,7 +1,7 @@
-"""What goes wrong: drawn from the seed, counted, and stopped at a known time.
+"""Faults: drawn from the seed, counted, and stopped at a known time.
 
-Some faults come at a time, some at a step of the protocol (:mod:`.protocol_step_faults`), some now and then
-inside an engine (:mod:`tests.simulator.engine_faults`).
+Some faults come at a time, some at a step of the protocol (:mod:`.protocol_step_faults`), some at random inside an
+engine (:mod:`tests.simulator.engine_faults`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.simulator.processes.stage import StageHost
 Fault = Callable[[random.Random], None]
 
 WORK_S = 40.0
-"""Time in which things are asked and faults happen."""
+"""Time of requests and faults."""
 
 SECOND_EVERY, SECOND_AT = 7, 1
-"""Which seeds have slots that are filled twice."""
+"""Seeds with slots that are filled twice."""
 
 
 class Faults:
-    """The faults of one seed."""
+    """The faults of a seed."""
 
     def __init__(self, fleet: Fleet, trainers: Trainers) -> None:
         self._fleet = fleet
@@ -55,7 +55,6 @@ class Faults:
         }
 
     def plan(self) -> None:
-        """Draw them."""
         at_engines = self._sim.engine_faults
         at_engines.refusals = self._rate("refusals", 0.4, (0.01, 0.05))
         at_engines.hangs = self._rate("hangs", 0.3, (0.002, 0.01))
@@ -96,7 +95,7 @@ class Faults:
         self._sim.network.tap = self._tap
 
     def _plan_rarer(self) -> None:
-        """What only some seeds have: each kind is drawn from a source of its own."""
+        """Draw the faults of only some seeds, each kind from its own source of randomness."""
         store, chance = self._sim.store, self._sim.world.chance
         store.detached = self._sim.drawn("detached writes") and chance("detached writes").random() < 0.3
         store.refuses = self._refuses
@@ -112,7 +111,7 @@ class Faults:
                 self._sim.step(f"{name} {number}", plan, fault=True)
 
     def _rate(self, key: str, likely: float, rates: tuple[float, ...]) -> float:
-        """How often something happens: mostly never."""
+        """Return the rate of a fault: mostly zero."""
         chance = self._sim.world.chance(key)
         return chance.choice(rates) if self._sim.drawn(key) and chance.random() < likely else 0.0
 
@@ -130,18 +129,18 @@ class Faults:
         return lambda chance: self._traps.append(drawn(chance))
 
     def _refuse_write(self, chance: random.Random) -> None:
-        """The disk does not take some write of a kind, and the next ones either, perhaps."""
+        """Let the disk refuse a write of a kind, and perhaps the next writes."""
         self._refusals.append(Refusal(chance.choice(KINDS), chance.randint(1, 60), chance.choice((1, 1, 2, 5))))
 
     def _refuses(self, changes: Sequence[Put | Delete]) -> bool:
         return any(refusal.meets(changes) for refusal in self._refusals)
 
     def _cut_off(self, node: Node, update_id: str) -> None:
-        """A rank's stage is cut off once it has said what it holds."""
+        """Cut a rank's stage off after its report of its weights."""
         self._traps.append(Trap("answer", "CheckWeights", 1, "part", self._sim.world.chance(update_id), node.host))
 
     def stop(self) -> None:
-        """From here on nothing goes wrong any more, and what is gone comes back."""
+        """Stop all faults, and restart the missing processes."""
         sim = self._sim
         sim.settling = True
         sim.engine_faults.stop()
@@ -156,7 +155,7 @@ class Faults:
             self._fleet.start_coordinator()
         chance = sim.world.chance("formers")
         for former in self._fleet.formers:
-            if chance.random() < 0.5:  # otherwise nobody notices that there are two
+            if chance.random() < 0.5:  # otherwise two processes keep the slot unnoticed
                 former.kill()
         for slot, host in list(self._fleet.stages.items()):
             if not all(node.alive for node in host.nodes):
@@ -177,7 +176,7 @@ class Faults:
             self._spring("command", message.command.command_id)
 
     def _garble(self, node: Node, message: ControlResponse) -> None:
-        """A stage server with a defect: its answer does not say what its ranks did, or is not its own."""
+        """Garble an answer, like a defective stage server: a rank's result is missing, or the incarnation is wrong."""
         stage = message.result.stage
         if stage.rank_results and node.random.random() < 0.7:
             del stage.rank_results[-1]
@@ -186,7 +185,7 @@ class Faults:
         self._note(f"{node.name} garbles its answer to {message.result.command_id}")
 
     def wrote(self, change: Put | Delete) -> None:
-        """A record has become durable."""
+        """Spring traps for a durable record."""
         self._spring("journal", f"{change.kind}/{change.key}")
 
     def _spring(self, where: str, what: str) -> None:
@@ -203,7 +202,7 @@ class Faults:
         if trap.action == "cancel":
             self._cancel(what.partition("/")[0])
         elif trap.action == "kill coordinator":
-            # The record is on the disk; what wrote it never learns.
+            # The record is on the disk; its writer never learns this.
             self._fleet.coordinator.node.kill()
             self._timer.later(trap.chance.uniform(0.2, 12), self._restart_coordinator)
         elif trap.action == "stop coordinator":
@@ -214,7 +213,7 @@ class Faults:
             self._timer.later(0.0, self._at_slot[trap.action], slot, trap.chance)
 
     def _follow(self, trap: Trap, slot: str) -> None:
-        """A second fault, before anybody has come to terms with the first."""
+        """Cause a second fault before the recovery from the first."""
         if self._sim.settling:
             return
         chance = trap.chance
@@ -230,7 +229,6 @@ class Faults:
                 self._at_slot[other](slot or self._stage(chance), chance)
 
     def _cancel(self, operation_id: str) -> None:
-        """An operator changes his mind."""
         if self._operator is None:
             self._operator = self._sim.world.spawn("canceller")
         caller = Caller(self._fleet, self._operator)
@@ -265,7 +263,7 @@ class Faults:
         return None
 
     def _fail_engine(self, chance: random.Random) -> None:
-        """An engine notices that it cannot go on."""
+        """Let an engine report its failure."""
         host = self._fleet.stages[self._stage(chance)]
         if not host.machine.engines:
             return
@@ -286,7 +284,7 @@ class Faults:
             self._fleet.start_stage(slot)
 
     def _fill_twice(self, chance: random.Random) -> None:
-        """A stage is thought to be gone, and is cut off or stopped for a while; or is not even thought to be."""
+        """Fill a slot twice: the former stage is cut off, stopped or well."""
         slot = self._stage(chance)
         former = self._fleet.stages[slot]
         if not former.alive or len(self._fleet.filling(slot)) > 1:
@@ -304,7 +302,7 @@ class Faults:
             self._fleet.start_second(former.slot)
 
     def _fill_as_another(self, chance: random.Random) -> None:
-        """A stage that is cut off, or dead, is replaced by one of another model."""
+        """Replace a dead stage, or a stage that is cut off, by a stage of a different model."""
         slot = self._stage(chance)
         former = self._fleet.stages[slot]
         others = [model for model in sorted(self._fleet.models) if model != former.model]
@@ -318,7 +316,7 @@ class Faults:
         self._fleet.start_as_another(slot, others[0])
 
     def _restart_engine(self, chance: random.Random) -> None:
-        """An engine that has failed is started anew by its server, which lives on."""
+        """Restart a failed engine inside its living stage server."""
         hosts = [self._fleet.stages[slot] for slot in sorted(self._fleet.stages)]
         hosts = [host for host in hosts if host.alive and host.stage is not None and len(host.nodes) == 1]
         if hosts:
@@ -401,7 +399,7 @@ class Faults:
             self._fleet.start_coordinator()
 
     def _take_over_apart(self, chance: random.Random) -> None:
-        """Another coordinator takes over while the one before goes on, and does not reach everybody."""
+        """Start a second coordinator beside the first, without a connection to some stages."""
         if self._sim.settling or not self._fleet.coordinator.node.alive:
             return
         self._take_over()
@@ -432,7 +430,7 @@ class Faults:
             self._stop(trainer.node, chance.uniform(1, 40))
 
     def _replace_trainer(self, chance: random.Random) -> None:
-        """A trainer is thought to be dead, and is not."""
+        """Replace a stopped trainer that is still alive."""
         trainer = self._trainer(chance)
         if trainer is not None:
             self._stop(trainer.node, chance.uniform(1, 10))

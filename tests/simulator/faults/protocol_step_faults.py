@@ -20,16 +20,16 @@ STEPS = (
     "ContinueGeneration",
     "/heal/",
 )
-"""What command ids say of the step that they belong to."""
+"""Parts of command ids that identify the step."""
 
 RECORDS = ("update/", "update/", "model/", "operation/", "slot/")
 
 KINDS = ("operation", "operation", "update", "update", "model", "slot", "fleet", "pause", "key", "forgotten", "")
-"""Records that the disk may not take; "": whichever."""
+"""Kinds of records that the disk may refuse; "": any kind."""
 
 ON_WIRE = ("kill stage", "stop stage", "reset", "part", "kill coordinator", "stop coordinator", "stop trainer")
 TOGETHER = ("kill stage", "stop stage", "reset", "part", "kill coordinator", "refuse a write", "kill trainer")
-"""What may come right behind another fault."""
+"""Faults that may follow another fault immediately."""
 
 ON_DISK = ("kill coordinator", "kill coordinator", "stop coordinator", "stop trainer")
 
@@ -39,9 +39,10 @@ class Trap:
     """Springs once, at the ``count``-th message or record of its kind.
 
     Attributes:
-        where: "command" (a command was sent), "answer" (a stage has answered one), "journal" (a record is durable).
-        slot: the stage that the command is for; "": any.
-        follows: what befalls the same stage, or the coordinator, right after that; "": nothing.
+        where: "command" (a command was sent), "answer" (a stage has answered a command), "journal" (a record is
+            durable).
+        slot: the stage of the command; "": any.
+        follows: a further fault at the same stage, or the coordinator, right afterwards; "": no fault.
     """
 
     where: str
@@ -54,7 +55,6 @@ class Trap:
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Trap:
-        """One of them."""
         where = chance.choice(("command", "answer", "journal"))
         disk = where == "journal"
         what, action = chance.choice(RECORDS if disk else STEPS), chance.choice(ON_DISK if disk else ON_WIRE)
@@ -62,19 +62,18 @@ class Trap:
 
     @classmethod
     def double(cls, chance: random.Random) -> Trap:
-        """One that another fault follows."""
+        """Draw a trap with a second fault."""
         first = cls.drawn(chance)
         first.follows = chance.choice(TOGETHER)
         return first
 
     @classmethod
     def cancelling(cls, chance: random.Random) -> Trap:
-        """Somebody cancels an operation as soon as it has come to a step."""
+        """Draw a trap that cancels an operation at a step."""
         where = chance.choice(("command", "answer"))
         return cls(where, chance.choice((*STEPS, "ReleaseMemory", "/1")), chance.randint(1, 20), "cancel", chance)
 
     def springs(self, where: str, what: str) -> bool:
-        """Whether this is the one."""
         if where == self.where and self.what in what and (not self.slot or f"/{self.slot}/" in what):
             self.count -= 1
         return self.count == 0
@@ -82,14 +81,14 @@ class Trap:
 
 @dataclass
 class Refusal:
-    """The disk does not take the ``count``-th write with a record of a kind, nor the next ``times`` - 1 writes."""
+    """A disk fault: the ``count``-th write with a record of a kind is refused, and the next ``times`` - 1 writes."""
 
     kind: str
     count: int
     times: int
 
     def meets(self, changes: Sequence[Put | Delete]) -> bool:
-        """Whether this write is refused."""
+        """Return True if this write is refused."""
         if self.count > 0 and (not self.kind or any(change.kind == self.kind for change in changes)):
             self.count -= 1
         if self.count or not self.times:

@@ -1,4 +1,4 @@
-"""The capabilities of a slot's engine, and the weights at one rank, as names with contents.
+"""The capabilities of a slot's engine, and the weights at a rank, as names with contents.
 
 Imports: tests.simulator.ports, rlctl.contract.
 

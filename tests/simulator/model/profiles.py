@@ -1,4 +1,4 @@
-"""Which slots there are, and what their engines can do."""
+"""The slots of a fleet, and the capabilities of their engines."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
     "speaker": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
     "modest": _BY_DIGEST,
 }
-"""What engines can verify, by kind. A "speaker" has its ranks inside, and answers for all of them at once; a "modest"
-one lacks what updates can do without.
+"""Verification levels, by kind of engine. A "speaker" has its ranks inside and answers for all of them; a "modest"
+engine lacks functions that updates do not need.
 """
 
 MODEST = ("ReleaseMemory", "ResumeMemory", "SendWeights", "UpdateWeightsFromTensor")
-"""Verbs that a modest engine does not have."""
+"""Verbs that a modest engine lacks."""
 
 
 @dataclass(frozen=True)
 class SimSlot:
-    """A slot of the fleet, whoever fills it.
+    """A slot of the fleet, with any process.
 
     Attributes:
-        kind: which of :data:`LEVELS` its engines are.
-        host: where they run.
+        kind: kind of the slot's engines, a key of :data:`LEVELS`.
+        host: host of the engines.
     """
 
     name: str
@@ -47,39 +47,37 @@ class SimSlot:
 
     @property
     def checkpoint(self) -> str:
-        """What its engines start with."""
+        """Return the engines' initial checkpoint."""
         return f"{self.model}-initial"
 
     @property
     def modest(self) -> bool:
-        """Whether its engines lack what updates can do without."""
+        """Return True if the engines lack functions that updates do not need."""
         return self.kind == "modest"
 
     def may_skip(self, verb: str) -> bool:
-        """Whether its engines are left out of a verb: they do not have it, or not in every way."""
+        """Return True if the engines may skip a verb: the verb is missing, or some of its modes."""
         return self.modest and verb in (*MODEST, "PauseGeneration")
 
     @property
     def speaker(self) -> bool:
-        """Whether one process of its engines answers for all ranks."""
+        """Return True if one process of the engine answers for all ranks."""
         return self.kind == "speaker"
 
     @property
     def probes(self) -> bool:
-        """Whether its engines can compute a probe."""
         return VERIFICATION_LEVEL_PROBE in LEVELS[self.kind]
 
     @property
     def compares_decode(self) -> bool:
-        """Whether its engines compare decode with prefill."""
         return self.probes and zlib.crc32(f"decode of {self.name}".encode()) % 4 > 0
 
     @property
     def computes_keyed_digests(self) -> bool:
-        """Whether its engines compute keyed digests. Others are older, and answer by SHA-256."""
+        """Return True if the engines compute keyed digests. Other engines are older, and answer by SHA-256."""
         return zlib.crc32(self.name.encode()) % 6 > 0
 
     @property
     def digests(self) -> bool:
-        """Whether its engines can digest what they hold."""
+        """Return True if the engines can digest their weights."""
         return VERIFICATION_LEVEL_EXPECTED in LEVELS[self.kind]

@@ -1,7 +1,7 @@
-"""What one rank holds and how an update changes it: weights, a shadow copy, adapters, as names with contents.
+"""The content of a rank and the rules of updates: weights, a shadow copy, adapters, as names with contents.
 
-A receiver of a broadcast is told beforehand, in the buckets, what comes; what comes has no names of its own. So buckets
-that are taken in another order than they are sent in end up in each other's places.
+Buckets announce the tensors of a broadcast before its receipt; the received tensors have no names. Buckets that are
+received in a different order than sent therefore end up in each other's places.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digests(tensors: Tensors, key: bytes = b"") -> dict[str, str]:
 
 
 def probed(tensors: Tensors, prompts: Iterable[verbs.ProbePrompt]) -> list[verbs.ProbePrompt]:
-    """Log probabilities of the tokens of prompts that nothing but these weights gives."""
+    """Return log probabilities of the tokens of prompts, unique to these weights."""
     seen = int(digest(tensors)[:8], 16) / 2**32
     return [
         verbs.ProbePrompt(token_ids=prompt.token_ids, logprobs=[-seen - token for token in prompt.token_ids[1:]])
@@ -44,23 +44,23 @@ def probed(tensors: Tensors, prompts: Iterable[verbs.ProbePrompt]) -> list[verbs
 
 
 def contents(tag: str, names: Collection[str] = NAMES) -> Tensors:
-    """The weights of one version."""
+    """The weights of a version."""
     return {name: f"{name}@{tag}" for name in names}
 
 
 @dataclass
 class Holding:
-    """One rank's memory.
+    """A rank's memory.
 
     Attributes:
-        weights: what it generates with.
+        weights: weights for generation.
         adapters: contents and versions of adapters, by name.
-        off: safeguards that are turned off.
+        off: safeguards that are switched off.
         update_id: open update, or "".
-        adapter: what the open update loads, if it loads an adapter.
-        shadow: what the open update writes into, where that is not the weights.
-        received: what has come in the open update, where it is to be digested; else None.
-        full: whether the open update is to write every tensor.
+        adapter: the adapter of the open update, or None.
+        shadow: the open update's target, unless it writes into the weights.
+        received: received tensors of the open update if they are to be digested; else None.
+        full: whether the open update must write every tensor.
     """
 
     weights: Tensors
@@ -79,11 +79,11 @@ class Holding:
 
     @property
     def written(self) -> bool:
-        """Whether a byte of the open update has come to what serves."""
+        """Return True if a byte of the open update has reached the served weights."""
         return bool(self._written) and self.shadow is None
 
     def prepare(self, request: verbs.PrepareUpdateRequest, update_id: str) -> None:
-        """Open an update, or another attempt at it."""
+        """Open an update, or a further attempt."""
         self.update_id, self._written, self._received, self._sealed = update_id, set(), {}, False
         self.full = request.kind not in (verbs.UPDATE_KIND_PARTIAL, verbs.UPDATE_KIND_DELTA)
         self.received, self._key = ({} if request.digest_received else None), request.digest_key
@@ -94,12 +94,12 @@ class Holding:
             self.shadow = {} if self.full else dict(self.weights)
 
     def refuse_other(self, update_id: str) -> None:
-        """Raise UPDATE_FENCED for a step of another update than the open one."""
+        """Raise UPDATE_FENCED for a step of any update but the open update."""
         if self.update_id != update_id:
             raise Reason.UPDATE_FENCED.error(f"update {self.update_id or '(none)'} is open, not {update_id}")
 
     def next_bucket(self, bucket: verbs.TensorBucket, group: str) -> None:
-        """A bucket is about to be taken in. Raises FIELD_INVALID when it is not the next of its group."""
+        """Check a bucket before its receipt. Raises FIELD_INVALID if it is not the next of its group."""
         expected = self._received.get(group, 0)
         if bucket.sequence != expected and "bucket_order" not in self.off:
             outcome = OUTCOME_DIRTY if self.written else OUTCOME_REJECTED
@@ -109,7 +109,6 @@ class Holding:
         self._received[group] = expected + 1
 
     def write(self, name: str, content: str) -> None:
-        """Write a tensor."""
         (self.weights if self.shadow is None else self.shadow)[name] = content
         if self.received is not None:
             self.received[name] = content
@@ -123,11 +122,11 @@ class Holding:
 
     @property
     def sealed_adapter(self) -> str:
-        """Name of the adapter that nothing is generated with until the update ends, or ""."""
+        """Return the adapter that may not generate until the update ends, or ""."""
         return self.adapter.name if self.adapter is not None and self._sealed else ""
 
     def seal(self) -> int:
-        """The shadow copy, or the adapter, is complete; number of tensors written."""
+        """Complete the shadow copy, or the adapter; return the number of written tensors."""
         if self.shadow is None:
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open")
         self._refuse_incomplete()
@@ -137,7 +136,7 @@ class Holding:
         return len(self._written)
 
     def commit(self, request: verbs.CommitUpdateRequest) -> int:
-        """Close the update; number of tensors written."""
+        """Close the update; return the number of written tensors."""
         if self.adapter is not None:
             self._refuse_incomplete()
             self.adapters[self.adapter.name] = (self.adapter, self.shadow or {})
@@ -153,11 +152,11 @@ class Holding:
         return len(self._written)
 
     def abort(self) -> None:
-        """Forget the update. What was written in place stays written."""
+        """Drop the update. Tensors written in place stay written."""
         self.update_id, self.shadow, self.adapter, self._sealed = "", None, None, False
 
     def asked_for(self, request: verbs.CheckWeightsRequest) -> Tensors:
-        """What a check is about."""
+        """Return the tensors of a check."""
         if request.adapter:
             if self.adapter is not None and self.adapter.name == request.adapter:
                 return self.shadow or {}
@@ -167,11 +166,10 @@ class Holding:
         return (self.shadow or {}) if request.shadow else self.weights
 
     def report(self, tensors: int) -> verbs.WeightsReport:
-        """What a finished or sealed update says of itself."""
+        """Return the report of a finished or sealed update."""
         return verbs.WeightsReport(
             tensors=tensors, received_digest=digest(self.received, self._key) if self.received is not None else ""
         )
 
     def listed(self) -> verbs.AdapterList:
-        """The adapters."""
         return verbs.AdapterList(adapters=[adapter for _, (adapter, _) in sorted(self.adapters.items())])

@@ -14,13 +14,13 @@ Refuses = Callable[[Sequence[Put | Delete]], bool]
 
 
 class Store:
-    """What is on the disk.
+    """The content of the disk.
 
     Attributes:
-        holder: the process whose writes count: the one that opened it last.
-        full: it takes nothing.
-        refuses: whether it does not take just these changes.
-        detached: a write goes on when whoever asked for it is cancelled, as with SQLite's thread.
+        holder: the process whose writes count: the last process to open the store.
+        full: the disk refuses every write.
+        refuses: returns True to refuse these changes.
+        detached: a write goes on when its caller is cancelled, as with SQLite's thread.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Store:
 
 
 class SimJournal:
-    """A store as one process has opened it."""
+    """A store opened by one process."""
 
     def __init__(self, store: Store, node: Node) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class SimJournal:
         store.holder = self
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
-        """Make the changes durable, all or none. Raises JOURNAL_FAILED; then nothing was written."""
+        """Make all changes durable, or no change. Raises JOURNAL_FAILED if nothing was written."""
         if self._store.detached:
             await asyncio.shield(asyncio.ensure_future(self._write(changes)))
         else:
@@ -61,13 +61,13 @@ class SimJournal:
                 else:
                     self._store.records.pop((change.kind, change.key), None)
                 self._store.watch(change)
-        # The process may die between the disk's word and its own next step.
+        # The process may die between the write and its own next step.
         await asyncio.sleep(0)
 
     def held(self) -> bool:
-        """Whether no other process has opened the store since."""
+        """Return True if no other process has opened the store since."""
         return self._store.holder is self
 
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
-        """Every record of a kind, in key order."""
+        """Return every record of a kind, in key order."""
         return [(key, body) for (k, key), body in sorted(self._store.records.items()) if k == kind]

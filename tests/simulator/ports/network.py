@@ -1,10 +1,10 @@
-"""The Link and Dialer ports: connections that delay, stall, break and lose what is under way.
+"""The Link and Dialer ports: connections that delay, stall, break and lose messages in transit.
 
-A connection keeps its order, as TCP does. A partition holds what is sent, also by an end that has closed since, and
-what it held comes some time after it is over: the sender tries again ever more rarely, while new connections work at
-once. If it lasts, the connection breaks. A reset breaks it at once, and what is sent from then on is lost. So old
-connections may still deliver after new ones were made, which is how messages are late, repeated by retries, and
-overtaken.
+A connection keeps its order, as TCP does. A partition delays the messages of a connection, even from an end that has
+closed since. They arrive some time after the partition ends: the sender retries ever more rarely, while new connections
+work at once. A long partition breaks the connection. A reset breaks the connection at once, and later messages are
+lost. Old connections may therefore still deliver after new connections were made: messages are late, repeated by
+retries, and overtaken.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
 from tests.simulator.ports.virtual_time import Node, World
 
 LATENCY_S = 0.002
-"""What a message takes, on average."""
+"""Mean latency of a message."""
 CONNECT_S = 5.0
 KEEPALIVE_S = 15.0
-"""A connection over which nothing comes for so long is broken by the transport."""
+"""Silence after which the transport breaks a connection."""
 BACKOFF_S = 8.0
-"""How much later than a partition's end what it held may come."""
+"""Longest delay of held messages after a partition."""
 
 Serve = Callable[["End"], Coroutine[Any, Any, None]]
 Handler = Callable[[str, Message, float], Coroutine[Any, Any, Any]]
 
 
 class End:
-    """One end of a connection: a Link."""
+    """An end of a connection: a Link."""
 
     def __init__(self, network: Network, node: Node) -> None:
         self._network = network
@@ -54,12 +54,12 @@ class End:
         """Send. Raises LINK_LOST once this end knows that the connection has ended."""
         if self.ended:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
-        # No copy: over gRPC too it is serialised later, and nobody may change what was sent.
+        # No copy: gRPC serialises later too, and senders may not change sent messages.
         self._network.tap(self.node, message)
         self._dispatch(message)
 
     def _dispatch(self, message: Any) -> None:
-        """Send a message, or that there will be none any more (None)."""
+        """Send a message, or the end of messages (None)."""
         if self._broken:
             return
         network = self._network
@@ -81,7 +81,7 @@ class End:
             self._put(message)
 
     def end(self) -> None:
-        """There comes nothing any more."""
+        """End this end of the connection."""
         if not self.ended:
             self.ended = True
             self._put(None)
@@ -93,14 +93,14 @@ class End:
             waiting.set_result(None)
 
     def release(self, late_s: float) -> None:
-        """A partition is over, and this connection notices it so much later."""
+        """Release held messages after a partition, with a delay."""
         self._arrives = max(self._arrives, self._network.world.now + late_s)
         held, self._held = self._held, deque()
         for message in held:
             self._dispatch(message)
 
     async def receive(self) -> AsyncIterator[Any]:
-        """Messages until the connection ends."""
+        """Yield messages until the connection ends."""
         inbox = self._inbox
         while True:
             while not inbox:
@@ -112,7 +112,7 @@ class End:
             yield message
 
     async def close(self) -> None:
-        """End the connection; the other end hears of it after what was sent, if it can be reached."""
+        """End the connection; the other end learns this after all sent messages, if it can be reached."""
         if not self.ended:
             self.end()
             self._dispatch(None)
@@ -120,7 +120,7 @@ class End:
                 self._network.forget(self)
 
     def reset(self) -> None:
-        """Break it: both ends hear of it by and by, what is sent from now on is lost."""
+        """Break the connection: both ends learn this with a delay, and later messages are lost."""
         self._network.forget(self)
         for end in (self, self.peer):
             end.node.later(self._network.latency(end.node), end.end)
@@ -130,20 +130,20 @@ class End:
 
 @dataclass
 class Partition:
-    """Nothing gets from one side to the other. No other side: everybody else."""
+    """Blocks messages between two sides. ``other`` None: all other hosts."""
 
     side: frozenset[str]
     other: frozenset[str] | None = None
 
     def cuts(self, a: str, b: str) -> bool:
-        """Whether two machines are on different sides."""
+        """Return True if two hosts are on different sides."""
         if self.other is None:
             return (a in self.side) != (b in self.side)
         return (a in self.side and b in self.other) or (b in self.side and a in self.other)
 
 
 class Network:
-    """Who reaches whom."""
+    """Connections between processes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -156,10 +156,10 @@ class Network:
         self.slow = 0.0
         self.messages = 0
         self.tap: Callable[[Node, Message], None] = lambda *_: None
-        """Sees every message that is sent, and who sends it; may change it."""
+        """Called with every message and its sender; may change the message."""
 
     def latency(self, node: Node) -> float:
-        """Seconds for one message that a process sends."""
+        """Return the latency of a message from a process, seconds."""
         self.messages += 1
         slow = max(self.slow, node.slow)
         slow = slow * node.random.random() if slow else 0.0
@@ -181,22 +181,21 @@ class Network:
             other = end.peer if end.node is node else end
             if not self.parted(end.node, end.peer.node):
                 other.node.later(self.latency(node), other.end)
-            else:  # nothing says so, and nothing ever comes
+            else:  # no end is signalled, and no message arrives
                 other.node.later(KEEPALIVE_S, other.end)
 
     def forget(self, end: End) -> None:
-        """It needs no more care."""
+        """Drop an ended connection."""
         self._connections.pop(end, None)
         self._connections.pop(end.peer, None)
 
     # Partitions.
 
     def parted(self, a: Node, b: Node) -> bool:
-        """Whether nothing gets from one to the other."""
+        """Return True if a partition separates two processes."""
         return any(partition.cuts(a.host, b.host) for partition in self.cut)
 
     def part(self, partition: Partition, seconds: float) -> None:
-        """Cut machines off from each other for a while."""
         self.cut.append(partition)
 
         def look() -> None:
@@ -219,14 +218,12 @@ class Network:
         self.world.timer.later(seconds, heal)
 
     def reset(self, node: Node) -> None:
-        """Break the connections of a process."""
         for end in [end for end in self._connections if node in (end.node, end.peer.node)]:
             end.reset()
 
     # Links.
 
     def dialer(self, node: Node) -> SimDialer:
-        """The Dialer port of a process."""
         return SimDialer(self, node)
 
     async def connect(self, node: Node, address: str) -> End:
@@ -253,7 +250,7 @@ class Network:
         self._calls[address] = node, handler
 
     async def call(self, node: Node, address: str, method: str, request: Message, timeout_s: float) -> Any:
-        """A unary call. Raises the server's typed error, UNREACHABLE, LINK_LOST or DEADLINE_EXCEEDED."""
+        """Make a unary call. Raises the server's typed error, UNREACHABLE, LINK_LOST or DEADLINE_EXCEEDED."""
         server, handler = self._calls.get(address, (None, None))
         if server is None or handler is None or not server.alive:
             await asyncio.sleep(self.latency(node))
@@ -286,7 +283,7 @@ class Network:
         serving: list[asyncio.Task[None]] = []
 
         def leave() -> None:
-            """The server hears that nobody waits any more, as of a stream that was reset."""
+            """Tell the server that the caller has disconnected, like the reset of a stream."""
             if not self.parted(node, server):
                 server.later(self.latency(node), lambda: [task.cancel() for task in serving])
 

@@ -1,7 +1,6 @@
-"""The data plane: process groups and the broadcasts in them, between a trainer's sources and the ranks of engines.
+"""The data plane: process groups and their broadcasts, between a trainer's sources and the ranks of engines.
 
-A collective needs every member: while one is stopped, dead or has left, the others wait until somebody breaks them
-off.
+A collective needs every member: while a member is stopped, dead or gone, the other members wait until interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Wait:
 
 @dataclass
 class Group:
-    """One process group."""
+    """A process group."""
 
     name: str
     size: int
@@ -45,16 +44,16 @@ class Group:
     stuck: bool = False
     sent: list[Tensors] = field(default_factory=list)
     waits: dict[tuple[int, int], _Wait] = field(default_factory=dict)
-    """Who waits for a broadcast, by its index and rank; rank 0 waits for everybody to have taken it in."""
+    """Waiting members, by broadcast index and rank; rank 0 waits for all receivers."""
     taking: dict[int, set[int]] = field(default_factory=dict)
-    """Ranks that have not taken a broadcast in yet, by its index."""
+    """Ranks that have not received a broadcast yet, by its index."""
     joining: dict[int, _Wait] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     also: dict[int, list[int]] = field(default_factory=dict)
-    """Further ranks that a member is, by its first."""
+    """Further ranks of a member, by its first rank."""
 
     def taken(self, node: Node) -> int:
-        """How many broadcasts a member has taken in."""
+        """Return the number of broadcasts that a member has received."""
         return next(self.received.get(rank, 0) for rank, member in self.members.items() if member is node)
 
 
@@ -71,7 +70,7 @@ class Fabric:
         return node.random.expovariate(1 / 0.005)
 
     async def join(self, node: Node, name: str, rank: int, size: int, timeout_s: float, *, ranks: int = 1) -> None:
-        """Meet the other members, as one rank or several. Raises GROUP_FAILED when they do not come."""
+        """Join as one rank or several, and wait for all members. Raises GROUP_FAILED if members are missing."""
         group = self.groups.get(name)
         if group is None or (group.broken and not group.members):
             group = self.groups[name] = Group(name, size)
@@ -88,14 +87,14 @@ class Fabric:
         await self._await(wait, timeout_s, group)
 
     def _died(self, group: Group, rank: int) -> None:
-        # A connection that breaks is noticed, unless nothing says so.
+        # A broken connection is noticed, unless no signal arrives.
         if self._world.chance(f"{group.name} {rank}").random() < 0.8:
             self.break_group(group)
         for each in (rank, *group.also[rank]):
             group.members.pop(each, None)
 
     def break_group(self, group: Group) -> None:
-        """Everybody who waits in it is told, by and by."""
+        """Break a group: all waiting members fail, each after a delay."""
         group.broken = True
         error = Reason.GROUP_FAILED.error(f"a member of {group.name} is gone", outcome=OUTCOME_DIRTY)
         for wait in (*group.waits.values(), *group.joining.values()):
@@ -104,7 +103,7 @@ class Fabric:
         group.waits.clear()
 
     def leave(self, node: Node, name: str) -> None:
-        """Leave a group; what waits in it is broken off. Raises GROUP_NOT_FOUND."""
+        """Leave a group and interrupt its waits. Raises GROUP_NOT_FOUND."""
         group = self.groups.get(name)
         ranks = [rank for rank, member in group.members.items() if member is node] if group else []
         if group is None or not ranks:
@@ -114,14 +113,14 @@ class Fabric:
         self.break_group(group)
 
     def joined(self, node: Node, name: str) -> Group:
-        """The group. Raises GROUP_NOT_FOUND when the process is not in it."""
+        """Return the group. Raises GROUP_NOT_FOUND if the process is not a member."""
         group = self.groups.get(name)
         if group is None or node not in group.members.values() or len(group.joining) < group.size:
             raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
         return group
 
     async def send(self, node: Node, name: str, tensors: Tensors, timeout_s: float) -> None:
-        """Broadcast a bucket as rank 0; returns when every member has taken it in."""
+        """Broadcast a bucket as rank 0; return when every member has received it."""
         group = self.joined(node, name)
         if group.broken:
             raise Reason.GROUP_FAILED.error(f"{name} is broken", outcome=OUTCOME_DIRTY)
@@ -134,7 +133,7 @@ class Fabric:
         await self._await(wait, timeout_s, group)
 
     async def receive(self, node: Node, name: str, index: int, timeout_s: float) -> Tensors:
-        """Take in the ``index``-th broadcast of the group."""
+        """Receive the ``index``-th broadcast of the group."""
         group = self.joined(node, name)
         if group.broken:
             raise Reason.GROUP_FAILED.error(f"{name} is broken", outcome=OUTCOME_DIRTY)
@@ -146,7 +145,7 @@ class Fabric:
         return tensors
 
     def _match(self, group: Group, index: int, rank: int) -> None:
-        """A receiver gets a bucket once it was sent; the sender is told when all have it."""
+        """Deliver a sent bucket to a waiting receiver; finish the sender's wait after the last receiver."""
         taking = group.waits.get((index, rank))
         if group.stuck or group.broken or index >= len(group.sent) or taking is None or not taking.node.alive:
             return

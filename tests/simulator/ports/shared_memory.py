@@ -1,4 +1,4 @@
-"""Memory that processes of one host share: segments with contents, an owner, and a lease on what is in them now."""
+"""Memory shared by processes of one host: segments with contents, an owner, and a lease on the present contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.simulator.ports.process_groups import Tensors
 from tests.simulator.ports.virtual_time import Node
 
 TRAINERS_HOST = "host"
-"""Where trainers run; of the stages some do, too."""
+"""Host of the trainers, and of some stages."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class SharedMemory:
         self._segments: dict[str, _Segment] = {}
 
     def write(self, owner: Node, name: str, contents: Tensors, lease_s: float) -> TensorSegment:
-        """Put contents into a segment, in the place of what was in it; how it is announced."""
+        """Replace the contents of a segment; return its announcement."""
         before = self._segments.get(name)
         segment = _Segment(owner, before.generation + 1 if before is not None else 1, contents)
         self._segments[name] = segment
@@ -45,9 +45,9 @@ class SharedMemory:
         return announced
 
     def read(self, announced: TensorSegment, host: str, name: str = "") -> str:
-        """A tensor of a segment, or none: whether it could be read by a process of that host.
+        """Return a tensor of a segment, or only check that a process of that host could read the segment.
 
-        Raises NOT_COLOCATED, SEGMENT_NOT_FOUND when its owner is gone, SEGMENT_EXPIRED when it was used again.
+        Raises NOT_COLOCATED, SEGMENT_NOT_FOUND if the owner is gone, SEGMENT_EXPIRED if the segment was reused.
         """
         if host != announced.node:
             raise Reason.NOT_COLOCATED.error(f"{announced.shared_memory} lies on {announced.node}", field="segments")

@@ -1,8 +1,8 @@
 """Virtual time, and processes that can be killed and stopped: an event loop for each, run one round at a time.
 
-A process that is killed simply never runs again: nothing of it is cleaned up, as with SIGKILL. One that is stopped runs
-what is due when it is let go on, as with SIGSTOP. Each process counts its monotonic time from a zero of its own, and
-draws what befalls it from a source of its own: what one is asked to do leaves the others' luck alone.
+A killed process never runs again, without any cleanup, as with SIGKILL. A stopped process runs its due calls when it
+continues, as with SIGSTOP. Each process counts its monotonic time from its own zero, and has its own source of
+randomness: a request to one process does not change the draws of other processes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ T = TypeVar("T")
 CLOSING_ROUNDS = 20
 
 MOST_CALLS = 1000
-"""Calls of one turn; who goes on for longer does not stop time."""
+"""Most calls of one turn, so that an endless process does not stop time."""
 
 KEPT = 1000
-"""Tasks that are held after they may have ended."""
+"""Ended tasks that are kept before a cleanup."""
 
 EPOCH_S = 1_800_000_000
-"""Wall time at which every simulation starts."""
+"""Wall time at the start of every simulation."""
 
 ROUND_S = 1e-7
-"""What one round of an event loop takes: somebody who waits for a time that is a rounding error away gets there."""
+"""Duration of one round of an event loop, so that waits within a rounding error of now end."""
 
 
 class Handle:
-    """A call that is due at some time, or now, and may be cancelled until then."""
+    """A call that is due at some time, or now; cancellable until then."""
 
     __slots__ = ("arguments", "context", "function")
 
@@ -55,23 +55,22 @@ class Handle:
         self.context = context
 
     def cancel(self) -> None:
-        """Let it not happen."""
         self.function = None
         self.arguments = ()
 
 
 _Call = tuple[Callable[..., object], tuple[Any, ...], contextvars.Context | None]
-"""One that nobody will cancel, as most are: the steps of tasks, and the messages."""
+"""A call that is never cancelled, like most: the steps of tasks, and the messages."""
 
 _Due = Handle | _Call
 _Timer = tuple[float, int, "NodeLoop", _Due]
-"""When, its number, where, what."""
+"""Time, number, loop, call."""
 
 
 class NodeLoop(asyncio.AbstractEventLoop):
-    """An event loop on the world's time: what tasks, futures, timeouts, locks and queues need, and nothing else.
+    """An event loop on the world's time, for tasks, futures, timeouts, locks and queues only.
 
-    All timers of the world are in one heap, so that the next one is found without asking every process.
+    All timers of the world are in one heap, so that the next timer is found without asking every process.
     """
 
     def __init__(self, world: World, node: Node, offset: float) -> None:
@@ -80,18 +79,18 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self._offset = offset
         self.ready: deque[_Due] = deque()
         self.queued = False
-        """Whether it is among the world's loops that have something to do, or has its turn."""
+        """Whether this loop is in the world's queue, or has its turn."""
         self.missed: list[_Timer] = []
         """Timers that ran out while the process was stopped."""
 
     def time(self) -> float:
-        """This process's monotonic clock, seconds."""
+        """Return this process's monotonic clock, seconds."""
         return self._world.now + self._offset
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle | None:
-        """Call in the next round. With a context, which only tasks and futures pass, there is nothing to cancel."""
+        """Call in the next round. With a context, passed only by tasks and futures, there is nothing to cancel."""
         if context is None:
             handle = Handle(callback, args, None)
             self.put(handle)
@@ -106,7 +105,6 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
-        """Call some seconds from now."""
         handle = Handle(callback, args, context)
         self._world.schedule(self._world.now + delay, self, handle)
         return handle
@@ -114,13 +112,11 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
-        """Call at a time of this loop's clock."""
         handle = Handle(callback, args, context)
         self._world.schedule(when - self._offset, self, handle)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future of this loop."""
         return asyncio.Future(loop=self)
 
     def create_task(  # type: ignore[override]
@@ -130,41 +126,37 @@ class NodeLoop(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
-        """A task of this loop."""
-        # Without a name it would be given a number, which takes as long as the rest.
+        # A task without a name gets a number, at the cost of the rest.
         task = asyncio.Task(coro, loop=self, name=name or self._node.name, context=context)
         self._world.keep(task)
         return task
 
     get_debug = staticmethod(bool)
-    """Never. Every future asks, and this is the quickest way to say False."""
+    """Never in debug mode. Every future asks, and this is the fastest way to return False."""
 
     def is_running(self) -> bool:
-        """Whether a round is under way."""
+        """Return True during a round."""
         return asyncio._get_running_loop() is self
 
     def is_closed(self) -> bool:
-        """Never."""
         return False
 
     def call_exception_handler(self, context: Mapping[str, Any]) -> None:
-        """An exception that nobody caught."""
         self._node.defect(context)
 
     def put(self, due: _Due) -> None:
-        """It is due."""
         self.ready.append(due)
         if not self.queued:
             self.wake()
 
     def wake(self) -> None:
-        """Have a turn, unless the process is dead or stopped, or has one anyway."""
+        """Queue a turn, unless the process is dead, stopped or already queued."""
         if not self.queued and self._node.alive and not self._node.stopped:
             self.queued = True
             self._world.awake.append(self)
 
     def ring(self, timer: _Timer) -> None:
-        """A timer has run out."""
+        """Queue the call of an expired timer, or keep it for a stopped process."""
         due, node = timer[3], self._node
         if not node.alive or (type(due) is Handle and due.function is None):
             return
@@ -174,7 +166,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
             self.put(due)
 
     def turn(self) -> None:
-        """Run what is due, until there is nothing or it has gone on for long."""
+        """Run due calls, up to MOST_CALLS."""
         ready, node = self.ready, self._node
         asyncio._set_running_loop(self)
         for _ in range(MOST_CALLS):
@@ -206,22 +198,21 @@ class Node:
         self.world = world
         self.name = name
         self.host = name.partition("/")[0]
-        """The machine that it runs on: the first part of its name."""
+        """The host of the process: the first part of its name."""
         self.random = world.chance(name)
         self.alive = True
         self.stopped = False
         self.stops = 0
         self.slow = 0.0
-        """How much later what it sends may come, seconds."""
+        """Largest additional latency of the process's messages, seconds."""
         self.loop = NodeLoop(world, self, self.random.uniform(1.0, 1e6))  # type: ignore[abstract]
         self.at_end: list[Callable[[], None]] = []
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in the process."""
         return self.loop.create_task(work)
 
     def later(self, delay: float, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the process, some seconds from now; it never happens if the process is gone by then."""
+        """Call a function in the process after some seconds; no call if the process is dead by then."""
         world = self.world
         world.schedule(world.now + delay, self.loop, (function, arguments, None))
 
@@ -246,7 +237,7 @@ class Node:
             self.world.wakes(self.loop)
 
     def defect(self, context: Mapping[str, Any]) -> None:
-        """An exception that nobody caught."""
+        """Record an uncaught exception."""
         if self.alive and not self.world.closed:
             error = context.get("exception")
             where = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
@@ -256,7 +247,7 @@ class Node:
 
 
 class World:
-    """Everything that one seed consists of."""
+    """All state of a seed."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -265,47 +256,45 @@ class World:
         self.turns = 0
         self.closed = False
         self.defects: list[str] = []
-        """Exceptions that nobody caught."""
+        """Uncaught exceptions."""
         self.awake: deque[NodeLoop] = deque()
-        """Loops of running processes that have something to do now."""
+        """Loops of running processes with due calls."""
         self._tasks: list[asyncio.Task[Any]] = []
         self._kept = KEPT
         self._timers: list[_Timer] = []
         self._scheduled = 0
         self._ids = 0
         self.timer = self.spawn("time")
-        """The process that nothing befalls: what is to happen at a time is put here."""
+        """The process without faults, for events at a given time."""
 
     def chance(self, of: str) -> random.Random:
-        """A source of randomness for one thing, which depends on nothing but the seed and its name."""
+        """Return a source of randomness for one purpose. It depends only on the seed and its name."""
         return random.Random(zlib.crc32(of.encode()) << 32 | self.seed)
 
     def spawn(self, name: str) -> Node:
-        """Start a process."""
         node = Node(self, name)
         self.nodes.append(node)
         return node
 
     def schedule(self, when: float, loop: NodeLoop, due: _Due) -> None:
-        """Let something be due at a time."""
         self._scheduled += 1
         heapq.heappush(self._timers, (when, self._scheduled, loop, due))
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a task until it has ended: nothing else may hold one of a process that was killed."""
+        """Keep a task until its end: nothing else may hold a task of a killed process."""
         self._tasks.append(task)
         if len(self._tasks) > self._kept:
             self._tasks = [task for task in self._tasks if not task.done() or _unheard(task)]
             self._kept = len(self._tasks) + KEPT
 
     def sleeps(self, loop: NodeLoop) -> None:
-        """A process runs no more."""
+        """Dequeue a process that runs no more."""
         if loop in self.awake:
             self.awake.remove(loop)
             loop.queued = False
 
     def wakes(self, loop: NodeLoop) -> None:
-        """A process runs again."""
+        """Queue a process that runs again, with its missed timers."""
         if loop.ready:
             loop.wake()
         for timer in loop.missed:
@@ -313,7 +302,6 @@ class World:
         loop.missed.clear()
 
     def run(self, until: float) -> None:
-        """Let the processes run until a time."""
         timers, awake = self._timers, self.awake
         while True:
             while timers and timers[0][0] <= self.now:
@@ -341,12 +329,14 @@ class World:
         return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
     def new_key(self) -> bytes:
-        """16 bytes that have not been a key yet."""
+        """Return 16 bytes that have not been a key yet."""
         return hashlib.md5(self.new_id().encode()).digest()
 
     def find_unheard(self) -> None:
-        """Find tasks that failed with a defect which nobody has asked for. The garbage collector tells only of those
-        that nobody holds either. A typed error is the answer to a caller that has left.
+        """Report tasks that failed with a defect that no caller has retrieved.
+
+        The garbage collector reports only unreferenced tasks. A typed error is the answer to a caller that has
+        disconnected.
         """
         for task in filter(_unheard, self._tasks):
             error = task.exception()
@@ -355,8 +345,9 @@ class World:
                 task.get_loop().call_exception_handler({"message": message, "exception": error, "task": task})
 
     def close(self) -> None:
-        """Let everything go. What is left of each process is cancelled first: no coroutine may be torn down by the
-        garbage collector, outside of its loop.
+        """Cancel all remaining work of each process and clear the world.
+
+        Otherwise the garbage collector would end coroutines outside their loop.
         """
         self.closed = True
         for node in self.nodes:
@@ -375,7 +366,7 @@ class World:
 
 
 def _unheard(task: asyncio.Task[Any]) -> bool:
-    """Whether a task has failed, and nobody has asked with what."""
+    """Return True if a task has failed and its error was not retrieved."""
     return task.done() and task._log_traceback
 
 
@@ -385,17 +376,13 @@ class SimClock:
     def __init__(self, node: Node) -> None:
         self._world = node.world
         self.now = node.loop.time
-        """The process's monotonic seconds."""
 
     def wall(self) -> Timestamp:
-        """The virtual wall time."""
         nanoseconds = int(self._world.now * 1e9)
         return Timestamp(seconds=EPOCH_S + nanoseconds // 10**9, nanos=nanoseconds % 10**9)
 
     def new_id(self) -> str:
-        """A fresh UUIDv7."""
         return self._world.new_id()
 
     def new_key(self) -> bytes:
-        """A fresh key."""
         return self._world.new_key()

@@ -1,5 +1,5 @@
-"""A coordinator's process around its state machine: what ``rlctl/coordinator/server.py`` does with gRPC, done with the
-simulation's network.
+"""A coordinator's process around its state machine, on the simulation's network instead of gRPC as in
+``rlctl/coordinator/server.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.simulator.ports.journal import SimJournal
 from tests.simulator.ports.virtual_time import SimClock
 
 COORDINATOR = "coordinator:1"
-"""Where whoever is the coordinator answers."""
+"""Address of the present coordinator."""
 
 FOREIGN_TOKEN = 1
 """A fencing token that no update has."""
@@ -54,7 +54,7 @@ WATCH_S = 5.0
 
 
 async def _watched(events: AsyncGenerator[Any, None]) -> list[Any]:
-    """What a watch tells in some seconds."""
+    """Return the events of a watch within WATCH_S."""
     told: list[Any] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WATCH_S), contextlib.aclosing(events):
@@ -64,7 +64,7 @@ async def _watched(events: AsyncGenerator[Any, None]) -> list[Any]:
 
 
 class CoordinatorHost:
-    """A coordinator's process. It is said to ``again`` when it could not start."""
+    """A coordinator's process. ``again`` is called if it could not start."""
 
     def __init__(self, sim: Simulation, name: str, again: Callable[[CoordinatorHost], None]) -> None:
         self.sim = sim
@@ -90,7 +90,7 @@ class CoordinatorHost:
         sim.network.answer(node, COORDINATOR, self._answer)
 
     async def end(self) -> None:
-        """SIGTERM: it stops by itself."""
+        """Handle SIGTERM with an orderly stop."""
         if self.coordinator is not None:
             await self.coordinator.stop()
         self.node.kill()
@@ -112,9 +112,7 @@ class CoordinatorHost:
         return answer
 
     def _fenced(self, request: Message) -> bool:
-        """Whether somebody decides an open update who is not its owner. What has become of one that has ended may be
-        asked by anybody.
-        """
+        """Return True if a non-owner decides an open update. The result of an ended update is open to all."""
         assert self.coordinator is not None
         return (
             isinstance(request, CommitWeightUpdateRequest)

@@ -1,4 +1,4 @@
-"""The processes that serve: who fills which slot, and who is the coordinator."""
+"""The serving processes: the stages in each slot, and the coordinator."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.simulator.processes.stage import StageHost
 
 
 class Fleet:
-    """What supervises them: it starts, adds and takes away.
+    """The supervisor: starts, adds and removes processes.
 
     Attributes:
         models: slots of each model.
-        stages: what was started last for each slot.
-        formers: what was started before and lives on.
-        coordinator: the one that was started last.
+        stages: the last stage started for each slot.
+        formers: earlier stages that are still alive.
+        coordinator: the last coordinator started.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -31,7 +31,6 @@ class Fleet:
         self._coordinators = 0
 
     def start_coordinator(self) -> None:
-        """Start a coordinator on the journal."""
         self._coordinators += 1
         self.coordinator = CoordinatorHost(self.sim, f"coordinator-{self._coordinators}/0", self._coordinator_again)
 
@@ -40,12 +39,12 @@ class Fleet:
             self.start_coordinator()
 
     def start_stage(self, slot: str) -> None:
-        """Fill a slot anew: on its own machine, unless what filled it before still listens there."""
+        """Fill a slot anew: on its own host, unless the former stage still listens there."""
         taken = any(host.alive and host.slot == slot and host.at_home for host in self.formers)
         self._fill(slot, elsewhere=taken)
 
     def start_second(self, slot: str) -> None:
-        """Fill a slot on another machine, though what fills it lives."""
+        """Fill a slot on another host, although its stage is alive."""
         self.formers.append(self.stages[slot])
         self._fill(slot, elsewhere=True)
 
@@ -55,7 +54,7 @@ class Fleet:
         self.stages[slot] = StageHost(self.sim, self.sim.slots[slot], self._boots, self._stage_again, place)
 
     def start_as_another(self, slot: str, model: str) -> None:
-        """Let a slot serve another model from now on, on another machine; what filled it may live on."""
+        """Let a slot serve a different model from now on, on another host; its former stage may live on."""
         former = self.stages[slot]
         self.models[former.model].remove(slot)
         self.models[model].append(slot)
@@ -63,7 +62,7 @@ class Fleet:
         self.start_second(slot)
 
     def filling(self, slot: str) -> list[StageHost]:
-        """What was started for a slot and may live."""
+        """Return the stages that were started for a slot and may be alive."""
         return [host for host in (self.stages.get(slot), *self.formers) if host is not None and host.slot == slot]
 
     def _stage_again(self, host: StageHost) -> None:
@@ -71,7 +70,7 @@ class Fleet:
             self.start_stage(host.slot)
 
     def add_stage(self, model: str, ranks: int) -> None:
-        """Fill a slot that there has not been yet."""
+        """Fill a new slot."""
         slot = f"{model}-{sum(other.startswith(model) for other in self.sim.slots)}"
         modest = 5 if self.sim.world.chance(f"engines of {model}").random() < 0.15 else 0
         kind = self.sim.world.chance(f"kind of {slot}").choices([*LEVELS], (6, 2, 1, 1, modest))[0]
@@ -83,7 +82,7 @@ class Fleet:
         self.start_stage(slot)
 
     def remove_stage(self, slot: str) -> None:
-        """Empty a slot for good, if the coordinator can be told."""
+        """Empty a slot for good, if the coordinator can be reached."""
         *formers, host = reversed(self.filling(slot))
         for former in formers:
             former.kill()

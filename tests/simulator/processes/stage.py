@@ -1,5 +1,5 @@
-"""A stage's processes around their state machines: what the servers of ``rlctl/stage`` and ``rlctl/worker`` do with
-gRPC, done with the simulation's network.
+"""A stage's processes around their state machines, on the simulation's network instead of gRPC as in ``rlctl/stage``
+and ``rlctl/worker``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _VERBS = SimEngine.verbs()
 
 
 class StageHost:
-    """What fills a slot: rank 0's process with the stage server, and a process for each follower.
+    """A stage in a slot: rank 0's process with the stage server, and a process for each follower.
 
-    It is said to ``again`` when it could not start.
+    ``again`` is called if the stage could not start.
     """
 
     def __init__(
         self, sim: Simulation, slot: SimSlot, boot: int, again: Callable[[StageHost], None], place: str = ""
     ) -> None:
-        """``place``: the machine, as far as partitions are concerned; "": the one that is called as the slot is, where
-        it listens at the address of whatever was there before, if addresses are fixed.
+        """``place``: the host for partitions; "": the host named after the slot. With fixed addresses, the stage there
+        listens at its predecessor's address.
         """
         self.sim = sim
         self.slot = slot.name
@@ -70,7 +70,7 @@ class StageHost:
         for rank in range(1, processes):
             self.nodes[rank].start(self._follow(rank))
         self.node.start(self._start())
-        # Without rank 0 its followers end.
+        # Followers end with rank 0.
         self.node.at_end.append(self._end_followers)
 
     def _end_followers(self) -> None:
@@ -79,25 +79,21 @@ class StageHost:
 
     @property
     def node(self) -> Node:
-        """Rank 0's process."""
         return self.nodes[0]
 
     @property
     def alive(self) -> bool:
-        """Whether rank 0 runs."""
         return self.node.alive
 
     def now(self) -> float:
-        """Rank 0's monotonic seconds."""
         return self.node.loop.time()
 
     def kill(self) -> None:
-        """SIGKILL of all its processes."""
         for node in self.nodes:
             node.kill()
 
     def answer_slowly(self, chance: random.Random) -> None:
-        """What one of its ranks sends comes late for a while."""
+        """Delay the messages of a rank for a while."""
         node = chance.choice(self.nodes)
         node.slow = chance.choice((0.05, 0.5))
         self.sim.observer.note(f"FAULT what {node.name} sends is slow")
@@ -106,7 +102,7 @@ class StageHost:
     # Followers.
 
     def address(self, rank: int) -> str:
-        """Where a rank is commanded."""
+        """Return the command address of a rank."""
         return f"{self._address}-{rank}:1"
 
     async def _follow(self, rank: int) -> None:
@@ -173,7 +169,7 @@ class StageHost:
         self._registering = node.start(self._stay_registered(self.stage))
 
     async def restart(self) -> None:
-        """Start the engine anew in the process that there is, as a stage server does that can."""
+        """Restart the engine in the existing process, like an able stage server."""
         former = self.stage
         if former is None or self._restarting:
             return
@@ -236,7 +232,6 @@ class StageHost:
             await asyncio.sleep(REGISTER_AGAIN_S)
 
     async def leave(self) -> None:
-        """Deregister and end."""
         if self.stage is not None and self.stage.incarnation:
             request = DeregisterStageRequest(slot=self.slot, boot_id=self.stage.registration.boot_id, force=True)
             with contextlib.suppress(RlctlError):
@@ -244,7 +239,7 @@ class StageHost:
         self.kill()
 
     async def generate(self, request: GenerateRequest, remaining_s: float) -> AsyncGenerator[GenerateResponse, None]:
-        """What a client of the rollout port gets."""
+        """Yield the responses to a client of the rollout port."""
         async with contextlib.aclosing(self._rollouts.stream(request, remaining_s)) as parts:
             async for part in parts:
                 self.sim.observer.served(self.name, self.model, part)
@@ -253,7 +248,7 @@ class StageHost:
     async def generate_many(
         self, requests: AsyncIterator[GenerateManyRequest]
     ) -> AsyncGenerator[GenerateManyResponse, None]:
-        """What a client gets that sends many requests over one stream."""
+        """Yield the messages to a client that sends many requests over one stream."""
         async with contextlib.aclosing(self._rollouts.many(requests)) as messages:
             async for message in messages:
                 for part in message.parts:
@@ -262,7 +257,7 @@ class StageHost:
                 yield message
 
     async def call(self, method: str, request: Any) -> Any:
-        """A unary call of the rollout port."""
+        """Make a unary call of the rollout port."""
         return await getattr(self._rollouts, method)(request, 30.0)
 
     @property
