@@ -1,4 +1,4 @@
-"""What every engine that stands before a server does with LoRA adapters; outputs are the merged model's."""
+"""Checks of LoRA adapters for every server engine; outputs are the merged model's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PROMPT = "12+34="
 
 
 def generated(fleet: Fleet, adapter: str, count: int = 8) -> tuple[list[int], set[str]]:
-    """Tokens, and versions of the adapter."""
+    """Return tokens, and versions of the adapter."""
     response = fleet.generate(encode(PROMPT), max_new_tokens=count, temperature=0.0, ignore_eos=True, adapter=adapter)
     sample = response.samples[0]
     return list(sample.output_ids), {span.adapter_version for span in sample.versions}
 
 
 def listed(fleet: Fleet) -> set[tuple[str, str]]:
-    """Names and versions that the server is said to hold: one answer for all ranks."""
+    """Return names and versions of the server's adapters: one answer for all ranks."""
     (stage,) = fleet.list_adapters().stage_results
     alone = len(stage.rank_results) == 1
     assert {r.evidence for r in stage.rank_results} == {common.EVIDENCE_RANK if alone else common.EVIDENCE_ENGINE}
@@ -52,11 +52,11 @@ def are_loaded_switched_and_unloaded(fleet: Fleet, model: Any, directory: Path) 
     assert wanted != base
     assert generated(fleet, "math") == (wanted, {"1"})
     assert generated(fleet, "prose") == (merged_says(model, PROMPT, other), {"o"})
-    # The same name, other tensors: none of the KV entries of the first version is used for the second.
+    # The same name, different tensors: no KV entry of the first version is used for the second.
     fleet.load_adapter("math", save(directory / "two", two), version="2")
     assert generated(fleet, "math") == (merged_says(model, PROMPT, two), {"2"})
     assert generated(fleet, "") == (base, {""})
-    # Files that change, or go, under an adapter that serves change nothing.
+    # Changed or deleted files of a serving adapter have no effect.
     save(directory / "two", one)
     shutil.rmtree(directory / "other")
     for _ in range(2):
@@ -71,7 +71,7 @@ def are_loaded_switched_and_unloaded(fleet: Fleet, model: Any, directory: Path) 
 
 
 def are_refused(fleet: Fleet, model: Any, directory: Path, cases: Iterable[tuple[Reason, str]]) -> None:
-    """None of these paths takes the place of "math" or makes the server unroutable."""
+    """Check that no path of ``cases`` replaces "math" or makes the server unroutable."""
     held = lora(model, 4)
     fleet.load_adapter("math", save(directory / "held", held), version="held")
     tensors = lora(model, 5)
@@ -91,7 +91,7 @@ def are_refused(fleet: Fleet, model: Any, directory: Path, cases: Iterable[tuple
 
 
 def are_sent_by_a_trainer(fleet: Fleet, model: Any) -> None:
-    """Out of shared memory; what does not fit, and a group, change nothing."""
+    """Check adapters from shared memory; unfit tensors, and a group, change nothing."""
     tensors: dict[str, Any] = {}
     with closing(fleet.publisher("actor", path="ipc", bucket_bytes=4096)) as publisher:
         for version in ("sent-1", "sent-2"):
@@ -116,7 +116,7 @@ def are_sent_by_a_trainer(fleet: Fleet, model: Any) -> None:
 
 
 def held_back(fleet: Fleet, adapter: str) -> Iterator[rollout.GenerateResponse]:
-    """A request with an adapter that a pause holds back; one that was over when the pause came is sent again."""
+    """Return a request with an adapter, held by a pause; a request that ended before the pause is repeated."""
     for _ in range(20):
         stream = fleet.generate_stream(
             encode(PROMPT), max_new_tokens=480, temperature=0.0, ignore_eos=True, adapter=adapter
@@ -132,7 +132,7 @@ def held_back(fleet: Fleet, adapter: str) -> Iterator[rollout.GenerateResponse]:
 
 
 def end_requests_only_when_asked_to(fleet: Fleet, model: Any, directory: Path, *, while_paused: bool) -> None:
-    """``while_paused``: also those that a pause holds back."""
+    """``while_paused``: also requests that a pause holds."""
     path, new = save(directory / "busy", lora(model, 6)), lora(model, 7)
     save(directory / "new", new)
     fleet.load_adapter("busy", path, version="1")
@@ -157,7 +157,7 @@ def end_requests_only_when_asked_to(fleet: Fleet, model: Any, directory: Path, *
 
 
 def are_kept_or_dropped(fleet: Fleet, model: Any, directory: Path) -> None:
-    """As an update of the base says."""
+    """Check the adapters after updates of the base that keep or drop adapters."""
     tensors = lora(model, 8)
     fleet.load_adapter("kept", save(directory / "kept", tensors), version="k")
     shutil.rmtree(directory / "kept")
@@ -192,7 +192,7 @@ def come_back_with(fleet: Fleet, slot: str, name: str) -> None:
 
 
 def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str, *, killed: bool = False) -> None:
-    """Its requests are ended or waited for, others go on; it is paused still when its server was ``killed``."""
+    """Check a pause of an adapter: its requests end or finish, other requests go on; ``killed``: across a restart."""
     held, free = lora(model, 12), lora(model, 13)
     for name, tensors in (("held", held), ("free", free)):
         fleet.load_adapter(name, save(directory / name, tensors), version=name)
@@ -217,7 +217,7 @@ def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str, *, kil
 
 
 def _ended_by(fleet: Fleet, mode: str) -> int:
-    """How a request with the adapter "held" ends that runs when it is paused; one that was over is sent again."""
+    """Return how a running request with the adapter "held" ends at its pause; an earlier end repeats the request."""
     for _ in range(20):
         stream = fleet.generate_stream(
             encode(PROMPT), adapter="held", max_new_tokens=480, temperature=0.0, ignore_eos=True
@@ -232,7 +232,7 @@ def _ended_by(fleet: Fleet, mode: str) -> int:
 
 
 def _only_is_paused(fleet: Fleet, model: Any, free: Any) -> None:
-    """The adapter "held" is; "free" and the base are not."""
+    """Check that only the adapter "held" is paused, not "free" and the base."""
     (stage,) = fleet.status().stages
     assert [pause.adapter for pause in stage.adapter_pauses] == ["held"]
     assert generated(fleet, "free") == (merged_says(model, PROMPT, free), {"free"})

@@ -1,4 +1,4 @@
-"""What the stages of a fleet generate, each of them."""
+"""Responses of every stage of a fleet."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ PATIENCE_S = 60.0
 
 
 def of_each(fleet: Fleet, prompt: Sequence[int], **settings: Any) -> list[GenerateResponse]:
-    """What each stage answers first, in slot order. They are asked until all have answered: the SDK routes by a watch,
-    which follows what changes at the coordinator within a moment."""
+    """Return the first response of each stage, in slot order.
+
+    Requests repeat until all stages have answered: the SDK routes by a watch, slightly behind the coordinator.
+    """
     slots = sorted(stage.registration.slot for stage in fleet.status().stages)
     answers: dict[str, GenerateResponse] = {}
     deadline = time.monotonic() + PATIENCE_S

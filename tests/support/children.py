@@ -1,4 +1,4 @@
-"""A launcher whose processes are the test."""
+"""A launcher with simulated processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.launch.interface.spec import EngineSpec, Reservation, rank_arguments
 
 
 class Child:
-    """A process that does what the test says."""
+    """A process controlled by the test."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Child:
 
 
 class Children:
-    """A launcher of them."""
+    """A launcher of such processes."""
 
     def __init__(self) -> None:
         self.all: list[Child] = []

@@ -17,7 +17,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "chromium"
 
 
 class Page:
-    """One page.
+    """A page.
 
     Attributes:
         urls: addresses that the page requested.
@@ -31,7 +31,7 @@ class Page:
         self.complaints: list[str] = []
 
     async def do(self, method: str, **params: Any) -> Any:
-        """Call a method of the protocol; returns its result."""
+        """Call a method of the protocol; return its result."""
         number = next(self._ids)
         await self._socket.send_json({"id": number, "method": method, "params": params})
         while True:
@@ -46,13 +46,13 @@ class Page:
                 return message["result"]
 
     async def value(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         done = await self.do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     async def open(self, url: str, width: int, ready: str) -> None:
-        """Load a page in a window of this width, and wait until an expression holds in it."""
+        """Load a page in a window of this width, and wait until ``ready`` holds."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.do("Emulation.setDeviceMetricsOverride", **metrics)
         await self.do("Page.navigate", url=url)
@@ -64,7 +64,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def chromium(directory: Path) -> AsyncIterator[Page]:
-    """A page of a browser with a new profile. Skips the test where Chromium is not installed."""
+    """Open a page of a browser with a new profile. Skips the test without Chromium."""
     program = await asyncio.to_thread(subprocess.run, [TOOL, "path"], capture_output=True, text=True, check=False)
     if program.returncode:
         pytest.skip("Chromium is not installed here: tools/chromium install")

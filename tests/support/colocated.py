@@ -1,4 +1,4 @@
-"""A co-located trainer in front of a fleet of one server, and what its ranks must have afterwards."""
+"""A co-located trainer in front of a fleet of one server, with checks of its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINER = Path(__file__).parent / "colocated_trainer.py"
 
 
 async def assert_updates(coordinator: str, checkpoint: Path, output: Path, trainer: str) -> None:
-    """Two updates by handle reach the only engine, actor-0 of one rank, and no reference stays."""
+    """Check that two updates by handle reach the only engine, actor-0 of one rank, and that no reference stays."""
     gateway = GatewayServer(GatewayConfig(coordinator, dialect="sglang"))
     try:
         await gateway.start()

@@ -1,9 +1,9 @@
-"""A co-located trainer: it sends a checkpoint's tensors as slime, Miles or verl do it, and says what became of it.
+"""A co-located trainer: sends a checkpoint's tensors in the way of slime, Miles or verl, and reports the results.
 
     python colocated_trainer.py CHECKPOINT OUTPUT TRAINER SEEDS ENGINE=RANKS [ENGINE=RANKS ...]
 
-It needs torch and safetensors, and nothing of rlctl. SGLang's own serialiser writes the payloads; without SGLang,
-torch's ``ForkingPickler`` does the same for classes of the same names. Each update is one JSON line.
+The script needs torch and safetensors, and nothing of rlctl. SGLang's own serialiser writes the payloads; without
+SGLang, torch's ``ForkingPickler`` does the same for classes of the same names. Each update is one JSON line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 def stand_in() -> None:
-    """Modules with the classes that payloads name."""
+    """Make modules with the classes that payloads name."""
     for name in [*NAMES, "sglang.srt.model_executor", "sglang.srt.model_executor.model_runner_components", UPDATER]:
         sys.modules[name] = types.ModuleType(name)
 
@@ -54,13 +54,13 @@ if os.environ.get("STAND_IN"):
     stand_in()
 
     def serialize(value: Any) -> bytes:
-        """What SGLang's ``MultiprocessingSerializer`` does."""
+        """Serialise like SGLang's ``MultiprocessingSerializer``."""
         stream = io.BytesIO()
         ForkingPickler(stream).dump(value)
         return stream.getvalue()
 
     def flattened(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A bucket as SGLang's ``FlattenedTensorBucket`` makes it."""
+        """Return a bucket like SGLang's ``FlattenedTensorBucket``."""
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
         entries, start = [], 0
@@ -78,13 +78,13 @@ else:
     serialize = MultiprocessingSerializer.serialize
 
     def flattened(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A bucket as slime and Miles make it."""
+        """Return a bucket in the form of slime and Miles."""
         bucket = FlattenedTensorBucket(named_tensors=list(tensors.items()))
         return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
 
 
 def post(url: str, body: Any = None) -> dict[str, Any]:
-    """What is answered; another status ends the trainer."""
+    """Return the answer; an error status ends the trainer."""
     method = "POST" if body is not None else "GET"
     headers = {"Content-Type": "application/json"}
     data = json.dumps(body).encode() if body is not None else None
@@ -97,18 +97,18 @@ def post(url: str, body: Any = None) -> dict[str, Any]:
 
 
 class Engines:
-    """The engines, called at the same time, each at its own address."""
+    """The engines, called concurrently, each at its own address."""
 
     def __init__(self, places: dict[str, int]) -> None:
         self.places = places
         self._threads = concurrent.futures.ThreadPoolExecutor(len(places))
 
     def every(self, path: str, body: Any = None) -> None:
-        """The same of every engine."""
+        """Send the same request to every engine."""
         list(self._threads.map(lambda url: post(url + path, body), self.places))
 
     def write(self, bucket: Bucket, make: Callable[[Bucket], Any], encode: Encode, **fields: Any) -> None:
-        """Write a bucket. Each rank of each engine gets storages of its own, which stay until all have answered."""
+        """Write a bucket. Each rank of each engine gets its own storages, kept until all engines have answered."""
         made = {url: [make(bucket) for _ in range(ranks)] for url, ranks in self.places.items()}
         bodies = {
             url: {
@@ -122,17 +122,17 @@ class Engines:
 
 
 def own(bucket: Bucket) -> Bucket:
-    """Tensors in storages of their own."""
+    """Return tensors in separate storages."""
     return {name: tensor.clone() for name, tensor in bucket.items()}
 
 
 def one_each(values: list[Any]) -> list[bytes]:
-    """A payload for each rank."""
+    """Return a payload for each rank."""
     return [serialize(value) for value in values]
 
 
 def all_in_each(values: list[Bucket]) -> list[bytes]:
-    """SGLang's ``update_weights``, which verl calls: every payload has every rank's handles."""
+    """Encode like SGLang's ``update_weights``, called by verl: every payload has every rank's handles."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 
     pairs = [(name, LocalSerializedTensor([serialize(value[name]) for value in values])) for name in values[0]]
@@ -140,14 +140,14 @@ def all_in_each(values: list[Bucket]) -> list[bytes]:
 
 
 def buckets(tensors: Bucket, count: int = 3) -> list[Bucket]:
-    """The tensors in so many parts."""
+    """Split the tensors into ``count`` parts."""
     items = list(tensors.items())
     return [dict(items[start::count]) for start in range(count)]
 
 
 def update(trainer: str, engines: Engines, tensors: Bucket, version: str) -> None:
-    """One update in the order of the trainer's own code."""
-    if trainer == "verl":  # verl/workers/rollout/sglang_rollout: an engine that sleeps while the trainer trains
+    """Run an update in the order of the trainer's own code."""
+    if trainer == "verl":  # verl/workers/rollout/sglang_rollout: the engine sleeps while the trainer trains
         engines.every("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
         engines.every("/resume_memory_occupation", {"tags": ["weights"]})
         for bucket in buckets(tensors):

@@ -1,4 +1,4 @@
-"""Runs of ``rlctl demo``, and what one that passes has printed."""
+"""Runs of ``rlctl demo``, and checks of a passing run's output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> tuple[int, list[dict[str, Any]], str]:
-    """(exit code, objects on stdout, stderr) of ``rlctl demo --json``."""
+    """Return (exit code, objects on stdout, stderr) of ``rlctl demo --json``."""
     done = subprocess.run(
         [*command, "demo", "--json", *arguments], cwd=directory, env=environment,
         capture_output=True, text=True, check=False,

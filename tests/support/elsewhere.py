@@ -1,4 +1,4 @@
-"""Servers in a place of their own: other network or mount namespaces than the tests'."""
+"""Servers in separate network or mount namespaces."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlctl.runtime.server_process import ANNOUNCEMENT
 STOP_S = 15.0
 
 OWN_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
-"""Runs a command on a host of its own, as far as shared memory tells."""
+"""Runs a command with its own shared memory, like a separate host."""
 
 
 def need(*command: str) -> None:
-    """Skip the test, saying so, where this machine does not let a command be run."""
+    """Skip the test, with the reason, if this machine does not permit a command."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -30,7 +30,7 @@ def need(*command: str) -> None:
 
 @contextmanager
 def serving(place: Sequence[str], *arguments: str, log: Path) -> Iterator[dict[str, str]]:
-    """``rlctl ARGUMENTS`` run by the command ``place``: what it announced, while it runs. It is ended by its id."""
+    """Run ``rlctl ARGUMENTS`` by the command ``place``; yield its announcement. The process is ended by its id."""
     with log.open("ab") as stderr:
         process = subprocess.Popen(
             [*place, sys.executable, "-m", "rlctl", *arguments, "--end-with-parent"],

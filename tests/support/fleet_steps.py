@@ -1,4 +1,4 @@
-"""Steps with an in-process fleet: faults of stages and coordinator, adapters, groups of clients without an update."""
+"""Steps with an in-process fleet: faults of stages and coordinator, adapters, groups of implicit updates."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ UNREACHABLE = common.STAGE_STATE_UNREACHABLE
 
 
 def engines(fleet: InProcessFleet) -> list[FakeEngine]:
-    """Every rank's engine."""
     stages = [stage._engine for stage in fleet.stages.values()]
     return stages + [worker._follower._engine for worker in fleet.workers.values()]  # type: ignore[return-value]
 
 
 def held(fleet: InProcessFleet) -> list[dict[str, tuple[str, str]]]:
-    """What every rank really holds: version and contents by name."""
+    """Return every rank's adapters: version and contents by name."""
     return [
         {name: (adapter.version, engine.adapter_weights[name]) for name, adapter in engine.adapters.items()}
         for engine in engines(fleet)
@@ -46,7 +45,7 @@ async def load(fleet: InProcessFleet, path: str, version: str = "a-1", **fields:
 
 
 async def dirty(fleet: InProcessFleet) -> None:
-    """Every stage has taken in a part of an update that was aborted."""
+    """Make every stage DIRTY by an aborted update."""
     plan = await begin(fleet, "aborted")
     await join(fleet, plan)
     await write(fleet, plan, "half")
@@ -67,7 +66,7 @@ async def kill(fleet: InProcessFleet, slot: str) -> StageSpec:
 
 
 async def cut_off(fleet: InProcessFleet, slot: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Break a stage's link, and let no other one be made until the returned function is called."""
+    """Break a stage's link, and prevent new links until the returned function is called."""
     dialer = fleet.server.coordinator._peers._dialer
     dial, address, away = dialer.dial, fleet.stage(slot).registration.address, [True]
 

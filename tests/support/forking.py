@@ -1,11 +1,12 @@
-"""Engines and trainers that are forked from a process in which torch and transformers are imported already.
+"""Engines and trainers forked from a process that has imported torch and transformers.
 
-Importing them takes five seconds of a core, several times what most tests do with an engine, and the suites start
-hundreds. So a launcher inside of a test gets its ranks from here: processes of their own, with the arguments,
-environment, standard streams and process group that they would have had. What rlctl starts from processes of its own
-(``rlctl up``, ``rlctl demo``) begins with an interpreter, as does whatever needs another environment before it imports.
+The imports take five seconds of a core, several times the cost of most tests with an engine, and the suites start
+hundreds of engines. A launcher inside a test therefore gets its ranks from here: separate processes with the usual
+arguments, environment, standard streams and process group. Processes below a process of rlctl (``rlctl up``, ``rlctl
+demo``) start with an interpreter. So does any process that needs a different environment before its imports.
 
-Run as a program it is that one process: it takes requests from a socket, and ends with whoever holds the other end.
+Run as a program, this module is the forking process: it takes requests from a socket, and ends with the owner of the
+other end.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from typing import IO, Any
 
 IMPORTED = ("rlctl.cli.main", "rlctl_torch.engine", "transformers.models.qwen2.modeling_qwen2")
 EARLY = ("HF_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
-"""Beginnings of the names of variables that are read when something is imported."""
+"""Prefixes of environment variables that imports read."""
 COMMAND = "rlctl"
 MOST_BYTES = 1 << 18
 
 
 class Forked:
-    """What :class:`subprocess.Popen` would have been."""
+    """A forked process with the interface of :class:`subprocess.Popen`."""
 
     def __init__(self, nursery: Nursery, argv: Sequence[str], stderr: IO[bytes], env: Mapping[str, str]) -> None:
-        """``argv``: a script and its arguments, or ``rlctl`` and those of the command."""
+        """``argv``: a script and its arguments, or ``rlctl`` and the arguments of the command."""
         stdin, self_stdin = os.pipe()
         self_stdout, stdout = os.pipe()
         self.stdin: IO[bytes] = os.fdopen(self_stdin, "wb", 0)
@@ -56,11 +57,11 @@ class Forked:
             os.close(stdout)
 
     def born(self, pid: int) -> None:
-        """It runs under this id, and its end has not been told."""
+        """Record the process id, before the process's end is reported."""
         self.pid, self._handle = pid, os.pidfd_open(pid)
 
     def ended(self, returncode: int) -> None:
-        """It has, and was waited for."""
+        """Record the exit status of the process, already waited for."""
         with self._using:
             if self._handle is not None:
                 os.close(self._handle)
@@ -69,43 +70,41 @@ class Forked:
         self._ended.set()
 
     def close(self) -> None:
-        """Close this end of its streams."""
+        """Close this end of the process's streams."""
         self.stdin.close()
         self.stdout.close()
 
     def poll(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Return the exit status; None while the process runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        """Wait for the end. Raises subprocess.TimeoutExpired."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired([], timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         with self._using, contextlib.suppress(ProcessLookupError):
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
-    """The process that forks, from the first time that it is needed on."""
+    """The forking process, started at its first use."""
 
     def __init__(self, program: str = __file__) -> None:
         self._program = program
         self._env: dict[str, str] = {}
-        """What the process that forks was started with."""
+        """Environment of the forking process."""
         self._lock = threading.Lock()
         self._children: dict[int, Forked] = {}
         self._socket: socket.socket | None = None
@@ -115,7 +114,7 @@ class Nursery:
         self._said = threading.Condition()
 
     def popen(self, command: list[str], **options: Any) -> Any:
-        """A process for a launcher: forked, where it may be."""
+        """Start a process for a launcher: forked, if allowed."""
         python, dash_m, module, *arguments = command
         env = options["env"]
         forks = (python, dash_m, module) == (sys.executable, "-m", COMMAND) and _torch(arguments)
@@ -125,13 +124,13 @@ class Nursery:
         return Forked(self, [COMMAND, *arguments], options["stderr"], env)
 
     def script(self, argv: Sequence[str], stderr: IO[bytes]) -> Forked:
-        """A process that runs a script with its arguments."""
+        """Start a process that runs a script with its arguments."""
         return Forked(self, argv, stderr, _own())
 
     def fork(self, child: Forked, argv: Sequence[str], streams: Sequence[int], env: Mapping[str, str]) -> None:
-        """Start a process; ``child`` is told that it is born, and later that it has ended.
+        """Start a process; ``child`` is notified of the start and, later, of the end.
 
-        Raises RuntimeError if the process that forks is gone, and OSError.
+        Raises RuntimeError if the forking process is gone, and OSError.
         """
         with self._lock:
             control = self._socket or self._start()
@@ -145,7 +144,7 @@ class Nursery:
                 raise RuntimeError("the process that forks is gone; it said why on the standard error")
 
     def close(self) -> None:
-        """End it, and whatever it has forked that still runs."""
+        """End the forking process and all its running children."""
         if self._socket is not None and self._process is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait()
@@ -168,7 +167,7 @@ class Nursery:
             with self._said:
                 self._gone = True
                 self._said.notify_all()
-                for child in self._children.values():  # nobody can wait for them any more
+                for child in self._children.values():  # no process can wait for them any more
                     child.kill()
                     child.ended(-signal.SIGKILL)
 
@@ -188,14 +187,14 @@ NURSERY = Nursery()
 
 
 def standing_in() -> SimpleNamespace:
-    """The module ``subprocess`` as far as launchers use it."""
+    """Return the parts of the module ``subprocess`` that launchers use."""
     return SimpleNamespace(
         Popen=NURSERY.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
     )
 
 
 def _torch(arguments: Sequence[str]) -> bool:
-    """Whether it is a rank of the torch engine on a CPU: what has used a GPU must not be forked."""
+    """Return True for a rank of the torch engine on a CPU: a process that has used a GPU must not be forked."""
     if arguments[0] not in ("stage", "worker"):
         return False
     engine, device = (arguments[arguments.index(flag) + 1] for flag in ("--engine", "--device"))
@@ -207,7 +206,7 @@ def _own() -> dict[str, str]:
 
 
 def main() -> None:
-    """Fork whenever it is asked for; in the child, be ``rlctl``."""
+    """Fork at each request; in the child, become ``rlctl``."""
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in IMPORTED:
         importlib.import_module(name)
@@ -240,7 +239,7 @@ def main() -> None:
             for each in streams:
                 os.close(each)
             control.send(json.dumps({"pid": pid}).encode())
-            control.recv(MOST_BYTES)  # it is known: its end may be told
+            control.recv(MOST_BYTES)  # the parent knows the process: its end may be reported
 
 
 def _reap(control: socket.socket) -> None:
@@ -250,7 +249,7 @@ def _reap(control: socket.socket) -> None:
 
 
 def become(asked: dict[str, Any], streams: Sequence[int]) -> None:
-    """Be what was asked for, to the end."""
+    """Run the requested program, to its end."""
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

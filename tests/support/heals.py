@@ -1,4 +1,4 @@
-"""What a heal of a stage has to show afterwards."""
+"""Checks of a stage after a heal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 30.0
 
 
 def ended(fleet: Fleet, operation_id: str) -> Operation:
-    """Wait for the end of an operation: a stage that it heals is routable before."""
+    """Wait for the end of an operation: a healed stage is routable before."""
     deadline = time.monotonic() + PATIENCE_S
     while (operation := fleet.operation(operation_id)).state == OPERATION_STATE_RUNNING:
         assert time.monotonic() < deadline, operation
@@ -24,8 +24,9 @@ def ended(fleet: Fleet, operation_id: str) -> Operation:
 
 
 def check_healed(fleet: Fleet, slot: str, model: Any, ranks: int = 1) -> StageResult:
-    """Check that a stage got these weights from another stage by its last heal: verified at level expected, and every
-    rank answers for itself. Return the result of the heal.
+    """Check that a stage's last heal brought these weights from another stage. Return the result of the heal.
+
+    The heal is verified at level expected, and every rank answers for itself.
     """
     digest = rlctl.model_digest(model)
     heal = ended(fleet, next(heal.operation_id for heal in fleet.operations(verb="HealStage") if slot in heal.targets))

@@ -1,4 +1,4 @@
-"""A trainer that speaks HTTP: its own store and group, as trainers have them, and the model that it sends."""
+"""A trainer with HTTP: its own store and group, and the model that it sends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def weights_of(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """A model's tensors under checkpoint names, changed by a seed."""
+    """Return a model's tensors under checkpoint names, changed by a seed."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -27,19 +27,19 @@ def weights_of(model: Any, seed: int) -> dict[str, torch.Tensor]:
 
 
 def digest_of(tensors: Tensors) -> str:
-    """The model digest that engines must hold afterwards."""
+    """Return the model digest that engines must have afterwards."""
     return combine({name: tensor_digest(name, tensor) for name, tensor in tensors.items()})
 
 
 def chunks_of(tensors: Tensors, count: int) -> list[dict[str, torch.Tensor]]:
-    """The tensors in so many parts."""
+    """Split the tensors into ``count`` parts."""
     items = list(tensors.items())
     size = -(-len(items) // count)
     return [dict(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def announced(tensors: Tensors, dtypes: str = "dtypes") -> dict[str, Any]:
-    """Names, dtypes and shapes, as requests have them."""
+    """Return names, dtypes and shapes, in the form of requests."""
     return {
         "names": list(tensors),
         dtypes: [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -48,12 +48,12 @@ def announced(tensors: Tensors, dtypes: str = "dtypes") -> dict[str, Any]:
 
 
 class Source:
-    """Rank 0 of a group that a trainer formed itself. ``async with Source(4) as source``.
+    """Rank 0 of a group formed by the trainer. ``async with Source(4) as source``.
 
     Attributes:
         name: the group's.
-        world_size: its members, the source included.
-        port: where its store listens, on 127.0.0.1.
+        world_size: number of members, with the source.
+        port: TCP port of its store, on 127.0.0.1.
     """
 
     def __init__(self, world_size: int, name: str = "") -> None:
@@ -73,11 +73,11 @@ class Source:
 
     @property
     def where(self) -> dict[str, Any]:
-        """How the engines find it."""
+        """Return the store's place and the group's size, for the engines."""
         return {"master_address": "127.0.0.1", "master_port": self.port, "world_size": self.world_size}
 
     async def meet(self, *calls: Awaitable[Any]) -> list[Any]:
-        """Form the group while the calls bring the engines to it; returns what they answer."""
+        """Form the group while the calls bring the engines to the group; return the answers."""
         forming = asyncio.to_thread(
             join, self._store, name=self.name, rank=0, world_size=self.world_size, timeout_s=60.0
         )
@@ -85,7 +85,7 @@ class Source:
         return answers
 
     async def send(self, tensors: Tensors, *calls: Awaitable[Any]) -> list[Any]:
-        """Broadcast them one by one while the calls announce them; returns what those answer."""
+        """Broadcast tensors one by one while the calls announce the tensors; return the answers."""
         group = self._group
         assert group is not None
 
@@ -97,7 +97,7 @@ class Source:
         return answers
 
     async def send_packed(self, tensors: Tensors, most: int, *calls: Awaitable[Any]) -> list[Any]:
-        """The same, packed as vLLM packs them: a broadcast ends with the tensor that takes it above ``most`` bytes."""
+        """Broadcast tensors packed like vLLM: a broadcast ends with the tensor that exceeds ``most`` bytes."""
         packs: dict[str, torch.Tensor] = {}
         pack: list[torch.Tensor] = []
         for name, tensor in tensors.items():

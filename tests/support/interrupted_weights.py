@@ -1,4 +1,4 @@
-"""Weights in whose midst something happens, to a trainer or to an engine that is taking them in."""
+"""Weights with an event half-way through, for a trainer or a receiving engine."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 
 class Interrupted:
-    """Weights of a model; something happens once, half way through them.
+    """Weights of a model, with a callback half-way through the first pass.
 
     Attributes:
-        passes: times that they were gone through, or begun to be.
+        passes: number of passes begun.
     """
 
     def __init__(self, model: Any, happens: Callable[[], None]) -> None:
-        """``happens`` is called from the thread that iterates."""
+        """``happens``: called from the iterating thread."""
         self._source: WeightSource = as_source(model)
         self._happens = happens
         self.passes = 0
 
     def metas(self) -> list[TensorMeta]:
-        """See :class:`rlctl.weights.tensor.source.WeightSource`."""
         return self._source.metas()
 
     def local(self) -> Iterator[Held] | None:
-        """See :class:`rlctl.weights.tensor.finite.LocalSource`."""
         return local_values(self._source)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, and what happens."""
+        """Yield the tensors, with the callback in between."""
         self.passes += 1
         half = len(self.metas()) // 2
         for index, pair in enumerate(self._source.tensors()):

@@ -13,7 +13,7 @@ from rlctl.testing.in_process_fleet import InProcessFleet
 
 @asynccontextmanager
 async def full_disk(fleet: InProcessFleet, kind: str = "") -> AsyncIterator[None]:
-    """The journal takes nothing, or no record of a kind."""
+    """Let the journal refuse every write, or every record of a kind."""
     journal = fleet.server.coordinator._journal
     write_through = journal.write
 
@@ -30,14 +30,14 @@ async def full_disk(fleet: InProcessFleet, kind: str = "") -> AsyncIterator[None
 
 
 MEANWHILE_S = 0.3
-"""How long something may get ahead of a record that is being written; what waits for the record does not end in it."""
+"""Time for other work before a record is written; shorter than the waits for the record."""
 
 
 @asynccontextmanager
 async def at_write(
     fleet: InProcessFleet, which: Callable[[Put], bool], *, before: Any = None, after: Any = None
 ) -> AsyncIterator[None]:
-    """Once, when such a record is written: coroutines that run before, and before its writer learns that it is."""
+    """Run coroutines around one write of a matching record: before the write, and before its writer continues."""
     journal = fleet.server.coordinator._journal
     write_through = journal.write
     left = [True]

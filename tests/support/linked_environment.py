@@ -1,8 +1,8 @@
-"""Environments that hold an installed wheel and its declared dependencies, and nothing else.
+"""Environments with an installed wheel and its declared dependencies only.
 
-The wheel is installed by pip. Its dependencies are links to the distributions of the environment of the tests: those
-that the metadata of the wheel requires, theirs in turn, and no others. So nothing is fetched, a few gigabytes of torch
-are not copied, and a dependency that is used but not declared is missing as it would be for a user.
+pip installs the wheel. Its dependencies are links to distributions in the tests' environment: the requirements in the
+wheel's metadata, and their requirements in turn. Nothing is downloaded, and a few gigabytes of torch are not copied. An
+undeclared dependency is missing, as for a user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(sysconfig.get_path("purelib"))
 
 
 def install(wheel: Path, directory: Path, *, extras: Sequence[str] = ()) -> Path:
-    """Make an environment with the wheel in it; returns the directory of its commands."""
+    """Make an environment with the wheel; return the directory of its commands."""
     venv.create(directory, symlinks=True)
     python = directory / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet"]
@@ -36,7 +36,7 @@ def install(wheel: Path, directory: Path, *, extras: Sequence[str] = ()) -> Path
 
 
 def _closure(requirements: Sequence[str], extras: Sequence[str]) -> list[metadata.Distribution]:
-    """The installed distributions that requirements come to. Raises AssertionError for one outside of its range."""
+    """Return the installed distributions that satisfy requirements. Raises AssertionError for a wrong version."""
     found: dict[str, metadata.Distribution] = {}
     done: set[tuple[str, str]] = set()
     own = list(requirements)
@@ -48,7 +48,7 @@ def _closure(requirements: Sequence[str], extras: Sequence[str]) -> list[metadat
             continue
         done.add((text, extra))
         name = canonicalize_name(requirement.name)
-        if name == "rlctl":  # an extra that is made of others
+        if name == "rlctl":  # an extra that combines extras
             due.extend((each, more) for each in own for more in requirement.extras)
             continue
         distribution = found.setdefault(name, metadata.distribution(name))
@@ -61,12 +61,12 @@ def _link(distributions: Sequence[metadata.Distribution], site: Path) -> None:
     wanted = {distribution.name for distribution in distributions}
     owners: dict[str, set[str]] = collections.defaultdict(set)
     for distribution in metadata.distributions(path=[str(HERE)]):
-        name = distribution.name  # parsed each time
+        name = distribution.name  # parsed at each access
         for place in _places(distribution):
             owners[place].add(name)
     linked: set[str] = set()
     for place, names in sorted(owners.items()):
-        # A folder that is shared with a distribution that is not wanted, `google` say, is linked by its content.
+        # A folder shared with an unwanted distribution, for example `google`, is linked by its content.
         if names <= wanted and not any(place.startswith(f"{above}/") for above in linked):
             linked.add(place)
             (site / place).parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def _link(distributions: Sequence[metadata.Distribution], site: Path) -> None:
 
 
 def _places(distribution: metadata.Distribution) -> set[str]:
-    """Files and folders of a distribution below site-packages, at most three folders deep."""
+    """Return files and folders of a distribution below site-packages, at most three folders deep."""
     record = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     parts = [path.split("/")[:4] for path, *_ in record if not path.startswith(("/", "..", "__pycache__"))]
     return {"/".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)}

@@ -1,4 +1,4 @@
-"""LoRA adapters for the demo's model, and what it says when they are merged into it."""
+"""LoRA adapters for the demo's model, and the output of the merged model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CONFIG = {
     "bias": "none",
 }
 SCALE = 2
-"""Of this config."""
+"""lora_alpha over r of CONFIG."""
 
 
 def lora(model: Any, seed: int, targets: Sequence[str] = TARGETS) -> dict[str, torch.Tensor]:
-    """Matrices for the layers of a model that end in these words."""
+    """Return matrices for the layers of a model with these last names."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def lora(model: Any, seed: int, targets: Sequence[str] = TARGETS) -> dict[str, t
 
 
 def save(directory: Path, tensors: Mapping[str, torch.Tensor], **change: Any) -> str:
-    """Save an adapter as PEFT does; returns its directory. ``change``: settings of its config that differ."""
+    """Save an adapter in PEFT's format; return its directory. ``change``: differing settings of its config."""
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **change}))
     save_file(dict(tensors), directory / "adapter_model.safetensors")
@@ -47,7 +47,7 @@ def save(directory: Path, tensors: Mapping[str, torch.Tensor], **change: Any) ->
 
 
 def merged_says(model: Any, prompt: str, tensors: Mapping[str, torch.Tensor], count: int = 8) -> list[int]:
-    """What the merged model says after a prompt, greedily."""
+    """Return the greedy output of the merged model after a prompt."""
     merged = copy.deepcopy(model)
     with torch.no_grad():
         for name, a in tensors.items():

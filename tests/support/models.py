@@ -1,4 +1,4 @@
-"""Tiny models with other weights, and what they generate."""
+"""Tiny models with different weights, and their output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.weights.tensor.source import as_source
 
 
 def changed(model: Any, seed: int, scale: float = 0.05) -> Any:
-    """The model with other weights."""
+    """Return the model with different weights."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -23,7 +23,7 @@ def changed(model: Any, seed: int, scale: float = 0.05) -> Any:
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What transformers generates."""
+    """Return the greedy output of transformers."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -32,7 +32,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def mixture_of_experts() -> Any:
-    """A Qwen3-MoE of two layers and four experts."""
+    """Return a Qwen3-MoE of two layers and four experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(3)
@@ -61,7 +61,7 @@ def mixture_of_experts() -> Any:
 
 
 class Halfway:
-    """A model's tensors; after some of them something else happens first."""
+    """A model's tensors, with a callback after the first five."""
 
     def __init__(self, model: Any, then: Callable[[], None]) -> None:
         self._source = as_source(model)

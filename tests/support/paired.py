@@ -1,4 +1,4 @@
-"""Requests to a pair of a prefill and a decode engine: over HTTP, beside updates, and over deaths."""
+"""Requests to a pair of a prefill and a decode engine: over HTTP, during updates, and after kills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLING: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 def over_http(url: str, **sampling: Any) -> list[int]:
-    """The same from the model's gateway, or the router in front of it."""
+    """Return the output of the model's gateway, or of the router in front of the gateway."""
     body = {"input_ids": PROMPT, "sampling_params": {**SAMPLING, **sampling}}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -33,7 +33,7 @@ def over_http(url: str, **sampling: Any) -> list[int]:
 
 
 def updated_meanwhile(fleet: Fleet, rollout: Any, model: Any, *updates: dict[str, Any]) -> None:
-    """Updates beside requests, one for each settings: every token is one of the weights whose version it says."""
+    """Update during requests, once per settings: every token matches the weights of its version."""
     weights = {1: model}
     with contextlib.closing(fleet.publisher("actor")) as publisher, ThreadPoolExecutor(1) as pool:
         for step, settings in enumerate(updates, start=2):
@@ -56,13 +56,13 @@ def updated_meanwhile(fleet: Fleet, rollout: Any, model: Any, *updates: dict[str
 
 
 def something_runs(fleet: Fleet) -> None:
-    """A pair generates: what was asked for earlier has begun, too."""
+    """Wait until a pair generates: earlier requests have begun too."""
     with contextlib.closing(fleet.generate_stream(PROMPT, max_new_tokens=400, **SAMPLING)) as parts:
         next(parts)
 
 
 def killed_meanwhile(fleet: Fleet, rollout: Any, slot: str, name: str = "pairs") -> None:
-    """Samples go on once the engine has been started again; who does not wait so long is told by its deadline."""
+    """Check that samples go on after the engine's restart, and that a short request ends at its deadline."""
     when(fleet, lambda now: len(now) == 2 and all(stage.routable for stage in now.values()))
     (latest,) = (each.latest.sequence for each in fleet.status().models)
     with ThreadPoolExecutor(2) as pool:

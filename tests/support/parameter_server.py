@@ -2,12 +2,12 @@
 
     python parameter_server.py CHECKPOINT OUTPUT SEED ENGINE=RANKS [ENGINE=RANKS ...]
 
-It needs torch and safetensors, and nothing of rlctl. pyzmq has the sockets; without it, a REQ socket of this file. The
-last line is JSON: what each parameter server got for an error, and what each engine answered. The environment variable
-FAULT makes it deviate: ``tensor`` lists a tensor that no model has, ``pickle`` sends a function in place of a list.
+The script needs torch and safetensors, and nothing of rlctl. The sockets are pyzmq's; without pyzmq, a REQ socket of
+this file. The last line is JSON: the error at each parameter server, and the answer of each engine. The environment
+variable FAULT causes a fault: ``tensor`` lists an unknown tensor, ``pickle`` sends a function in place of a list.
 
-The original runs on GPUs only. What differs: the ranks are threads, whose barrier stands for the process group, and the
-buffer is in shared memory, whose references are counted for each reading.
+The original runs on GPUs only. Differences: the ranks are threads with a barrier in place of the process group. The
+buffer is in shared memory, with a reference count for each reading.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COUNTER = os.getpid()
 
 
 class Requests:
-    """A REQ socket with one peer, as far as a parameter server needs it."""
+    """A REQ socket with one peer, with the functions of a parameter server."""
 
     def __init__(self, name: str) -> None:
         self._listening = sockets.socket(sockets.AF_UNIX)
@@ -78,7 +78,7 @@ class Requests:
 
 
 def bound(name: str) -> Any:
-    """A REQ socket at an abstract name."""
+    """Return a REQ socket at an abstract name."""
     try:
         import zmq
     except ImportError:
@@ -89,7 +89,7 @@ def bound(name: str) -> Any:
 
 
 def shared(value: Any) -> bytes:
-    """A pickle with storages by handle, as plain pickles have those of GPUs."""
+    """Return a pickle with storages by handle, as plain pickles of GPU storages."""
     stream = io.BytesIO()
     ForkingPickler(stream).dump(value)
     return stream.getvalue()
@@ -138,7 +138,7 @@ class Servers:
         return f"checkpoint-engine-GPU-{index}-{COUNTER}.sock"
 
     def _request(self, url: str) -> None:
-        """What SGLang's ``update.py`` sends to the engine of this rank."""
+        """Send the request of SGLang's ``update.py`` to the engine of this rank."""
         indices = [index for index, (place, _) in enumerate(self._ranks) if place == url]
         handles = {f"GPU-{index}": f"ipc://@{self._name(index)}" for index in indices}
         body = {"zmq_handles": handles, "flush_cache": True, "weight_version": os.environ.get("VERSION")}

@@ -1,4 +1,4 @@
-"""Requests to a real server, directly and through a data port, whose answers must be the same."""
+"""Requests to a real server, directly and through a data port, with equal answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from rlctl.v1.common_pb2 import STAGE_STATE_READY, WeightVersion
 
 OWN = (SLOT, VERSION, SEQUENCE)
 TRIES = 4
-"""SGLang loses a field of an event now and then where two of them become one, so two direct answers may differ, too."""
+"""Tries of a comparison. SGLang sometimes loses a field of an event when it merges two, so two direct answers may
+differ too.
+"""
 
 _VARIES = {
     "id",
@@ -40,7 +42,7 @@ _TIMES = ("_time", "_ts", "_latency", "latency")
 
 @dataclass
 class Answer:
-    """An answer as it came."""
+    """An unchanged answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -48,8 +50,9 @@ class Answer:
 
     @property
     def comparable(self) -> tuple[int, str, list[Any]]:
-        """Status, content type and documents, without ids and times. Of events all that they say together: how many
-        tokens one has, and how those of several prompts alternate, is chance.
+        """Return status, content type and documents, without ids and times.
+
+        Events are merged: the tokens per event, and the order of several prompts' events, are random.
         """
         kind = self.headers.get("Content-Type", "")
         documents: list[Any] = [self.body.decode()]
@@ -68,7 +71,7 @@ class Answer:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two answers say the same: the last bits of a number depend on what a server computes beside it."""
+    """Return True if two answers are equal: a number's last bits depend on the server's concurrent work."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-5)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -105,7 +108,6 @@ def _fold(whole: dict[str, Any], event: Mapping[str, Any]) -> None:
 async def post(
     session: aiohttp.ClientSession, url: str, body: Any, key: str = "", method: str = "POST", **headers: str
 ) -> Answer:
-    """One request."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     given = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {}), **headers}
     async with session.request(method, URL(url, encoded=True), data=data, headers=given) as response:
@@ -119,7 +121,7 @@ async def post(
 
 
 class Gate:
-    """The state of a stage, as a test wants it."""
+    """The state of a stage, set by a test."""
 
     def __init__(self, label: str, sequence: int) -> None:
         self.serving = Serving(
@@ -138,12 +140,11 @@ class Gate:
         )
 
     def put(self, **fields: Any) -> None:
-        """Change it."""
         self.serving = self.serving._replace(**fields)
 
 
 def open_gate(driver: Driver) -> Gate:
-    """A gate at version 1, which has the label that the server has at its start."""
+    """Return a gate at version 1, with the label of the server's start."""
     label = driver.engine._stamps.label
     driver.engine.set_version(WeightVersion(label=label, sequence=1))
     return Gate(label, 1)
@@ -151,7 +152,7 @@ def open_gate(driver: Driver) -> Gate:
 
 @contextlib.asynccontextmanager
 async def port(driver: Driver, gate: Gate, routes: Iterable[HttpRoute], token: str | None = None) -> AsyncIterator[str]:
-    """The URL of a data port in front of an engine, on the event loop of its requests."""
+    """Yield the URL of a data port in front of an engine, on the event loop of the engine's requests."""
     made = DataPort(lambda: driver.engine, lambda: gate.serving, SystemClock(), token=token)
     address = await driver.rollout.acall(made.start("127.0.0.1:0", routes))
     try:
@@ -170,9 +171,9 @@ async def until(condition: Callable[[], object]) -> None:
 async def compare(
     direct: str, passed: str, requests: Iterable[tuple[str, Any]], key: str = "", socket: str = ""
 ) -> list[str]:
-    """Send every request to both, one after the other; returns what differed. ``socket``: of the server, if not TCP."""
+    """Send every request to both in turn; return the differences. ``socket``: of the server, if not TCP."""
     differing = []
-    # SGLang closes a connection without a word after an answer during which something failed.
+    # SGLang closes a connection silently after an answer with a failure.
     connector = aiohttp.UnixConnector(socket, force_close=True) if socket else aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as server, aiohttp.ClientSession() as session:
         for path, body in requests:

@@ -1,4 +1,4 @@
-"""An assembler of pickles: names and calls as bytes, without the modules that they name."""
+"""An assembler of pickles: names and calls as bytes, without the named modules."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class New:
 
 
 def assemble(value: Any, protocol: int = 4) -> bytes:
-    """The pickle of a value."""
+    """Return the pickle of a value."""
     return bytes([0x80, protocol]) + _code(value, protocol) + b"."
 
 
 def encoded(value: Any, protocol: int = 4) -> str:
-    """The pickle of a value in base64, as requests have it."""
+    """Return the pickle of a value in base64, in the form of requests."""
     return base64.b64encode(assemble(value, protocol)).decode()
 
 
@@ -84,7 +84,6 @@ UUID = "GPU-5b1f0f4e-0000-1111-2222-333344445555"
 
 
 def size(*dims: int) -> Call:
-    """A ``torch.Size``."""
     return Call(Global("torch", "Size"), (dims,))
 
 
@@ -96,7 +95,7 @@ def cuda_tensor(
     modified: bool = True,
     **other: Any,
 ) -> Call:
-    """A tensor on a GPU as torch 2.13's ``reduce_tensor`` has it, with a UUID as SGLang's patch sets it."""
+    """Return a tensor on a GPU in the form of torch 2.13's ``reduce_tensor``, with a UUID from SGLang's patch."""
     steps = [1]
     for dim in reversed(dims[1:]):
         steps.append(steps[-1] * dim)
@@ -123,7 +122,7 @@ def cuda_tensor(
 
 
 def shared_tensor(*dims: int, nbytes: int, name: str = "/torch_1_2_3", kind: str = "float32", offset: int = 0) -> Call:
-    """A tensor in shared memory as torch's strategy ``file_system`` has it."""
+    """Return a tensor in shared memory in the form of torch's strategy ``file_system``."""
     steps = [1]
     for dim in reversed(dims[1:]):
         steps.append(steps[-1] * dim)
@@ -138,7 +137,7 @@ def shared_tensor(*dims: int, nbytes: int, name: str = "/torch_1_2_3", kind: str
 
 
 def metadata(name: str, kind: str, dims: tuple[int, ...], start: int, end: int) -> New:
-    """One tensor of a flattened bucket."""
+    """Return the entry of one tensor of a flattened bucket."""
     state = {
         "name": name,
         "shape": size(*dims),

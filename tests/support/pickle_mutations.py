@@ -1,4 +1,4 @@
-"""Attacks by pickle, and mutations of payloads. Nothing that a payload contains may reach :func:`witness`."""
+"""Attacks by pickle, and mutations of payloads. No content of a payload may reach :func:`witness`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Witness:
 
 
 def witness(*_: object) -> None:
-    """Counts a call."""
+    """Count a call."""
     Witness.calls += 1
 
 
@@ -42,7 +42,7 @@ INJECTIONS = [assemble(attack)[2:-1] for attack in ATTACKS] + [b"cos\nsystem\n(X
 
 
 def mutated(random_: random.Random, data: bytes) -> bytes:
-    """A payload with some bits, opcodes or lengths changed, code added, or an end missing."""
+    """Return a payload with changed bits, opcodes or lengths, with added code, or truncated."""
     changed = bytearray(data)
     for _ in range(random_.choice((1, 1, 2, 5, 20))):
         place = random_.randrange(len(changed))

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, and what happens to its nodes."""
+"""A Ray cluster on this machine, with commands for its nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from up_helpers import WAIT_S
 
 
 class Nodes:
-    """A cluster, and what happens to it."""
+    """A cluster; calls with a line change its nodes."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -33,7 +33,7 @@ class Nodes:
 
 @contextmanager
 def ray_cluster(directory: Path, *cores: int) -> Iterator[Nodes]:
-    """Nodes of so many cores, as far as Ray is told; its log goes into the directory."""
+    """Start nodes of these numbers of cores, as declared to Ray; the log goes into the directory."""
     program = Path(__file__).parent / "ray_nodes.py"
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A trainer with placement groups of its own on a Ray cluster, and files of fleets in them."""
+"""A trainer with its own placement groups on a Ray cluster, and topology files for fleets in these groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORE = {"CPU": 1}
 
 
 class Trainer:
-    """A driver of its own on the cluster."""
+    """A separate driver on the cluster."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -46,7 +46,7 @@ def a_trainer(cluster: Nodes) -> Iterator[Trainer]:
 def written(
     tmp_path: Path, checkpoint: str | Path, ray: dict[str, object], *groups: dict[str, object], engine: str = "fake"
 ) -> str:
-    """A file of one model with these groups."""
+    """Write a topology file of a model with these groups."""
     fleet = {"name": "given", "launcher": "ray", "listen": "127.0.0.2:0", "ray": ray, "num_gpus_per_node": 4}
     model = {"name": "actor", "engine": engine, "model_path": str(checkpoint), "server_groups": list(groups)}
     file = tmp_path / "given.yaml"

@@ -1,7 +1,7 @@
-"""A Ray cluster on this machine, in a process of its own: nodes at 127.0.0.2, 127.0.0.3, ..., on loopback addresses.
+"""A Ray cluster on this machine, in a separate process: nodes at 127.0.0.2, 127.0.0.3, ..., on loopback addresses.
 
-Prints its address as a line of JSON. A line ``lose ADDRESS`` on its standard input kills that node, ``add ADDRESS
-CORES`` starts one, and the end of it ends all.
+Prints its address as a line of JSON. A line ``lose ADDRESS`` on standard input kills that node, ``add ADDRESS CORES``
+starts a node, and the end of standard input ends all nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
-    # A node that is gone is noticed after 1.5 seconds.
+    # A lost node is noticed after 1.5 seconds.
     RAY_health_check_initial_delay_ms="0",
     RAY_health_check_period_ms="500",
     RAY_health_check_timeout_ms="1000",
@@ -22,7 +22,7 @@ os.environ.update(
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 * 2**20
-"""Of the object store, which nothing is put into; about the least that Ray takes."""
+"""Size of the unused object store; about Ray's minimum."""
 
 
 def main(cores: list[int]) -> None:

@@ -1,9 +1,10 @@
-"""A trainer on a Ray cluster: makes placement groups, holds them until its standard input ends.
+"""A trainer on a Ray cluster: makes placement groups, kept until its standard input ends.
 
-``ray_trainer.py ADDRESS`` reads a line of JSON at a time and answers each: ``{"make": NAME, "bundles": [{"CPU": 1}]}``
-with the group's id and the addresses of its bundles' nodes, ``{"take": NAME, "bundle": 0, "CPU": 1}`` once an actor of
-its own has that, ``{"remove": NAME}``, ``{"state": NAME}``; ``slime`` and ``skyrl`` start engines in a group as those
-trainers would, and ``{"stop": "slime"}`` ends them. What rlctl refuses is answered as ``{"refused": TEXT}``.
+``ray_trainer.py ADDRESS`` reads a line of JSON at a time and answers each. ``{"make": NAME, "bundles": [{"CPU": 1}]}``
+is answered with the group's id and the addresses of its bundles' nodes. ``{"take": NAME, "bundle": 0, "CPU": 1}`` is
+answered once an actor of the trainer has the bundle. Further lines: ``{"remove": NAME}``, ``{"state": NAME}``.
+``slime`` and ``skyrl`` start engines in a group like these trainers, and ``{"stop": "slime"}`` ends the engines. A
+refusal of rlctl is answered as ``{"refused": TEXT}``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlctl.integrations.slime import start_rollout_servers
 
 
 class Taking:
-    """What a trainer computes with."""
+    """An actor of the trainer."""
 
     def here(self) -> str:
         return str(ray.util.get_node_ip_address())
@@ -84,5 +85,5 @@ def say(**facts: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout = sys.stderr  # Ray tells there that a node has died
+    sys.stdout = sys.stderr  # Ray reports dead nodes there
     main(sys.argv[1])

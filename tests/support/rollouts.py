@@ -1,4 +1,4 @@
-"""Rollouts of the SDK over updates, the same at every engine: what is cut goes on, and every token says its version."""
+"""Rollouts of the SDK during updates, alike for every engine: cut samples go on, and every token has its version."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SAMPLES = 4
 CHECKED = 20
 PATIENCE_S = 60.0
 TURNS = 4
-"""Beside much other work samples may have ended before an update comes."""
+"""Tries: under other load, samples may end before an update begins."""
 
 Asked = dict[str, Any]
 GREEDILY: Asked = {"max_new_tokens": LONG, "temperature": 0.0, "ignore_eos": True, "timeout_s": 200.0}
 
 
 def run_over_updates(fleet: Fleet, tiny: Any) -> None:
-    """Samples are cut by an update and go on by themselves; by the next one, and are handed to their trainer."""
+    """Check samples cut by an update: continued automatically, then returned to their trainer."""
     models = [changed(tiny, seed=seed) for seed in (60, 61, 62)]
     with contextlib.closing(fleet.publisher("actor", trainer="rollouts")) as publisher, ThreadPoolExecutor(1) as pool:
         for _ in range(TURNS):
@@ -58,7 +58,7 @@ def run_over_updates(fleet: Fleet, tiny: Any) -> None:
 
 
 def run_until(fleet: Fleet) -> None:
-    """The long tail is stopped, and goes on later from the tokens that it has."""
+    """Check that the long tail is stopped, and continues later from its tokens."""
     rollout = fleet.rollout("actor")
     short = rollout.generate(PROMPT, **{**GREEDILY, "max_new_tokens": LONG // 10})[0]
     ended, rest = rollout.generate_until(1, [PROMPT] * 3, **GREEDILY)
@@ -72,7 +72,7 @@ def run_until(fleet: Fleet) -> None:
 
 
 def _of_both(sample: RolloutSample, before: Any, after: Any, labels: list[str]) -> None:
-    """Its tokens are what the weights of their versions make of the tokens before them."""
+    """Check that a sample's tokens match the weights of their versions."""
     assert sample.finish == "length"
     tokens, versions = sample.output_ids, _labels(sample)
     assert len(tokens) == len(versions) == len(sample.logprobs) == LONG
@@ -89,7 +89,7 @@ def _labels(sample: RolloutSample) -> list[str]:
 
 
 def _wait_for(fleet: Fleet, generating: Future[list[RolloutSample]]) -> None:
-    """Until all samples run and have a token: engines give one to what came first, first."""
+    """Wait until all samples run and have a token: engines serve requests in order of arrival."""
     deadline = time.monotonic() + PATIENCE_S
     while sum(_running(fleet).values()) < SAMPLES:
         assert not generating.done(), generating.exception() or "they have ended already"
@@ -98,6 +98,6 @@ def _wait_for(fleet: Fleet, generating: Future[list[RolloutSample]]) -> None:
 
 
 def _running(fleet: Fleet) -> dict[str, int]:
-    """Requests that run, by slot."""
+    """Return running requests, by slot."""
     stages = fleet.call(GetLoadsRequest()).stage_results
     return {stage.slot: stage.rank_results[0].loads.running for stage in stages}

@@ -1,4 +1,4 @@
-"""A real engine server under its plug-in, driven as a stage would: admin verbs on one loop, requests on another."""
+"""A real engine server under its plug-in, driven like a stage: admin verbs on one loop, requests on another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ids = itertools.count(1)
 
 
 class Driver:
-    """One engine and the two loops that it is driven from."""
+    """An engine and its two loops."""
 
     def __init__(
         self, engine: type[Engine], model_path: Path, *, tp_size: int = 1, options: Mapping[str, str] | None = None
@@ -52,7 +52,7 @@ class Driver:
         self.engine: Any = engine(config, self.failures.append)
 
     def start(self, starts: int = 1) -> EngineInfo:
-        """``starts``: how often the server is started until it is ready."""
+        """``starts``: number of server starts until the engine is ready."""
         self.info = self.admin.submit(self.engine.start({})).result(START_S * starts)
         return self.info
 
@@ -64,8 +64,6 @@ class Driver:
     def submit(
         self, request: Message, *, update_id: str = "", timeout_s: float = VERB_S
     ) -> concurrent.futures.Future[Any]:
-        """Start a verb."""
-
         async def run() -> Any:
             call = Call(f"c{next(_ids)}", asyncio.get_running_loop().time() + timeout_s, update_id)
             return await getattr(self.engine, of_request(request).method)(request, call)
@@ -73,17 +71,16 @@ class Driver:
         return self.admin.submit(run())
 
     def tell(self, request: Message, *, update_id: str = "", timeout_s: float = VERB_S) -> Any:
-        """Carry a verb out."""
+        """Run a verb."""
         return self.submit(request, update_id=update_id, timeout_s=timeout_s).result(timeout_s + 10)
 
     def begin(self, request: rollout_pb2.GenerateRequest) -> Generating:
-        """Start a request; returns when its first token is there."""
         generating = Generating()
         generating.done = self.rollout.submit(generating.run(self.engine, request))
         return generating
 
     def generate(self, request: rollout_pb2.GenerateRequest) -> list[rollout_pb2.GenerateResponse]:
-        """All messages of a request."""
+        """Return all messages of a request."""
         return self.begin(request).result()
 
     def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
@@ -95,22 +92,19 @@ class Driver:
         self.tell(v.PrepareUpdateRequest(**fields), update_id=update_id)
 
     def commit(self, update_id: str, label: str, sequence: int) -> common_pb2.WeightVersion:
-        """Close an update."""
         version = common_pb2.WeightVersion(label=label, sequence=sequence)
         self.tell(v.CommitUpdateRequest(version=version), update_id=update_id)
         self.engine.set_version(version)
         return version
 
     def digest(self) -> str:
-        """The model digest of what the server holds."""
+        """Return the model digest of the server's weights."""
         results = self.tell(v.CheckWeightsRequest())
         (digest,) = {result.check.model_digest for result in results}
         return str(digest)
 
 
 class Generating:
-    """A request under way."""
-
     done: concurrent.futures.Future[None]
 
     def __init__(self) -> None:
@@ -138,7 +132,7 @@ class Generating:
 
 
 def prompt(ids: list[int], count: int, **fields: Any) -> rollout_pb2.GenerateRequest:
-    """A greedy request for so many tokens."""
+    """Return a greedy request for ``count`` tokens."""
     params = rollout_pb2.SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
     return rollout_pb2.GenerateRequest(
         input_ids=rollout_pb2.TokenIds(ids=ids), sampling_params=fields.pop("sampling_params", params), **fields
@@ -146,7 +140,7 @@ def prompt(ids: list[int], count: int, **fields: Any) -> rollout_pb2.GenerateReq
 
 
 class Segments:
-    """A trainer on this host: it puts a model into shared memory and has the engine read it."""
+    """A trainer on this host: writes a model into shared memory and lets the engine read it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -159,12 +153,12 @@ class Segments:
         self._sender.close()
 
     def written(self, model: Any, lease_s: float = VERB_S) -> Iterator[SentSegment]:
-        """Segments as they are filled; each is to be released."""
+        """Yield filled segments; the caller must release each."""
         source = as_source(model)
         return self._sender.write(source, list(source.metas()), lease_s=lease_s)
 
     def send(self, model: Any, update_id: str, **fields: Any) -> v.WeightsReport:
-        """Let the engine read everything."""
+        """Let the engine read the whole model."""
         report = v.WeightsReport()
         for sent in self.written(model):
             request = v.UpdateWeightsFromTensorRequest(segments=sent.messages, **fields)
@@ -174,10 +168,10 @@ class Segments:
 
 
 class Source:
-    """A trainer's rank 0: it forms a group with the engine and broadcasts a model."""
+    """A trainer's rank 0: forms a group with the engine and broadcasts a model."""
 
     def __init__(self, driver: Driver, name: str, timeout: Duration | None = None) -> None:
-        """``timeout``: longest time of one collective."""
+        """``timeout``: longest time of a collective."""
         self._driver = driver
         self._timeout = timeout
         self.name = name
@@ -212,11 +206,11 @@ class Source:
 
     @property
     def port(self) -> int:
-        """Where the store listens."""
+        """Return the TCP port of the store."""
         return self._store.port
 
     def packed(self, model: Any, plan: list[buckets.Bucket]) -> Iterator[torch.Tensor]:
-        """The bytes of each bucket."""
+        """Yield the bytes of each bucket."""
         tensors = dict(as_source(model).tensors())
         for bucket in plan:
             yield buckets.pack(bucket, tensors)
@@ -230,7 +224,7 @@ class Source:
 
 
 def broken_checkpoint(kind: str, tiny: tuple[Any, Path], place: Path) -> str:
-    """A checkpoint that is wrong in one way."""
+    """Return a checkpoint with one defect."""
     directory = place / kind
     shutil.copytree(tiny[1], directory)
     config = json.loads((directory / "config.json").read_text())
@@ -263,7 +257,7 @@ def broken_checkpoint(kind: str, tiny: tuple[Any, Path], place: Path) -> str:
 
 
 def _other(place: Path) -> Path:
-    """A checkpoint of other weights, which the pattern ``[a-z]`` matches."""
+    """Return a checkpoint with different weights, matched by the pattern ``[a-z]``."""
     directory = place / "x"
     directory.mkdir()
     tiny_.save(tiny_.make(seed=2), directory)
@@ -271,7 +265,7 @@ def _other(place: Path) -> Path:
 
 
 def _shard(checkpoint: Path, directory: Path) -> Path:
-    """Write the tensors of a checkpoint as two files and their index, which is returned."""
+    """Write the tensors of a checkpoint as two files and an index; return the index."""
     tensors, weight_map = load_file(checkpoint / "model.safetensors"), {}
     for number in (1, 2):
         name = f"model-0000{number}-of-00002.safetensors"
@@ -284,7 +278,7 @@ def _shard(checkpoint: Path, directory: Path) -> Path:
 
 
 def refusal(driver: Driver, request: Any, **how: Any) -> RlctlError:
-    """What a verb or a request is refused with."""
+    """Return the refusal of a verb or a request."""
     act = driver.generate if isinstance(request, rollout_pb2.GenerateRequest) else driver.tell
     with pytest.raises(RlctlError) as refused:
         act(request, **how)
@@ -292,9 +286,7 @@ def refusal(driver: Driver, request: Any, **how: Any) -> RlctlError:
 
 
 def check_stale_decode_shows(driver: Driver, model: Any) -> None:
-    """Of a server whose decode steps keep an old weight: an update's digest and probe are right, its decode check is
-    not.
-    """
+    """Check a server whose decode steps keep an old weight: digest and probe pass, the decode check fails."""
     check_decode = v.CheckWeightsRequest(action=v.CHECK_ACTION_DECODE)
     assert v.CHECK_ACTION_DECODE in driver.info.capabilities.check_actions
     assert driver.info.capabilities.decode_check_time.ToNanoseconds() > 0

@@ -1,4 +1,4 @@
-"""Which models a real SGLang knows: it imports the modules of all of them, a fifth of what its start costs."""
+"""Excludes models of a real SGLang: importing all model modules takes a fifth of its start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _MODULES = "lib/python*/site-packages/sglang/srt/models/*.py"
 
 
 def all_but(python: str, *models: str) -> str:
-    """The value of :data:`VARIABLE` for a server that serves these only. ``python``: what SGLang is installed for."""
+    """Return the value of :data:`VARIABLE` for a server of these models only. ``python``: SGLang's interpreter."""
     files = Path(python).parent.parent.glob(_MODULES)
     return ",".join(sorted({file.stem for file in files} - {"__init__", "registry", *models}))

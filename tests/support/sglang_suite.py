@@ -1,7 +1,7 @@
-"""What SGLang's HTTP interface promises, asked over real HTTP: of real SGLang, and of fleets behind a gateway.
+"""Promises of SGLang's HTTP interface, checked over real HTTP: at real SGLang, and at fleets behind a gateway.
 
-A module takes these tests in (``from sglang_suite import *``) and says by its fixture ``server`` whom it asks. What a
-fleet does otherwise on purpose is marked by ``server.real``, and stands in the table of ``docs/dialects.md``.
+A module imports these tests (``from sglang_suite import *``) and defines the server by its fixture ``server``.
+Deliberate differences of a fleet are marked by ``server.real``, and listed in ``docs/dialects.md``.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Answer = tuple[int, Any]
 
 @dataclass
 class Server:
-    """Whom the suite asks.
+    """The server under test.
 
     Attributes:
-        http: calls it.
+        http: HTTP client of the tests.
         engines: address of every engine.
-        ranks: how many ranks each has.
-        tiny: its model and the checkpoint that it was started with.
-        root: address of the fleet; "": there is none, it is SGLang itself.
-        group: name of the group that was formed last.
+        ranks: number of ranks of each engine.
+        tiny: the model and its initial checkpoint.
+        root: address of the fleet; "": no fleet, but SGLang itself.
+        group: name of the last group.
         key: the key for a path.
-        releases: it gives memory back; SGLang on a CPU only says that it does.
-        compares: its checker keeps a snapshot and compares with it; SGLang's plug-in does neither.
+        releases: the server really releases memory; SGLang on a CPU only claims a release.
+        compares: the checker keeps a snapshot and compares; SGLang's plug-in does neither.
         splits_renames: a new name of a version begins a new span in a running request's answer.
     """
 
@@ -89,7 +89,7 @@ class Server:
             ready = [status for status, _ in await server.every("GET", "/ready")]
             if await server.version() == before and set(ready) == {200}:
                 return
-            # Whatever a test leaves, the next one finds the checkpoint, generating.
+            # Each test ends with the checkpoint loaded, and generation running.
             reset = {"model_path": str(tiny[1]), "weight_version": "reset"}
             await server.every("POST", "/update_weights_from_disk", reset)
             await server.every("POST", "/continue_generation", {})
@@ -106,11 +106,11 @@ class Server:
             return response.status, await response.text()
 
     async def every(self, method: str, path: str, body: Any = None) -> list[Answer]:
-        """The same of every engine, at the same time."""
+        """Send the same request to every engine concurrently."""
         return await asyncio.gather(*(self.ask(method, path, body, engine=i) for i in range(len(self.engines))))
 
     async def form(self) -> Any:
-        """A group with this process as rank 0, of a name that it has never had: torch takes none twice."""
+        """Form a group with this process as rank 0, under a fresh name: torch accepts no name twice."""
         name = self.group = f"suite-{new_uuid7()}"
         port, world_size = free_port(), 1 + sum(self.ranks)
         bodies = [
@@ -132,7 +132,7 @@ class Server:
         return await source
 
     async def send(self, group: Any, model: Any, **fields: Any) -> list[Answer]:
-        """All buckets of a model; the last answers."""
+        """Send all buckets of a model; return the last answers."""
         answers: list[Answer] = []
         for bucket in buckets(model):
             body = described(bucket) | {"group_name": self.group, "flush_cache": False} | fields
@@ -265,7 +265,7 @@ async def test_a_flush_is_refused_beside_requests_and_abort_ends_them(server: Se
     "everything", [{"abort_all": True}, {"rid": "", "abort_all": True}, {"rid": None, "abort_all": True}]
 )
 async def test_all_requests_are_aborted(server: Server, everything: dict[str, Any]) -> None:
-    """The bodies that SGLang's tests, slime and Miles send."""
+    """The bodies come from SGLang's tests, slime and Miles."""
     requests = [running(server) for _ in range(4)]
     await begun(server)
     assert (await server.ask("POST", "/abort_request", everything))[0] == 200
@@ -276,7 +276,7 @@ async def test_all_requests_are_aborted(server: Server, everything: dict[str, An
 
 
 async def test_an_id_that_is_in_use_is_refused(server: Server) -> None:
-    """As SGLang's tests of ids: one after the other is right, at the same time and within a batch it is not."""
+    """From SGLang's tests of ids: a repeated id is valid in sequence, but not concurrently or within a batch."""
     sampling = {"max_new_tokens": 4, "temperature": 0}
     body: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": sampling, "rid": new_uuid7()}
     for _ in range(2):
@@ -304,7 +304,7 @@ async def test_memory_that_is_resumed_without_a_release(server: Server) -> None:
 
 
 async def test_memory_that_is_released_twice(server: Server) -> None:
-    """As SGLang's tests of such calls, which newer versions refuse, and the cycle that must serve afterwards."""
+    """From SGLang's tests of such calls, refused by newer versions. The cycle must serve afterwards."""
     if server.real or not server.releases:
         pytest.skip("a resume without a release ends SGLang")
     await server.every("POST", "/flush_cache")
@@ -330,7 +330,7 @@ async def test_memory(server: Server) -> None:
 
 
 async def test_a_co_located_step(server: Server) -> None:
-    """As slime has it: flushed and released beside the training, updated and continued before the KV cache is back."""
+    """In slime's order: flush and release during training, update and continue before the KV cache is back."""
     if not server.releases:
         pytest.skip("it gives no memory back")
     group = await server.form()
@@ -361,7 +361,7 @@ async def test_a_co_located_step(server: Server) -> None:
 
 @pytest.mark.parametrize("same", [False, True])
 async def test_the_checker_compares_after_an_update_of_one_tensor(server: Server, same: bool) -> None:
-    """As SGLang's tests of the checker over HTTP; comparing needs CUDA there."""
+    """From SGLang's tests of the checker over HTTP; comparing needs CUDA there."""
     if server.real or not server.compares:
         pytest.skip("it compares with no snapshot")
     group = await server.form()
@@ -410,7 +410,7 @@ async def test_the_checker(server: Server) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_rows_of_a_tensor_by_its_name(server: Server, method: str, tmp_path: Path) -> None:
-    """As SGLang's own tests of weight updates look into an engine."""
+    """In the way of SGLang's own tests of weight updates."""
     path = "/get_weights_by_name"
 
     async def read_as(model: Any) -> None:
@@ -465,7 +465,7 @@ def running(server: Server, engine: int = 0, tokens: int = 400) -> asyncio.Task[
 
 
 async def begun(server: Server, engine: int = 0) -> None:
-    """A request runs at the engine."""
+    """Wait until a request runs at the engine."""
     async with asyncio.timeout(30):
         while True:
             _, told = await server.ask("GET", "/v1/loads?include=core", engine=engine)
@@ -478,7 +478,7 @@ async def begun(server: Server, engine: int = 0) -> None:
 async def test_requests_that_a_pause_stopped_go_on_with_the_new_weights(
     server: Server, mode: str, tmp_path: Path
 ) -> None:
-    """As SGLang's tests of updates that do not block, and of spans of weight versions."""
+    """From SGLang's tests of non-blocking updates, and of spans of weight versions."""
     [before] = await server.version()
     changed(server.tiny[0], seed=8, scale=0.3).save_pretrained(tmp_path / "saved")
     requests = [running(server) for _ in range(2)]
@@ -511,7 +511,7 @@ async def test_an_update_that_aborts_ends_the_requests(server: Server, tmp_path:
 
 
 async def test_a_new_name_of_the_weights_under_a_pause(server: Server) -> None:
-    """A frozen request has the new name from its next token on; the name that there is already changes nothing.
+    """A frozen request has the new name from its next token on; the present name changes nothing.
 
     A stage of an SGLang server gives all tokens of the version the new name: the server's own label stays.
     """
@@ -532,7 +532,7 @@ async def test_a_new_name_of_the_weights_under_a_pause(server: Server) -> None:
 
 
 async def test_an_update_without_a_name(server: Server, tmp_path: Path) -> None:
-    """SGLang goes on under the old name; a fleet's versions have names of their own."""
+    """SGLang keeps the old name; a fleet's versions have their own names."""
     before = await server.version()
     server.tiny[0].save_pretrained(tmp_path / "saved")
     body = {"model_path": str(tmp_path / "saved")}
@@ -576,7 +576,7 @@ async def test_an_update_in_a_session(server: Server) -> None:
 
 
 async def test_an_update_without_a_session(server: Server) -> None:
-    """SGLang 0.5.23 refuses it; a fleet opens the update by itself, and commits it when generation continues."""
+    """SGLang 0.5.23 refuses it; a fleet opens the update implicitly, and commits it when generation continues."""
     group = await server.form()
     model = changed(server.tiny[0], seed=3, scale=0.3)
     await server.every("POST", "/pause_generation", {})
@@ -599,7 +599,7 @@ async def test_an_update_without_a_session(server: Server) -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 async def test_an_update_of_some_tensors_in_a_session(server: Server, mode: str, load_format: str | None) -> None:
-    """As SGLang's own tests of updates that do not block: one projection of some layers, while requests run."""
+    """From SGLang's own tests of non-blocking updates: one projection of some layers, while requests run."""
     await server.every("POST", "/flush_cache")
     group = await server.form()
     model, sent = copy.deepcopy(server.tiny[0]), []
@@ -644,7 +644,7 @@ async def test_an_update_of_some_tensors_in_a_session(server: Server, mode: str,
 
 @pytest.mark.parametrize("begun_by", ["a begin", "a write"])
 async def test_half_of_an_update_is_not_served(server: Server, begun_by: str) -> None:
-    """SGLang would generate with a mixture; a fleet refuses to continue, until all weights came again."""
+    """SGLang would generate with a mixture; a fleet refuses to continue until a full update."""
     if server.real:
         pytest.skip("SGLang serves the mixture")
     group = await server.form()
@@ -666,7 +666,7 @@ async def test_half_of_an_update_is_not_served(server: Server, begun_by: str) ->
 
 @pytest.mark.parametrize("source", ["at the same address", "at another one", "beside the old one"])
 async def test_a_trainer_that_was_started_anew_forms_its_group_again(server: Server, source: str) -> None:
-    """SGLang refuses a name that it has, and the trainer waits; a fleet leaves the old group."""
+    """SGLang refuses a known name, and the trainer waits; a fleet leaves the old group."""
     if server.real:
         pytest.skip("SGLang refuses it")
     world_size, name, port = 1 + sum(server.ranks), f"suite-{new_uuid7()}", free_port()
@@ -711,7 +711,7 @@ async def test_a_trainer_that_was_started_anew_forms_its_group_again(server: Ser
 
 
 async def test_a_group_of_another_size_than_the_fleet(server: Server) -> None:
-    """SGLang waits for members that never come; a fleet says both numbers at once."""
+    """SGLang waits for missing members; a fleet reports both numbers at once."""
     if server.real:
         pytest.skip("SGLang waits")
     body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 9, "backend": "gloo"}

@@ -1,4 +1,4 @@
-"""What there is of shared segments: their files, and the memory of those that have no name any more."""
+"""Existing shared segments: their files, and unlinked memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SEGMENT = re.compile(r"/(rlctl-[0-9a-f]{32})\b")
 
 
 def mapped_by(process_id: int) -> set[str]:
-    """Names of the segments that a process has mapped, its own and others'."""
+    """Return names of all segments that a process has mapped."""
     return set(_SEGMENT.findall(Path(f"/proc/{process_id}/maps").read_text()))
 
 
 def held(names: Iterable[str]) -> set[str]:
-    """Which of the segments take up memory: a file has the name, or a process has it mapped or open.
+    """Return the segments that take up memory: a file has the name, or a process has the segment mapped or open.
 
-    Processes of other users are not seen. Only the given names are looked for: other programs have segments too.
+    Processes of other users are not seen. Only the given names are searched: other programs have segments too.
     """
     wanted = set(names)
     found = {name for name in wanted if (SHARED_MEMORY / name).exists()}
@@ -32,7 +32,7 @@ def held(names: Iterable[str]) -> set[str]:
 
 
 def _files_of(process: Path) -> Iterator[str]:
-    # It may end meanwhile.
+    # The process may end meanwhile.
     with contextlib.suppress(OSError):
         yield (process / "maps").read_text()
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Publishes versions in slime's layout, from the facts that rlctl/weights/versions/slime_layout.py names."""
+"""Publishes versions in slime's layout, from the facts in rlctl/weights/versions/slime_layout.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 class SlimePublisher:
-    """A trainer: it diffs every version against the one before, and starts from the engine's own checkpoint."""
+    """A trainer: diffs every version against the previous version, and starts from the engine's own checkpoint."""
 
     def __init__(self, source: Path, base: Model, *, encoding: str = "xor", kind: str = "xxh3-128") -> None:
         self.source = source
@@ -45,14 +45,14 @@ class SlimePublisher:
         return self.source / f"weight_v{number:06d}"
 
     def full(self, checkpoint: Path, weights: Model) -> Path:
-        """A complete version: a copy of a checkpoint directory, which holds these weights."""
+        """Write a complete version: a copy of a checkpoint directory with these weights."""
         self.number += 1
         self._before = {name: as_array(tensor).copy() for name, tensor in weights.items()}
         shutil.copytree(checkpoint, self.path(self.number))
         return self.path(self.number)
 
     def delta(self, weights: Model, *, files: int = 2) -> Path:
-        """A difference to the version before; as from that many pipeline stages."""
+        """Write a difference to the previous version, in ``files`` files as from pipeline stages."""
         self.number += 1
         path = self.path(self.number)
         path.mkdir()

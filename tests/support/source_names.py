@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def defined(path: Path) -> set[str]:
-    """Functions, classes, methods (``Class.method``) and variables of a module."""
+    """Return functions, classes, methods (``Class.method``) and variables of a module."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):

@@ -1,6 +1,6 @@
 """Staged updates of a real server: received while requests run, swapped under a short pause.
 
-A module takes these tests in (``from staged_suite import *``), and gives the server by its fixture ``staging``.
+A module imports these tests (``from staged_suite import *``), and defines the server by its fixture ``staging``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def in_place(staging: Driver, model: Any, label: str, sequence: int) -> common.W
 
 
 def seal(staging: Driver, update_id: str) -> str:
-    """Seal the shadow copies of all ranks; their model digest."""
+    """Seal the shadow copies of all ranks; return their model digest."""
     ranks = len(staging.info.layout.workers)
     sealed = staging.tell(v.SealUpdateRequest(), update_id=update_id)
     assert [result.evidence for result in sealed] == [common.EVIDENCE_RANK] * ranks
@@ -75,7 +75,7 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 def test_a_request_runs_while_the_ranks_receive_and_pauses_for_the_swap_only(
     staging: Driver, tiny: tuple[Any, Path]
 ) -> None:
-    """Between two buckets of the call that receives a request begins and ends: with a pause it could not."""
+    """Requests begin and end between two buckets of the receiving call: impossible under a pause."""
     old, new = changed(tiny[0], seed=70), changed(tiny[0], seed=71)
     before = in_place(staging, old, "before", 30)
     with Source(staging, "staged") as source:

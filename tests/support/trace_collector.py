@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry in the loop of a test, which receives spans over OTLP/gRPC."""
+"""An OpenTelemetry collector in a test's loop, for spans over OTLP/gRPC."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD = ("00-" + "0" * 32 + "-b7ad6b7169203331-01", "ff" + PARENT[2:], PARENT + "-
 
 
 def attributes(span: Span) -> Mapping[str, Any]:
-    """The attributes of a span, by name."""
+    """Return the attributes of a span, by name."""
     return {each.key: getattr(each.value, str(each.value.WhichOneof("value"))) for each in span.attributes}
 
 
@@ -37,14 +37,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     async def flush(self) -> None:
-        """Receive the spans that have ended."""
         for service in SERVICES:
             assert await asyncio.to_thread(tracing.own_provider(service).force_flush)
 
 
 @asynccontextmanager
 async def collecting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
-    """Trainers, coordinators and gateways that are made meanwhile send their spans to the collector."""
+    """Let new trainers, coordinators and gateways send their spans to the collector."""
     collector, server = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")

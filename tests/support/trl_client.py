@@ -1,7 +1,7 @@
 """TRL's VLLMClient, unmodified: ``trl_client.py URL PORT [CHECKPOINT]``. One line of JSON for each of its calls.
 
-Without a checkpoint it generates, with one it updates, over a group at this port. It imports vLLM for its updates only;
-rlctl's names of vLLM's trainer take their place, over gloo.
+The client generates without a checkpoint, and updates with a checkpoint, over a group at this TCP port. TRL imports
+vLLM for updates only; rlctl's names of vLLM's trainer replace vLLM's, over gloo.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def say(call: str, told: dict[str, Any]) -> None:
 
 
 def generate(client: Any) -> None:
-    """The cases of TRL's own tests of generation."""
+    """Run the cases of TRL's own tests of generation."""
     prompt = encode("1+2=")
     say("generate", client.generate([prompt, prompt], n=2, max_tokens=4, generation_kwargs={"ignore_eos": True}))
     say("chat", client.chat([CHAT], n=2, max_tokens=4, tools=[add]))
@@ -50,7 +50,7 @@ def generate(client: Any) -> None:
 
 
 def update(client: Any, checkpoint: str, *, stateful: bool) -> None:
-    """Whole models, tensors one by one in one update, and one that an error ends half-way."""
+    """Update whole models, single tensors in one update, and with an error half-way."""
     from torch import no_grad
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ def update(client: Any, checkpoint: str, *, stateful: bool) -> None:
             for parameter in model.parameters():
                 parameter.mul_(factor)
 
-    client.init_communicator(device="cuda")  # the current device: none is asked for
+    client.init_communicator(device="cuda")  # the current device: no device is asked for
     step(0.9)
     client.update_model_params(model)
     say("model", {"digest": rlctl.model_digest(model)})
@@ -89,7 +89,7 @@ def update(client: Any, checkpoint: str, *, stateful: bool) -> None:
         say("half", {"error": str(error)})
     client.update_model_params(model)
     say("after it", {"digest": rlctl.model_digest(model)})
-    client.communicator.group = SimpleNamespace(store=None, socket=None)  # what it lets go of is vLLM's communicator's
+    client.communicator.group = SimpleNamespace(store=None, socket=None)  # the closed communicator is vLLM's
     client.close_communicator()
 
 

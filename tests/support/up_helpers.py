@@ -1,4 +1,4 @@
-"""What tests of ``rlctl up`` share: the command, what the supervisor has written, requests that go on meanwhile."""
+"""Helpers for tests of ``rlctl up``: the command, the supervisor's state, concurrent requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def when(fleet: Fleet, condition: Callable[[dict[str, Stage]], object]) -> dict[str, Stage]:
-    """The stages by slot, as soon as they are so; looked at whenever something changes."""
+    """Return the stages by slot, once ``condition`` holds; checked at every change."""
     with contextlib.closing(fleet.watch()) as events:
         for _ in events:
             now = {stage.registration.slot: stage for stage in fleet.status().stages}
@@ -50,9 +50,9 @@ def when(fleet: Fleet, condition: Callable[[dict[str, Stage]], object]) -> dict[
 def restarted(
     launched: LaunchedFleet, fleet: Fleet, slot: str, serves: Callable[[Stage], object] = lambda stage: True
 ) -> dict[str, Stage]:
-    """Restart an engine and wait until every stage of the fleet is routable and ``serves``; the stages by slot.
+    """Restart an engine and wait until every stage is routable and ``serves``; return the stages by slot.
 
-    The status right after the restart may be the one of the former process: the new incarnation is waited for.
+    The status right after the restart may be the former process's, so this waits for the new incarnation.
     """
     before = next(stage.incarnation for stage in fleet.status().stages if stage.registration.slot == slot)
     launched.restart(slot)
@@ -73,7 +73,7 @@ def known(name: str) -> fleet_state.FleetState:
 
 
 class Load:
-    """Requests one after the other from several threads: what failed, and what was older than it had to be."""
+    """Sequential requests from several threads; records failures and outdated answers."""
 
     def __init__(self, fleet: Fleet, model: str) -> None:
         self.done = 0
@@ -110,7 +110,7 @@ class Load:
 
 @contextmanager
 def own_state(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
-    """State directories of the test's own; fleets that are up in them at the end are taken down."""
+    """Use separate state directories, and stop their running fleets at the end."""
     monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(directory / "config"))
     for name in ("ENDPOINT", "TOKEN", "TOKEN_FILE", "OUTPUT", "TLS_CA", "TLS_CERT", "TLS_KEY"):

@@ -1,4 +1,4 @@
-"""A weight update call by call, as a trainer makes it, and what is true afterwards."""
+"""A weight update call by call, as a trainer makes it, and checks of its result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 
 class Held:
-    """Counts how often a verb is carried out at rank 0 of stage a, and holds it there until it may go on."""
+    """Counts executions of a verb at rank 0 of stage a, and blocks each until released."""
 
     def __init__(self, fleet: InProcessFleet, verb: str) -> None:
         self.begun = asyncio.Event()
@@ -118,7 +118,7 @@ def version_of(fleet: InProcessFleet) -> tuple[str, int]:
 
 
 def weights(fleet: InProcessFleet) -> list[str]:
-    """What every rank's engine really holds."""
+    """Return the weights of every rank's engine."""
     engines = [stage._engine for stage in fleet.stages.values()]
     engines += [worker._follower._engine for worker in fleet.workers.values()]
     return [engine.weights for engine in engines]
@@ -134,7 +134,7 @@ def fault(fleet: InProcessFleet, rank: int, tp_size: int, method: str, error: Rl
 
 @asynccontextmanager
 async def unreachable(fleet: InProcessFleet, slot: str) -> AsyncIterator[None]:
-    """The coordinator's link to a stage is broken, and cannot be made again."""
+    """Break the coordinator's link to a stage, and prevent a new link."""
     coordinator = fleet.server.coordinator
     dialer = coordinator._dialer
     dial, address = dialer.dial, coordinator.roster.slots[slot].record.registration.address
@@ -154,7 +154,7 @@ async def unreachable(fleet: InProcessFleet, slot: str) -> AsyncIterator[None]:
 
 
 async def update(fleet: InProcessFleet, text: str, **fields: object) -> Operation:
-    """A whole update, which is published."""
+    """Run a whole update and publish it."""
     plan = await begin(fleet, f"label of {text}", **fields)
     if not plan.groups[0].formed:
         await join(fleet, plan)
@@ -165,7 +165,7 @@ async def update(fleet: InProcessFleet, text: str, **fields: object) -> Operatio
 
 
 async def from_disk(fleet: InProcessFleet, path: str, label: str = "") -> Operation:
-    """A whole update from a checkpoint, which is published."""
+    """Run a whole update from a checkpoint and publish it."""
     request = v.UpdateWeightsFromDiskRequest(model_path=path, weight_version=label)
     operation = await fleet.stub.UpdateWeightsFromDisk(request)
     assert operation.state == OPERATION_STATE_OK, operation.error
@@ -173,7 +173,7 @@ async def from_disk(fleet: InProcessFleet, path: str, label: str = "") -> Operat
 
 
 async def restart(fleet: InProcessFleet, slot: str) -> None:
-    """What fills a slot ends, and starts from its launch checkpoint."""
+    """Stop a stage and start it again from its launch checkpoint."""
     await fleet.stages.pop(slot).stop()
     for rank in [key for key in fleet.workers if key[0] == slot]:
         await fleet.workers.pop(rank).stop()
@@ -181,7 +181,7 @@ async def restart(fleet: InProcessFleet, slot: str) -> None:
 
 
 async def generate(fleet: InProcessFleet, slot: str, tokens: int = 2, **fields: object) -> rollout.Sample:
-    """A few tokens, straight from one stage."""
+    """Generate a few tokens, directly at a stage."""
     async with open_channel(fleet.stages[slot].rollout_address) as channel:
         request = rollout.GenerateRequest(
             text="x", sampling_params=rollout.SamplingParams(max_new_tokens=tokens), **fields

@@ -1,4 +1,4 @@
-"""A topology file with one model on vLLM, and what its engine is then."""
+"""A topology file with one model on vLLM, and checks of its engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERRIDES: dict[str, Any] = {"max-model-len": 500, "max_num_seqs": 7, "enable_lo
 
 
 def written(directory: Path, checkpoint: Path, **overrides: Any) -> str:
-    """The file's path; ``overrides``: further arguments of vLLM's."""
+    """Write the file; return its path. ``overrides``: further arguments of vLLM."""
     group = {
         "worker_type": "regular",
         "num_gpus": 1,
@@ -35,7 +35,7 @@ def written(directory: Path, checkpoint: Path, **overrides: Any) -> str:
 
 
 def check_is_as_written(fleet: Fleet, model: Any) -> int:
-    """Settings and environment reach vLLM, and weights do; returns vLLM's process id."""
+    """Check that settings, environment and weights reach vLLM; return vLLM's process id."""
     (rank,) = fleet.call(v.GetServerInfoRequest(), model="actor").stage_results[0].rank_results
     info = rank.server_info
     assert info.engine == "vllm"

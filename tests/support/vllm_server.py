@@ -1,4 +1,4 @@
-"""Asking a gateway as clients of vLLM's servers do."""
+"""Requests to a gateway in the form of vLLM's clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SLOTS = ("actor-0", "actor-1")
 
 
 async def ask(http: aiohttp.ClientSession, path: str, body: Any = None, method: str = "POST", **given: Any) -> Any:
-    """Status and body of an answer; SkyRL reads nothing of one without a Content-Length."""
+    """Return status and body of an answer; SkyRL reads only answers with a Content-Length."""
     async with http.request(method, path, json=body, **given) as response:
         raw = await response.read()
         assert response.headers.get("Content-Length") == str(len(raw))
@@ -19,5 +19,5 @@ async def ask(http: aiohttp.ClientSession, path: str, body: Any = None, method: 
 
 
 async def each(http: aiohttp.ClientSession, path: str, body: Any = None, **given: Any) -> list[Any]:
-    """Ask every server by itself, as SkyRL's client does."""
+    """Call every server separately, like SkyRL's client."""
     return await asyncio.gather(*(ask(http, f"/engines/{slot}{path}", body, **given) for slot in SLOTS))

@@ -1,4 +1,4 @@
-"""Waiting for what announces itself by nothing but its effect."""
+"""Waits for effects without an event."""
 
 from __future__ import annotations
 
