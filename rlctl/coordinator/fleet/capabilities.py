@@ -46,7 +46,7 @@ def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
 
 
 def incapable(slot: Slot, request: Message) -> RlctlError | None:
-    """Return why a stage can carry out a request in no state."""
+    """Return why a stage cannot carry out a request in any state."""
     missing = unsupported(slot, of_request(request).name)
     if missing is None and isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) and request.adapter:
         return unsupported(slot, "LoadAdapter")  # the stage serves no adapter

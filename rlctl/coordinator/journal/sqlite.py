@@ -71,7 +71,7 @@ class SqliteJournal:
         self._thread.start()
 
     def _make(self) -> None:
-        """Make a complete journal before the name exists. An empty file is therefore always a loss of records."""
+        """Give a new journal its name only when complete. An empty file is therefore always a loss of records."""
         if self._beside("-wal").exists():
             raise self._failed(f"the file is gone, but {self._beside('-wal').name} has records of it", DAMAGED)
         draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")

@@ -139,7 +139,7 @@ class FromDisk:
         opened.decide(expected=Expected(digest=digest))
 
     async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> str:
-        """Let every target inspect the checkpoint before any pause. Returns the expected model digest.
+        """Let every target inspect the checkpoint before any pause. Returns the expected model digest, if known.
 
         The digest is the request's or, for a full update, the digest that all targets find declared in the checkpoint.
         Raises the first refusal.
