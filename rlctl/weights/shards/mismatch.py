@@ -43,9 +43,9 @@ def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key:
 def digest_parts(
     name: str, full: torch.Tensor, parts: Sequence[TensorPart], dtype: torch.dtype, key: bytes = b""
 ) -> list[TensorPart]:
-    """Return the parts of this tensor, with the digests that they must have; ``dtype`` is the reference's.
+    """Return the entries of ``parts`` for this tensor, with the digests that they must have.
 
-    Raises FIELD_INVALID for a part outside the tensor's shape.
+    ``dtype`` is the reference's. Raises FIELD_INVALID for a part outside the tensor's shape.
     """
     digested = []
     for part in parts:

@@ -174,9 +174,9 @@ def model_digest(
     for any layout. Divided tensors are distributed over the ranks. Each is gathered at its owner, at most ``max_bytes``
     (or one row) at a time, and digested there. Every rank digests its own copy of parts that several ranks have, and
     the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before a change, ends the
-    digest at all ranks. ``known``: SHA-256 digests, by checkpoint name, of full tensors that this rank has digested
-    since their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only
-    the sums are exchanged.
+    digest at all ranks. ``known``: SHA-256 digests, by checkpoint name, of full tensors at this rank, computed since
+    their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only the sums
+    are exchanged.
 
     Raises the cause of a rank's ``stop``, at every rank; INTERNAL if the ranks' shard maps contradict each other;
     GROUP_FAILED if the ranks cannot exchange.

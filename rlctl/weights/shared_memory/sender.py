@@ -26,9 +26,9 @@ SEGMENT_BYTES = 1 << 30
 """Maximum bytes of tensors in a segment; a larger tensor has its own segment."""
 
 SHARES = 4
-"""Maximum share of a segment in the room of /dev/shm: 1/4.
+"""A segment in host memory takes at most 1/SHARES of the room in /dev/shm.
 
-A sender has two segments, and engine servers make copies for their ranks.
+The room must suffice for two segments of a sender, and for the copies that engine servers make for their ranks.
 """
 
 SEGMENTS = 2

@@ -1,9 +1,9 @@
 """Correspondence of a module's tensors and the tensors of its checkpoint.
 
-transformers 5 keeps the experts of a layer in one three-dimensional parameter. Checkpoints hold a matrix per expert,
-and some models also rename tensors. ``save_pretrained`` follows a conversion mapping of transformers. This module runs
-the mapping once over tensors without memory. Each view in the result tells the part of the parameter that a checkpoint
-tensor is. No model needs code of its own.
+transformers 5 keeps the experts of a layer in one three-dimensional parameter. Checkpoints hold the matrices of each
+expert separately, and some models also rename tensors. ``save_pretrained`` follows a conversion mapping of
+transformers. This module runs the mapping once over tensors without memory. Each view in the result tells the part of
+the parameter that a checkpoint tensor is. No model needs code of its own.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ModuleSource:
     def _spare(
         self, first: str, source: str, tensor: torch.Tensor, usual: tuple[str, ...], parts: dict[str, Part]
     ) -> None:
-        """Yield the tensor also as ``source`` and its parts; ``usual`` are its names as the tensor ``first``."""
+        """Register the tensor also as ``source`` and its parts; ``usual`` are its names as the tensor ``first``."""
         whole = Part(source, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
         shape, known = self._parts[first]
         others = {name: part for name, part in ({source: whole} | parts).items() if name not in known}

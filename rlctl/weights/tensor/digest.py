@@ -138,7 +138,7 @@ def rank_digest(module: nn.Module, skip: Sequence[str] = (), stop: Stop | None =
     """Digest a module's parameters, then its buffers, every tensor object once.
 
     Names that contain an entry of ``skip`` are excluded. Raises the cause of ``stop``. The last check of ``stop``
-    follows the last digest, so a result is never of tensors that changed meanwhile.
+    follows the last digest, so that a stop before a change of the weights voids the result.
     """
     chosen = {name: tensor for name, tensor in _tensors_once(module) if not any(part in name for part in skip)}
     digests = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in chosen.items()}, stop)
