@@ -1,4 +1,4 @@
-"""The port that rlctl drives: verbs in, calls to vLLM out. One object speaks to all of the server's ranks."""
+"""The vLLM engine behind rlctl's engine interface: verbs in, calls to vLLM out, for all ranks of a server."""
 
 # ruff: noqa: ARG002 (the port says which arguments a method has)
 from __future__ import annotations
@@ -56,11 +56,11 @@ log = logging.getLogger(__name__)
 START_CALL_S = 120.0
 
 STORES = "reset_external=true"
-"""Of a flush: it also empties stores of KV entries that can be emptied."""
+"""Query of a flush that also empties stores of KV entries, where possible."""
 
 
 class VLLMEngine(ServerEngine):
-    """One vLLM server, with all of its ranks. Options: :class:`rlctl_vllm.options.Options`."""
+    """A vLLM server with all its ranks. Options: :class:`rlctl_vllm.options.Options`."""
 
     name: ClassVar[str] = "vllm"
     _server: Server
@@ -71,7 +71,7 @@ class VLLMEngine(ServerEngine):
     _limits: Limits
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
-        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
+        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT with the name of the wrong setting."""
         self._options = parse_options(config.options)
         super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
         self._server = Server(self._config, self._options, self._failed)
@@ -82,10 +82,9 @@ class VLLMEngine(ServerEngine):
     # The life of the engine.
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Launch the server, or attach to it, and find out what it is and can do.
+        """Launch the server or attach to it, and determine its facts and capabilities.
 
-        Raises ENGINE_FAILED for a server that was attached to and does not pass the trial of its loads: its weights are
-        of no version then.
+        Raises ENGINE_FAILED if an attached server fails the trial of loads: its weights are then of no version.
         """
         await self._launch()
         facts = self._facts
@@ -106,14 +105,14 @@ class VLLMEngine(ServerEngine):
             self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
         )
         self._readable = bool(digest)
-        # Others' requests would be answered while a probe makes the server go on.
+        # At an attached server, requests of other callers would be answered while a probe lifts the pause.
         self._prober = (
             Prober(self._control, self._state, self._requests, self._limits, self.turn)
             if self._server.launched
             else None
         )
         self._ready = True
-        # Weights of another origin, or that a trainer has sent, are the checkpoint's only where the digest says so.
+        # Weights of a different origin, or from a trainer, are the checkpoint's only if the digest says so.
         known = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
         capabilities = facts.capabilities(
             readable=self._readable,
@@ -135,7 +134,6 @@ class VLLMEngine(ServerEngine):
         return self._config.model_path, self._updates.checkpoint
 
     async def _served_name(self) -> str:
-        """vLLM's name of the model."""
         models = await self._control.ask("/v1/models", call=self._start_call(), admin=False)
         return str(models["data"][0]["id"])
 
@@ -143,7 +141,7 @@ class VLLMEngine(ServerEngine):
         return Call("start", asyncio.get_running_loop().time() + START_CALL_S)
 
     async def _launch(self) -> None:
-        """Have the server run, and find out how weights get into it."""
+        """Start the server and determine how weights get into it."""
         await self._server.start()
         call = self._start_call()
         workers, reference, host = Workers(self._control), self._checkpoints.reference, address_of(self._config.node)
@@ -156,7 +154,7 @@ class VLLMEngine(ServerEngine):
                 self._met = await workers.meet(ranks, reference, meeting, self._on_disk)
             return [{**rank, "digest": self._met.digest} for rank in ranks]
 
-        salted = self._server.launched  # requests of others, at a server that runs already, have no salt
+        salted = self._server.launched  # other callers of an attached server send no salt
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call, salted=salted)
         if not self._server.launched:
             reload_trial.refuse_tried(facts.label, PRODUCT, self._server.http.url)
@@ -184,18 +182,18 @@ class VLLMEngine(ServerEngine):
         self._limits = facts.limits(self._checkpoints.config)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
-        """Have vLLM's own workers load a checkpoint."""
+        """Load a checkpoint with vLLM's own workers."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
 
     def _staged(self) -> bool:
-        """Whether updates can be staged."""
+        """Whether updates can be staged; an obstacle is logged."""
         if self._met.unstaged:
             log.info("vLLM's updates are not staged: %s", self._met.unstaged)
         return not self._met.unstaged
 
     async def _launch_again(self) -> None:
-        """Put a new server in the place of one that was launched."""
+        """Put a new server in the place of the launched server."""
         await self._server.stop()
         self._server = Server(self._config, self._options, self._failed)
         self._control = Control(self._server.http, self._wedged)
@@ -203,13 +201,13 @@ class VLLMEngine(ServerEngine):
         await self._launch()
 
     async def _tried(self) -> reload_trial.Refuted | None:
-        """Why loads are not proven to repeat, where nothing reads back what they have come to."""
+        """Return why loads are not proven to repeat, or None. Runs the trial of loads if necessary."""
         if not self._facts.reads:
             return reload_trial.Refuted(reload_trial.INVENTED, loaded=False)
         if not self._server.launched and Stamps.ours(self._stamps.label):
-            return None  # its label is the proof
+            return None  # the label is the proof
         if not self._facts.writable:
-            return None  # there will be no second load
+            return None  # no second load follows
         call = Call("start", asyncio.get_running_loop().time() + self._options.start_s, "start")
         load = partial(self._updates.load_again, self._config.model_path, call)
         refuted = await reload_trial.trial(self._limits, partial(compute, self._control, call), load)
@@ -218,22 +216,23 @@ class VLLMEngine(ServerEngine):
         return refuted
 
     async def stop(self) -> None:
-        """End the server if it was launched, and whatever waits for it."""
+        """End a launched server, and everything that waits for the server."""
         await super().stop()
         if self._ready:
             self._adapters.close()
 
     @property
     def http(self) -> Http:
-        """How to talk to the server."""
         return self._server.http
 
     def leave_requests_to(self, ending: Ending) -> None:
-        """From now on requests reach the server past this object, through ``ending``."""
+        """Use ``ending`` from now on: requests reach the server past this object."""
         self._ending = ending
 
     async def _received(self, timeout_s: float) -> bool:
-        """Have nothing more received; returns whether that came about. The source has left by then, or is about to."""
+        """Stop further receives and return whether that succeeded. The source has left its group by then, or is about
+        to.
+        """
         if isinstance(self._ranks, Native):
             self._ranks.stop()
         return await super()._received(timeout_s)
@@ -242,7 +241,6 @@ class VLLMEngine(ServerEngine):
 
     @takes_turn
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        """Stop generating."""
         self._check("PauseGeneration")
         if request.adapter:
             self._check("LoadAdapter")
@@ -268,7 +266,6 @@ class VLLMEngine(ServerEngine):
 
     @takes_turn
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        """Go on generating."""
         self._check("ContinueGeneration")
         if request.adapter:
             self._check("LoadAdapter")
@@ -283,7 +280,7 @@ class VLLMEngine(ServerEngine):
 
     @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
-        """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
+        """Empty the caches. Refused while requests hold entries, after a wait for the idle timeout of the request."""
         self._check("FlushCache")
         call.accept()
         now = asyncio.get_running_loop().time
@@ -297,7 +294,6 @@ class VLLMEngine(ServerEngine):
 
     @takes_turn
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        """Give regions back."""
         self._check("ReleaseMemory")
         self._refuse_during_update()
         call.accept()
@@ -310,17 +306,16 @@ class VLLMEngine(ServerEngine):
 
     @takes_turn
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        """Take regions again."""
         self._check("ResumeMemory")
         call.accept()
         return await memory.resume(self._control, self._state, request.tags, self._facts.memory_tags, call)
 
     async def _drain(self, call: Call) -> None:
-        """Let what runs end; what comes meanwhile waits. When the time is up, all is as before: nothing is paused, or
-        what was frozen is again.
+        """Let running requests end while new requests wait. A timeout restores the former state: no pause, or frozen
+        requests.
         """
         remaining = call.deadline - asyncio.get_running_loop().time()
-        timeout_s = remaining - min(LEAVING_S, remaining / 10)  # its caller is to hear what has become of it
+        timeout_s = remaining - min(LEAVING_S, remaining / 10)  # the caller gets time to hear the result
         try:
             answer = await self._server.http.call(f"/pause?{MODES[PAUSE_MODE_DRAIN]}", {}, timeout_s=timeout_s)
         except TimeoutError:
@@ -340,13 +335,12 @@ class VLLMEngine(ServerEngine):
         report = await self._updates.commit(request, label, call)
         self._stamps.label = label
         if self._state.paused == PAUSE_MODE_RETRACT:
-            self._stamps.flushed()  # that has emptied the cache, and nothing was computed since
+            self._stamps.flushed()  # the retract emptied the cache, and nothing was computed since
         return report
 
     # Reads.
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
-        """What is loaded."""
         self._check("GetModelInfo")
         told = await self._control.ask("/weight_info", call=call, admin=False)
         config = self._checkpoints.config
@@ -369,6 +363,6 @@ class VLLMEngine(ServerEngine):
         told = facts_.loads(str(await self._control.ask("/metrics", call=call, admin=False)))
         told.max_tokens = self._facts.kv_tokens
         if self._state.stopped:
-            # vLLM counts at its steps, and makes none now.
+            # vLLM counts at its steps, and makes no steps now.
             told.waiting = max(told.waiting, self._ending.samples - told.running)
         return told

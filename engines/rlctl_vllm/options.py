@@ -1,4 +1,4 @@
-"""The plug-in's settings, read from ``EngineConfig.options`` once."""
+"""Settings of the vLLM plug-in, from ``EngineConfig.options``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.engine import HttpRoute
 
 PRODUCT = "vLLM"
 VENV = "RLCTL_VLLM_VENV"
-"""Environment variable that says where vLLM's environment is."""
+"""Environment variable with the path of vLLM's environment."""
 
 OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s", "data_routes")
 TAKEN = (
@@ -21,19 +21,20 @@ TAKEN = (
     *("worker_extension_cls", "enable_scale_out", "return_tokens_as_token_ids", "enable_prompt_tokens_details"),
     *("generation_config", "data_parallel_size", "pipeline_parallel_size", "headless", "grpc_port"),
 )
-"""Arguments of vLLM that rlctl sets itself, or that make more of it than one server of tensor-parallel ranks."""
+"""Arguments of vLLM that rlctl sets itself, or that allow more than a single server of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one engine.
+    """Settings of an engine.
 
     Attributes:
-        url: a running server to attach to; empty: one is launched.
-        api_key: key of an attached server for requests. vLLM guards none of its admin calls with it.
-        python: the interpreter that vLLM is installed for.
-        allowed_roots: directories below which checkpoints may be read; empty: the one that the first lies in.
-        start_s: longest time that a launched server may take to be ready, seconds.
+        url: running server to attach to; empty: a server is launched.
+        api_key: key of an attached server for requests. vLLM's admin calls need no key.
+        python: interpreter of vLLM's installation.
+        allowed_roots: directories below which checkpoints may be read; empty: the directory that contains the first
+            checkpoint.
+        start_s: longest time until a launched server is ready, in seconds.
         data_routes: further routes of the data port.
         arguments: further arguments of vLLM by name ("max_model_len"); "true" stands for a flag.
     """
@@ -48,7 +49,7 @@ class Options:
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
-    """The settings. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
+    """Return the settings. Raises FIELD_INVALID or FIELD_CONFLICT, naming ``options.NAME``."""
     arguments = {name: value for name, value in given.items() if name not in OURS}
     check_arguments(PRODUCT, arguments, TAKEN)
     url = address(given, arguments)
@@ -66,5 +67,5 @@ def parse_options(given: Mapping[str, str]) -> Options:
 
 
 def interpreter(settings: Options) -> str:
-    """The Python that runs vLLM. Raises FIELD_INVALID, saying how to install it, when it is not there."""
+    """Return the Python that runs vLLM. Raises FIELD_INVALID, with how to install vLLM, if missing."""
     return options.interpreter(PRODUCT, settings.python, VENV)

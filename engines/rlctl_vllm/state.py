@@ -1,7 +1,6 @@
-"""What vLLM has been told, and what it may be told next. Pure: no I/O, no time.
+"""State of vLLM after the calls so far, and the calls that are allowed next. Pure: no I/O, no time.
 
-vLLM's own answers are not enough to go by: ``/is_sleeping`` is true when it is merely paused, and waking up takes a
-pause back.
+vLLM's own answers do not suffice: ``/is_sleeping`` is true during a mere pause, and a wake-up ends a pause.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ MODES = {
     PAUSE_MODE_IN_PLACE: "mode=keep&clear_cache=false",
     PAUSE_MODE_DRAIN: "mode=wait&clear_cache=false",
 }
-"""The query of vLLM's /pause for each of rlctl's modes."""
+"""Query of vLLM's /pause for each of rlctl's modes."""
 
 TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights"}
-"""vLLM's memory regions."""
+"""vLLM's names of memory regions."""
 
 EVERYTHING = frozenset(TAGS)
 
@@ -43,17 +42,17 @@ class State(ServerState):
     """vLLM's state after the calls so far."""
 
     def pause(self, mode: PauseMode.ValueType) -> PauseMode.ValueType:
-        """The mode to pause in. Raises UNSUPPORTED (SKIPPED) for one that vLLM does not have."""
+        """Return the mode of a pause. Raises UNSUPPORTED (SKIPPED) for a mode that vLLM does not have."""
         mode = mode or PAUSE_MODE_ABORT
         if mode not in MODES:
             raise Reason.UNSUPPORTED.error(f"vLLM has no pause mode {mode}", field="mode", outcome=OUTCOME_SKIPPED)
         return mode
 
     def refuse_drain(self, *, active: int, whole: bool) -> None:
-        """Raise PAUSE_MODE_CONFLICT where a drain would let what is frozen in place, so many requests, go on with
-        weights that nobody may generate with; ``whole``: they are those of a version.
+        """Raise PAUSE_MODE_CONFLICT if a drain would let frozen requests continue with weights of no version.
 
-        What a retract has sent back waits through a drain, too.
+        ``active``: the number of requests. ``whole``: the weights are of a version. Retracted requests wait through a
+        drain, too.
         """
         frozen = active if self.stopped and self.paused in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_IN_PLACE) else 0
         if frozen and not whole:
@@ -65,10 +64,10 @@ class State(ServerState):
     def release(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
-        """The regions to release, of those that are not released yet. Empty tags: all that are known.
+        """Return the regions to release, without released regions. Empty ``tags`` stand for all known regions.
 
-        Raises FIELD_INVALID for a region that vLLM does not have, and for a part of them that it cannot release: the
-        KV cache alone, or everything.
+        Raises FIELD_INVALID for an unknown region, and for the weights alone: vLLM releases the KV cache alone, or
+        everything.
         """
         check_tags("vLLM", tags, known)
         wanted = frozenset(tags or known) - self.released
@@ -80,6 +79,6 @@ class State(ServerState):
     def resume(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
-        """The regions to take again, of those that are released. Raises FIELD_INVALID as :meth:`release`."""
+        """Return the released regions to resume. Raises FIELD_INVALID as :meth:`release`."""
         check_tags("vLLM", tags, known)
         return frozenset(tags or known) & self.released

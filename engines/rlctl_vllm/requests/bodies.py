@@ -1,6 +1,6 @@
-"""From a generation request to the bodies of vLLM's /inference/v1/generate, one for each sample. Pure.
+"""From a generation request to bodies of vLLM's /inference/v1/generate, a body for each sample. Pure.
 
-vLLM ignores what it does not know, so nothing is passed on that is not known here.
+vLLM ignores unknown fields, so only known fields are passed on.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from rlctl.contract.sampling import check_pair, seed_of
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 PROCESSED = "processed_logprobs"
-"""vLLM's mode in which log probabilities are those after temperature."""
+"""vLLM's mode with log probabilities after temperature."""
 
 SALT = "cache_salt"
 MOST_SALT = 128
-"""vLLM's field for a cache salt, and its longest value (``validate_cache_salt``, 0.32.0)."""
+"""vLLM's field for a cache salt, and the longest value (``validate_cache_salt``, 0.32.0)."""
 
 _FIELDS = frozenset({SALT, "priority"})
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-"""SGLang's names of what ``structured_outputs`` may hold, and vLLM's."""
+"""vLLM's names in ``structured_outputs``, by SGLang's names."""
 _SAMPLING_FIELDS = frozenset({"allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", *GRAMMARS})
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below it are 0 to vLLM (``_SAMPLING_EPS`` in ``vllm/sampling_params.py``)."""
+"""Lower temperatures are 0 to vLLM (``_SAMPLING_EPS`` in ``vllm/sampling_params.py``)."""
 
 
 @dataclass(frozen=True)
 class Limits(requests.Limits):
-    """What the server can take.
+    """Limits of requests at the server.
 
     Attributes:
-        most_logprobs: how many log probabilities at a position it gives; -1: all.
-        logprobs_mode: which log probabilities those are.
-        any_logprobs: they are wanted whatever they are, not only where they are rlctl's.
+        most_logprobs: most log probabilities that the server returns for a position; -1: all.
+        logprobs_mode: vLLM's mode of log probabilities.
+        any_logprobs: log probabilities of every mode are accepted, not only rlctl's.
     """
 
     most_logprobs: int = 20
@@ -47,15 +47,15 @@ class Limits(requests.Limits):
 
 
 def scores_only(request: GenerateRequest) -> bool:
-    """Whether nothing is to be generated. vLLM generates at least one token, which is left out then."""
+    """Whether the request generates nothing. vLLM generates at least a single token, which is dropped then."""
     params = request.sampling_params
     return params.HasField("max_new_tokens") and params.max_new_tokens == 0
 
 
 def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
-    """One body for each sample, under these ids, its adapter left out; ``ids``: the prompt.
+    """Return a body for each sample, under the ids ``rids`` and without the adapter; ``ids`` are the prompt.
 
-    With log probabilities of the prompt, which vLLM does not stream, they ask for one answer.
+    vLLM does not stream log probabilities of the prompt, so a body with these asks for a single answer.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
@@ -83,7 +83,7 @@ def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], li
 
 
 def structured(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters with SGLang's grammars as vLLM's ``structured_outputs``. Raises FIELD_CONFLICT."""
+    """Return sampling parameters with SGLang's grammars as vLLM's ``structured_outputs``. Raises FIELD_CONFLICT."""
     shapes = {GRAMMARS[name]: value for name, value in sampling.items() if name in GRAMMARS}
     if not shapes:
         return dict(sampling)
@@ -110,7 +110,7 @@ def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str
     }
     if (request.return_logprob or request.top_logprobs_num) and not limits.any_logprobs:
         _refuse_other_logprobs(params, temperature, limits)
-    # The sampled token's comes beside the most likely ones, within the number asked for: one more makes room for it.
+    # The sampled token counts among the most likely tokens, within the requested number: ask for an extra token.
     tops = min(request.top_logprobs_num + 1, limits.vocab_size) if request.top_logprobs_num else 0
     if request.top_logprobs_num > limits.vocab_size or -1 < limits.most_logprobs < tops:
         most = limits.vocab_size if limits.most_logprobs < 0 else min(limits.most_logprobs - 1, limits.vocab_size)
@@ -125,7 +125,10 @@ def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str
 
 
 def _refuse_other_logprobs(params: SamplingParams, temperature: float, limits: Limits) -> None:
-    """rlctl's are those after temperature and before top_p, top_k and min_p. vLLM's are before all of it, or after."""
+    """Refuse log probabilities that differ from rlctl's: after temperature, before top_p, top_k and min_p.
+
+    vLLM's are before all of these, or after.
+    """
     if limits.logprobs_mode == PROCESSED:
         cut = {
             "top_p": params.HasField("top_p") and params.top_p < 1,

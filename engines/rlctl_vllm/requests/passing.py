@@ -19,7 +19,7 @@ _IDS = {
     "/v1/chat/completions": "chatcmpl-",
     "/inference/v1/generate": "generate-tokens-",
 }
-"""What vLLM puts before the id of a request that generates."""
+"""Prefix that vLLM puts before the id of a generation request, by route."""
 
 _GATED = (
     *_IDS,
@@ -40,11 +40,10 @@ _COUNTS = ("n", "best_of")
 _PROMPTS = ("prompt", "token_ids", "input")
 _HEADER = "X-Request-Id"
 DEFAULT = "default"
-"""Model name of clients that have none."""
+"""Model name of clients without a name."""
 
 
 def routes() -> list[HttpRoute]:
-    """The routes of the data port."""
     return [
         *(HttpRoute("POST", path) for path in _GATED),
         *(HttpRoute("POST", path, gated=False) for path in _OPEN),
@@ -53,7 +52,7 @@ def routes() -> list[HttpRoute]:
 
 
 class Reader:
-    """See :class:`rlctl_servers.data_port.passing.Reader`."""
+    """Reader of requests at the data port; see :class:`rlctl_servers.data_port.passing.Reader`."""
 
     def __init__(
         self, limits: Limits, served_name: str, checkpoints: Callable[[], Collection[str]], adapters: LoraTable
@@ -65,17 +64,17 @@ class Reader:
         self._adapters = adapters
 
     def read(self, request: HttpRequest) -> Reading:
-        """What a body says. Raises FIELD_INVALID, UNSUPPORTED."""
+        """Read the body of a request. Raises FIELD_INVALID, UNSUPPORTED."""
         document = request.document
         if not isinstance(document, dict):
-            return Reading()  # which vLLM refuses
+            return Reading()  # vLLM refuses this body
         for name, why in _CLOSED.items():
             if document.get(name):
                 raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {why}", field=name)
         sampling = document.get("sampling_params")
         every = (document, sampling if isinstance(sampling, dict) else {})
         samples = max(check_count(fields.get(name), name) for fields in every for name in _COUNTS)
-        if not self._limits.tokenizer:  # with one vLLM looks itself
+        if not self._limits.tokenizer:  # with a tokenizer vLLM checks the ids
             for name in _PROMPTS:
                 check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
         named = self._named(text_field(document, "model"))
@@ -83,7 +82,7 @@ class Reader:
         return self._identified(request, document, reading) if request.path in _IDS else reading
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
-        """The same with vLLM's name of the adapter."""
+        """Return the reading with vLLM's name of the adapter."""
         assert isinstance(request.document, dict)
         asked = text_field(request.document, "model")
         return dataclasses.replace(
@@ -91,13 +90,13 @@ class Reader:
         )
 
     def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
-        """The same with a cache salt, at routes that take one."""
+        """Return the reading with a cache salt, at routes that take a salt."""
         if request.path not in _GATED or request.path in _UNSALTED:
             return reading
         return with_salt(request.document, reading, SALT, salt, MOST_SALT)
 
     def _named(self, model: str) -> Reading:
-        """A model's name is the adapter's, where there is one; "MODEL:ADAPTER" is one, too."""
+        """Resolve a model name. A loaded adapter has priority, also as "MODEL:ADAPTER"."""
         after = model.partition(":")[2]
         adapter = next((name for name in (model, after) if name and name in self._adapters.by_name), "")
         if adapter:
@@ -109,7 +108,7 @@ class Reader:
         return Reading(model="" if known else model, fields=fields, names=names)
 
     def _identified(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> Reading:
-        """With the ids by which vLLM can be asked to end it."""
+        """Return the reading with the ids by which vLLM can end the request."""
         of_caller = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
         own = text_field(document, "request_id")
         rid = of_caller or own or uuid.uuid4().hex

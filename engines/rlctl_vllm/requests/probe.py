@@ -19,7 +19,7 @@ from rlctl_vllm.state import MODES, State
 
 
 class Prober(probe.Prober):
-    """Computes probes on one server."""
+    """Prober of a vLLM server."""
 
     def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
         super().__init__(PRODUCT, requests, limits, turn)
@@ -29,37 +29,36 @@ class Prober(probe.Prober):
 
     @property
     def stopped(self) -> bool:
-        """Whether it is paused."""
         return self._state.stopped
 
     def refuse(self) -> None:
-        """Raise MEMORY_RELEASED where it cannot go on."""
+        """Raise MEMORY_RELEASED if the server cannot continue."""
         self._state.refuse_continue(updating=False)
 
     async def go_on(self, call: Call) -> None:
-        """Lift the pause."""
         await self._control.must("/resume", {}, call=call)
 
     async def stop_again(self, call: Call) -> None:
-        """Pause; an abort would end what waits, and there is nothing left to wait for."""
+        """Pause again. An abort would end waiting requests, and a drain has nothing to wait for."""
         in_place = not self._state.paused or self._state.paused == PAUSE_MODE_IN_PLACE
         mode = PAUSE_MODE_IN_PLACE if in_place else PAUSE_MODE_RETRACT
         await self._control.must(f"/pause?{MODES[mode]}", {}, call=call)
 
     async def compute(self, tokens: Sequence[int], count: int, call: Call, top: int = 0) -> Computed:
-        """See :func:`compute`. Log probabilities of vLLM are those before temperature."""
+        """Compute greedy tokens; see :func:`compute`. vLLM's log probabilities are from before temperature."""
         return await compute(self._control, call, tokens, count, top if self._most < 0 else min(top, self._most))
 
 
 async def compute(control: Control, call: Call, tokens: Sequence[int], count: int, top: int = 0) -> Computed:
-    """So many greedy tokens after a prompt. vLLM reads no cached prefix of a prompt whose log probabilities are asked
-    for.
+    """Compute ``count`` greedy tokens after a prompt.
+
+    vLLM reads no cached prefix of a prompt if the log probabilities of the prompt are requested.
     """
     sampling = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     body = {
         "token_ids": list(tokens),
         "sampling_params": {**sampling, "prompt_logprobs": top, "logprobs": top},
-        SALT: uuid.uuid4().hex,  # no request reads its entries, which may be of weights that are of no version
+        SALT: uuid.uuid4().hex,  # no request reads these entries, which may be of weights of no version
     }
     told = await control.ask(GENERATE, body, call=call, admin=False)
     (choice,) = told["choices"]

@@ -1,4 +1,4 @@
-"""Requests in vLLM's own format of token ids in and out, /inference/v1/generate: one for each sample."""
+"""Generation with vLLM's token ids in and out, /inference/v1/generate: a request of vLLM for each sample."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from rlctl_vllm.requests.bodies import MOST_SALT, SALT, Limits, bodies, scores_o
 GENERATE = "/inference/v1/generate"
 TOKENIZE_S = 10.0
 LONGEST_S = 86400.0
-"""How long an answer that is not streamed may take: whoever asked ends it by leaving."""
+"""Seconds that an unstreamed answer may take. The caller ends such a request by disconnecting."""
 
 _BEFORE_ID = "generate-tokens-"
-"""What vLLM puts before the id of a request to :data:`GENERATE`."""
+"""Prefix that vLLM puts before the id of a request to :data:`GENERATE`."""
 
 _TOKEN = "token_id:"
 _OWN = ("finish_reason", "stop_reason", "weight_versions")
-"""What vLLM says of a sample at its end, beside the sample."""
+"""vLLM's fields at the end of a sample, beside the sample."""
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
@@ -55,11 +55,11 @@ class TokensInOut:
         self._limits = limits
 
     def new_rid(self) -> str:
-        """An id that was never used."""
+        """Return an id that was never used."""
         return _BEFORE_ID + uuid.uuid4().hex
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[_Reading]:
-        """The samples of a request. Raises ADAPTER_NOT_FOUND, and as :func:`rlctl_vllm.requests.bodies.bodies` does."""
+        """Return a request's samples. Raises ADAPTER_NOT_FOUND, and as :func:`rlctl_vllm.requests.bodies.bodies`."""
         if request.adapter:
             self.adapters.find(request.adapter, "adapter")
         refuse_prompt(request, self._limits)
@@ -70,22 +70,22 @@ class TokensInOut:
         return [_Reading(self, index, request, body) for index, body in enumerate(made)]
 
     def admit(self, request: GenerateRequest) -> None:
-        """Nothing needs to wait: vLLM's servers have no pairs."""
+        """Let every request start at once: vLLM's servers form no pairs."""
 
     def admit_passed(self, *, prepared: bool) -> None:
-        """As :meth:`admit`."""
+        """Let every request start at once, as :meth:`admit` does."""
 
     def prepares(self, request: GenerateRequest) -> bool:  # noqa: ARG002
-        """No request keeps vLLM from anything while it is paused."""
+        """Whether a paused vLLM may be stuck with the request: never."""
         return False
 
     def ends(self, *, heard: bool) -> bool:  # noqa: ARG002 - SGLang's cannot always be
-        """Whether the end of a sample can be asked for."""
+        """Whether vLLM can be asked to end a sample."""
         return True
 
     async def end(self, engine_rids: Sequence[str] | None) -> None:
-        """End samples early; None: all that the server has."""
-        # An empty list would end all of them.
+        """End samples early; None: all samples of the server."""
+        # An empty list would end all samples.
         if engine_rids is not None and not engine_rids:
             return
         body = {} if engine_rids is None else {"request_ids": list(engine_rids)}
@@ -98,7 +98,7 @@ class TokensInOut:
 
 
 async def tokenize(http: Http, text: str) -> list[int]:
-    """A prompt's token ids. Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING, and what vLLM refuses."""
+    """Return a prompt's token ids. Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING, and vLLM's refusals."""
     if not text:
         return []
     try:
@@ -113,7 +113,7 @@ async def tokenize(http: Http, text: str) -> list[int]:
 
 
 class _Reading:
-    """One sample as it comes: messages with what is new of it, then one with the counts."""
+    """A sample as it arrives: messages with new output, then a message with the counts."""
 
     def __init__(self, dialect: TokensInOut, index: int, request: GenerateRequest, body: dict[str, Any]) -> None:
         self._dialect = dialect
@@ -130,16 +130,15 @@ class _Reading:
 
     @property
     def tokens(self) -> int:
-        """Output tokens so far."""
         return self._tokens
 
     @property
     def over(self) -> bool:
-        """Whether its end was told."""
+        """Whether the end of the sample was reported."""
         return self._ended is not None
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """vLLM's stream of it, or its one answer."""
+        """Yield vLLM's stream of the sample, or the single answer."""
         with self._dialect.adapters.using(self._request.adapter) as held:
             if held is not None:
                 self._body["model"], self._adapter_version = held.name, held.info.version
@@ -169,7 +168,7 @@ class _Reading:
         yield answer.body
 
     def take(self, told: dict[str, Any]) -> GenerateResponse | None:
-        """What is new; a sample's last tokens are held back until the counts have come, which belong to them."""
+        """Return the new output. The last tokens of a sample are held back until their counts have come."""
         if "choices" not in told:
             error = told.get("error") or {}
             raise refused(str(error.get("message")), int(error.get("code") or 500))
@@ -234,7 +233,7 @@ class _Reading:
             return
         for token_id, entry in list(zip(ids, told.get("prompt_logprobs") or (), strict=False))[start:]:
             made = response.input_logprobs.add(token_id=token_id)
-            if entry is None:  # nothing comes before the first token
+            if entry is None:  # nothing precedes the first token
                 continue
             made.logprob = entry[str(token_id)]["logprob"]
             tops = [(int(top), float(value["logprob"])) for top, value in entry.items()]
@@ -249,20 +248,20 @@ class _Reading:
         elif kind == "stop" and isinstance(stop, str):
             reason.matched_string = stop
         elif kind == "stop":
-            # An end-of-sequence token is not named; it is the last one.
+            # vLLM does not name an end-of-sequence token, which is the last token.
             reason.matched_token = self._last if stop is None else int(stop)
         return reason
 
 
 def id_of(top: Mapping[str, Any]) -> int:
-    """Which token one of the most likely ones is. Raises UNSUPPORTED."""
+    """Return the token id of an entry of the most likely tokens. Raises UNSUPPORTED."""
     if "token_id" in top:
         return int(top["token_id"])
     return id_in(str(top["token"]))
 
 
 def id_in(token: str) -> int:
-    """The id in "token_id:5". Raises UNSUPPORTED for a token's text."""
+    """Return the id in "token_id:5". Raises UNSUPPORTED for a token's text."""
     if not token.startswith(_TOKEN):
         raise Reason.UNSUPPORTED.error(
             "this vLLM names tokens by their text, which is no token id",
@@ -273,7 +272,7 @@ def id_in(token: str) -> int:
 
 
 def most_likely(tops: Iterable[tuple[int, float]], count: int) -> list[tuple[int, float]]:
-    """The first so many by probability: the sampled token is among what vLLM gives, one of them or not."""
+    """Return the first ``count`` entries by probability: vLLM also returns the sampled token, likely or not."""
     return sorted(tops, key=lambda top: -top[1])[:count]
 
 
@@ -282,5 +281,5 @@ def _entries(tops: Iterable[tuple[int, float]], count: int) -> list[TokenLogprob
 
 
 def refused(message: str, status: int) -> RlctlError:
-    """What vLLM has refused a request for."""
+    """Return the error for a request that vLLM has refused."""
     return requests.refused("vLLM", message, status, ("longer than", "maximum context length"))

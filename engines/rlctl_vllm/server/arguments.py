@@ -1,8 +1,8 @@
-"""Which arguments the installed vLLM has, read from its source: nothing of it is imported or run.
+"""Arguments of the installed vLLM, read from its source text. No code of vLLM is imported or run.
 
-Arguments of the engine are ``add_argument`` calls in ``engine/arg_utils.py``; those of its HTTP front are the fields of
-the classes ``…FrontendArgs`` (vLLM 0.32: ``entrypoints/launchers/cli_args.py``; before:
-``entrypoints/openai/``). One that is true or false can be written with "no_" before it too.
+Arguments of the engine are ``add_argument`` calls in ``engine/arg_utils.py``. Arguments of its HTTP front are the
+fields of the classes ``…FrontendArgs`` (vLLM 0.32: ``entrypoints/launchers/cli_args.py``; before:
+``entrypoints/openai/``). A boolean argument can be written with "no_" before its name too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INSTEAD = {
 
 
 def known_options(given: Mapping[str, str]) -> KnownOptions | None:
-    """The settings of the vLLM that ``given["python"]`` (else the environment) leads to; None: it is not there."""
+    """Return the settings of the vLLM of ``given["python"]`` (else of the environment), or None if there is no vLLM."""
     try:
         python = interpreter(Options(python=given.get("python", "")))
     except RlctlError:
@@ -67,7 +67,7 @@ def _fronts(source: Path) -> list[Path]:
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(argument, whether it has no action of the old kind, "store_true", which cannot be taken back)."""
+    """Yield (argument, reversible). An argument with the old action "store_true" cannot be taken back."""
     for call in argparse_source.calls(tree):
         old = any(keyword.arg == "action" and isinstance(keyword.value, ast.Constant) for keyword in call.keywords)
         for name in argparse_source.added(call):
@@ -75,7 +75,7 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def _fields(tree: ast.AST, suffix: str) -> Iterator[tuple[str, bool]]:
-    """(field, whether it is true or false) of the classes whose name ends so."""
+    """Yield (field, boolean) of the classes with this suffix of the name."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.ClassDef) and node.name.endswith(suffix)):
             continue

@@ -1,4 +1,4 @@
-"""What a running vLLM says about itself, and what follows from it: layout, limits, capabilities."""
+"""Facts of a running vLLM, with the layout, limits and capabilities that follow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "ResumeMemory": ("/wake_up",),
     "UpdateWeightsFromDisk": ("/collective_rpc", "/update_weight_version"),
 }
-"""Routes that a verb needs: versions of vLLM differ."""
+"""Routes that a verb needs, because versions of vLLM differ."""
 
 _IN_WORKERS = (
     *("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFromDistributed"),
@@ -50,8 +50,9 @@ _LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
 
 _READING = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""Load formats that read the safetensors files of a checkpoint, at the start and at each load from disk. The others
-make weights up, or take those of other files.
+"""Load formats that read the safetensors files of a checkpoint, at the start and at each load from disk.
+
+Other formats invent weights, or read other files.
 """
 
 _CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
@@ -59,15 +60,14 @@ _CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config
 
 @dataclass(frozen=True)
 class Facts:
-    """What was asked of the server once, after its start.
+    """Answers of the server, requested once after its start.
 
     Attributes:
-        version: vLLM's version.
-        config: its configuration, by section.
-        label: its weight version's label.
-        ranks: what each rank says of itself; none without the extension.
-        unsupported: why a verb cannot be done, by verb.
-        native: without the extension it takes weights in by its own engine.
+        config: configuration of the server, by section.
+        label: label of the server's weight version.
+        ranks: answer of each rank; empty without the extension.
+        unsupported: reason for each verb that cannot be carried out.
+        native: a server without the extension receives weights by vLLM's own engine.
     """
 
     version: str
@@ -79,33 +79,31 @@ class Facts:
 
     @property
     def cpu(self) -> bool:
-        """Whether it computes on a CPU."""
         return "cpu" in str(self._of("device_config", "device_type") or self._of("device_config", "device") or "cpu")
 
     @property
     def memory_tags(self) -> frozenset[common_pb2.MemoryTag.ValueType]:
-        """Regions that it can really release."""
+        """Regions that the server really can release."""
         return frozenset(TAGS) if self._of("model_config", "enable_sleep_mode") else frozenset()
 
     @property
     def load_format(self) -> str:
-        """How it reads checkpoints."""
         return str(self._of("load_config", "load_format") or "auto")
 
     @property
     def reads(self) -> bool:
-        """Whether what it loads of a checkpoint are its safetensors files."""
+        """Whether loads read the safetensors files of a checkpoint."""
         return self.load_format in _READING
 
     @property
     def lora(self) -> Mapping[str, Any] | None:
-        """What it was started for of adapters."""
+        """Settings of adapters, or None for a server without adapters."""
         found: Mapping[str, Any] | None = self.config.get("lora_config")
         return found
 
     @property
     def no_decode_check(self) -> str:
-        """Why decode cannot be compared with prefill; "": it can."""
+        """Why decode cannot be compared with prefill, or ""."""
         if self.cpu and self.lora is not None:
             # punica_cpu.py takes as many rows of hidden states as the batch has requests (0.32.0).
             return "with adapters on a CPU, vLLM ends on the log probabilities of a prompt beside other requests"
@@ -113,22 +111,20 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """Model digest of what its ranks held when they were asked; "" where that cannot be read back."""
+        """Model digest of the ranks' weights at the start; "" if the weights cannot be read back."""
         return str(self.ranks[0]["digest"]) if self.ranks else ""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its KV cache has room for."""
         return int(self._of("cache_config", "kv_cache_size_tokens") or 0)
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel size."""
         return int(self._of("parallel_config", "tensor_parallel_size") or 1)
 
     @property
     def world_size(self) -> int:
-        """Number of its workers, data-parallel ones included."""
+        """Number of the server's workers, including data-parallel workers."""
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         product = 1
         for size in sizes:
@@ -137,33 +133,34 @@ class Facts:
 
     @property
     def writable(self) -> bool:
-        """Whether it can be updated from disk: of several ranks each must answer for itself."""
+        """Whether the server can be updated from disk. Of several ranks each must answer for itself."""
         answers = bool(self.ranks) or self.native or self.world_size == 1
         return answers and "UpdateWeightsFromDisk" not in self.unsupported
 
     def unwritable(self, why: str) -> Facts:
-        """The same server, which takes no weights in."""
+        """Return the facts of the same server without weight updates."""
         return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
 
     @property
     def fronts(self) -> int:
-        """Number of its API servers, each of which may be the one that is asked."""
+        """Number of API servers, each of which may get a call."""
         return int(self._of("parallel_config", "_api_process_count") or 1)
 
     @property
     def extended(self) -> bool:
-        """Whether the extension may be in its workers. Of several ranks only those are asked that have it: a call that
-        fails leaves answers of theirs unread.
+        """Whether the extension may be in the workers.
+
+        Several ranks are asked only with the extension configured: a failed call leaves answers of ranks unread.
         """
         return self._of("parallel_config", "worker_extension_cls") == EXTENSION or self.world_size == 1
 
     @property
     def dtype(self) -> str:
-        """Dtype of its weights, "torch.float32" say."""
+        """Dtype of the weights, such as "torch.float32"."""
         return str(self._of("model_config", "dtype") or "")
 
     def limits(self, model: Mapping[str, Any]) -> Limits:
-        """What requests it can take; ``model``: the checkpoint's config."""
+        """Return the limits of requests; ``model`` is the checkpoint's config."""
         text = model.get("text_config") or model
         context = int(self._of("model_config", "max_model_len") or text.get("max_position_embeddings") or 0)
         return Limits(
@@ -176,7 +173,7 @@ class Facts:
         )
 
     def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
-        """Every rank's coordinates; those of a server without the extension share no memory with other processes."""
+        """Return every rank's coordinates. Ranks without the extension share no memory with other processes."""
         places = self.ranks or [{"rank": rank, "device": "", "host_id": ""} for rank in range(self.world_size)]
         return stage_layout(
             config.node,
@@ -191,10 +188,10 @@ class Facts:
     def capabilities(
         self, *, readable: bool, probes: bool, staged: bool = False, unproven: str = ""
     ) -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed; ``staged``: its
-        ranks can make shadow copies.
+        """Return the capabilities of the server.
 
-        ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
+        ``readable``: the model digest is available. ``probes``: the server can be probed. ``staged``: the ranks can
+        make shadow copies. ``unproven``: why loads are not known to repeat; then received bytes prove no update.
         """
         transports = [common_pb2.TRANSPORT_DISK]
         if self.ranks:
@@ -219,7 +216,7 @@ class Facts:
             pause_modes=list(MODES),
             adapter_pause_modes=[] if "LoadAdapter" in unsupported else PAUSES,
             transports=transports,
-            # The stage server reads segments in the host's memory, not in a GPU's.
+            # The stage server reads segments in host memory, not in a GPU's memory.
             adapter_transports=[
                 each
                 for each in transports
@@ -243,7 +240,7 @@ class Facts:
         )
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
-        """How it was started, without its keys."""
+        """Return the settings of the server, without keys."""
         settings = (
             (f"{section}.{key}", value)
             for section in _CONFIGS
@@ -263,11 +260,11 @@ async def ask(
     *,
     salted: bool = False,
 ) -> Facts:
-    """What the server says.
+    """Ask the server for its facts.
 
-    ``verbs``: those that the plug-in has code for; ``attach``: what each rank says of itself, by the extension;
-    ``salted``: every request at the server has rlctl's cache salt. Raises as :meth:`Control.ask`, and what ``attach``
-    raises.
+    ``verbs``: the verbs with code in the plug-in. ``attach``: returns the answer of each rank, by the extension.
+    ``salted``: every request at the server has rlctl's cache salt. Raises as :meth:`Control.ask`, and the errors of
+    ``attach``.
     """
     told = await control.ask("/server_info?config_format=json", call=call, admin=False)
     routes = set((await control.ask("/openapi.json", call=call, admin=False)).get("paths", ()))
@@ -308,7 +305,7 @@ async def ask(
 
 
 def loads(metrics: str) -> Loads:
-    """What is queued and running, from vLLM's Prometheus text."""
+    """Return the queued and running requests, from vLLM's Prometheus text."""
 
     def total(name: str) -> float:
         lines = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))

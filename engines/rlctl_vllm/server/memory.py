@@ -1,5 +1,6 @@
-"""Memory regions: vLLM's sleep, at level 1 for everything, so that weights come back as they were. And the pause that
-an update or a release needs, where the fleet has not paused the server.
+"""Memory regions of vLLM, and the pause of an update or a release at a server that the fleet has not paused.
+
+vLLM sleeps at level 1 for all regions, so that weights return unchanged.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ async def release(
     active: int,
     call: Call,
 ) -> MemoryReport:
-    """Give regions back; ``active``: requests that have not ended.
+    """Release regions; ``active`` is the number of requests that have not ended.
 
-    Raises MEMORY_NOT_RELEASABLE while there are any, FIELD_INVALID for what vLLM cannot release.
+    Raises MEMORY_NOT_RELEASABLE while requests are active, FIELD_INVALID for regions that vLLM cannot release.
     """
     wanted = state.release(tags, known)
     if wanted:
@@ -41,7 +42,7 @@ async def release(
             await control.must(path, {}, call=call, reason=Reason.MEMORY_NOT_RELEASABLE)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
-                state.released |= wanted  # nothing goes on before they were taken again
+                state.released |= wanted  # nothing continues before a resume of these regions
             await let_go(control, state, call)
             raise
         state.released |= wanted
@@ -55,9 +56,9 @@ async def resume(
     known: Collection[MemoryTag.ValueType],
     call: Call,
 ) -> MemoryReport:
-    """Take regions again, those of them that are released; what is not is confirmed.
+    """Resume regions that are released; other regions are confirmed.
 
-    vLLM goes on generating once it has all of them: the pause that was asked for is asked for again.
+    vLLM starts generation again once it has all regions, so the present pause is requested again.
     """
     wanted = state.resume(tags, known)
     if wanted:
@@ -74,18 +75,18 @@ async def resume(
 
 
 def _report(state: State) -> MemoryReport:
-    """Level 1 keeps the weights, whether that was asked for or not."""
+    """Return the report. Level 1 keeps the weights, requested or not."""
     released = sorted(state.released)
     return MemoryReport(released=released, kept=[tag for tag in released if tag == MEMORY_TAG_WEIGHTS])
 
 
 def own_pause(control: Control, state: State) -> OwnPause:
-    """The pause of updates."""
+    """Return the server's own pause, for updates."""
     return OwnPause(state, partial(hold, control, state), partial(let_go, control, state))
 
 
 async def hold(control: Control, state: State, call: Call) -> None:
-    """Pause, unless the server is paused: requests of any sender wait."""
+    """Pause unless the server is paused. Requests of every sender wait."""
     if not state.stopped:
         state.holding = True
         try:

@@ -1,6 +1,6 @@
-"""One vLLM server as a child process, behind a Unix socket that only this user can reach.
+"""A vLLM server as a child process, behind a Unix socket that only this user can reach.
 
-vLLM guards none of its admin calls, whatever keys it has, so the socket's directory is the fence.
+No key protects vLLM's admin calls, so the directory of the socket is the fence.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlctl_vllm.updates.worker_calls import EXTENSION
 PROBE_S = 5.0
 
 KV_CACHE_GIB = "1"
-"""Room for the KV cache on a CPU, where vLLM would take half of the memory."""
+"""GiB of the KV cache on a CPU, where vLLM would take half of the memory."""
 
 
 class Scratch(temp_dirs.Scratch):
-    """The directory of one server: its sockets, its way to rlctl's packages, copies of adapters."""
+    """Directory of a server: sockets, links to rlctl's packages, copies of adapters."""
 
     prefix: ClassVar[str] = "rlctl-vllm-"
 
@@ -36,11 +36,11 @@ class VLLMProcess(ServerProcess):
     """A launched vLLM server.
 
     Attributes:
-        scratch: where its temporary files are.
+        scratch: directory of temporary files.
     """
 
     def __init__(self, config: EngineConfig, options: Options) -> None:
-        """Raises FIELD_INVALID when vLLM is not installed."""
+        """Prepare the command. Raises FIELD_INVALID if vLLM is not installed."""
         python = interpreter(options)
         self._config = config
         self._options = options
@@ -49,7 +49,9 @@ class VLLMProcess(ServerProcess):
         super().__init__(Http(PRODUCT, "http://vllm", socket=str(self._socket)), python, options.start_s)
 
     def command(self) -> Sequence[str]:
-        """The module rather than the script, which asks for a distribution of vLLM's name: a CPU build has another."""
+        """Return the command of vLLM's module. The script needs a distribution of vLLM's name; a CPU build has a
+        different name.
+        """
         return [
             "-m",
             "vllm.entrypoints.openai.api_server",
@@ -57,28 +59,26 @@ class VLLMProcess(ServerProcess):
         ]
 
     def environment(self) -> Mapping[str, str]:
-        """What vLLM needs around it: the extension's packages, and nothing else of this environment."""
+        """Return vLLM's variables. Of this Python environment vLLM sees the extension's packages only."""
         packages = link_packages(self.scratch.path, Path(__file__).parents[1])
         return {**_environment(self._config, self._options, packages), "TMPDIR": str(self.scratch.path)}
 
     def inherited(self) -> Sequence[int]:
-        """The lock that says that it lives."""
+        """Return the lock that shows that the process lives."""
         return [self.scratch.lock]
 
     async def ready(self) -> bool:
-        """Whether it serves. Nobody else can be behind its socket."""
+        """Whether the server is ready. No other server can be behind its socket."""
         try:
             return (await self.http.call("/health", timeout_s=PROBE_S)).status == 200
         except (TimeoutError, RlctlError):
             return False
 
     def let_go(self) -> None:
-        """Remove its directory."""
         self.scratch.remove()
 
 
 def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str, str]:
-    """The command line's arguments."""
     named = {
         "model": config.model_path,
         "served_model_name": "rlctl",
@@ -88,7 +88,7 @@ def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str
         "enable_scale_out": "true",  # token ids in and out, with the weight version of every token
         "return_tokens_as_token_ids": "true",
         "enable_prompt_tokens_details": "true",
-        "generation_config": "vllm",  # no sampling defaults of the checkpoint's
+        "generation_config": "vllm",  # without the checkpoint's sampling defaults
         "logprobs_mode": "processed_logprobs",  # after temperature
         "max_logprobs": "101",
         "disable_uvicorn_access_log": "true",
@@ -103,7 +103,7 @@ def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str
 def _environment(config: EngineConfig, options: Options, packages: Path) -> dict[str, str]:
     device, _, number = config.device.partition(":")
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1",  # its admin calls
+        "VLLM_SERVER_DEV_MODE": "1",  # admin calls
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -116,7 +116,7 @@ def _environment(config: EngineConfig, options: Options, packages: Path) -> dict
         room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", KV_CACHE_GIB)
         variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": room}
         if config.tp_size > 1:
-            # By itself it gives every rank a NUMA node, and refuses to start when there are too few.
+            # By default vLLM gives every rank a NUMA node, and refuses to start with too few nodes.
             variables["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(config.tp_size)
     elif number and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = int(number)

@@ -15,7 +15,7 @@ from rlctl_vllm.server.process import VLLMProcess
 
 
 async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
-    """See :func:`rlctl.engine.recognise`."""
+    """Return the checkpoint of a vLLM server, or ""; see :func:`rlctl.engine.recognise`."""
     if "version" not in await server.told_at(PRODUCT, url, "/version", ""):
         return ""
     models = await server.told_at(PRODUCT, url, "/v1/models", parse_options({**options, "url": url}).api_key)
@@ -23,23 +23,23 @@ async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
 
 
 class Server(server.Server):
-    """One vLLM server. One that runs already can be driven by everybody who reaches it.
+    """A vLLM server, launched or attached. Any caller that reaches an attached server can drive it.
 
     Attributes:
-        place: directory of a launched one, removed when it has ended.
+        place: directory of a launched server, removed when the server has ended; or None.
     """
 
     probe: ClassVar[str] = "/health"
 
     def __init__(self, config: EngineConfig, options: Options, on_end: Callable[[RlctlError], None]) -> None:
-        """``on_end`` is told, from any thread, when it is gone. Raises FIELD_INVALID."""
+        """``on_end`` is called, from any thread, when the server is gone. Raises FIELD_INVALID."""
         process = None if options.url else VLLMProcess(config, options)
         self.place = process.scratch.path if process else None
         http = process.http if process else Http(PRODUCT, options.url, options.api_key)
         super().__init__(process, http, on_end)
 
     async def refuse_unready(self) -> None:
-        """Raise why a server that runs already cannot be attached to."""
+        """Raise if the plug-in cannot attach to a running server."""
         health = await self.http.call("/health", timeout_s=server.PROBE_S)
         if health.status != 200:
             raise Reason.ILLEGAL_STATE.error(f"vLLM at {self.http.url} is not ready", field="options.url")

@@ -2,8 +2,8 @@
 :mod:`rlctl_servers.server.update_blockers`.
 
 vLLM's own store of KV entries in host memory (``OffloadingConnector``) is no obstacle if every request has a cache
-salt. It looks entries up by block hashes, which contain salt and adapter. A flush empties it, and it ends with the
-server. ``ExampleConnector`` looks entries up by token ids alone. The other connectors were never tried.
+salt. The store finds entries by block hashes, which contain salt and adapter. A flush empties the store, and the store
+ends with the server. ``ExampleConnector`` finds entries by token ids alone. The other connectors were never tried.
 
 Read and found harmless in 0.32.0: prefix caching and the encoder cache of the workers (emptied), ``cpu_offload_gb``
 (the parameter itself lies in host memory), sleep mode (level 1 brings the same bytes back), speculative decoding (a
@@ -39,20 +39,20 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "offload_group_size": ("offload_config", "prefetch", "offload_group_size"),
     "load_format": ("load_config", "load_format"),
 }
-"""Where a server's configuration says what an argument has come to."""
+"""Place of the effective value of an argument in a server's configuration."""
 
 
 def kept_by(config: Mapping[str, Any], *, salted: bool = False) -> list[Keeper]:
-    """The keepers in the configuration of a server.
+    """Return the keepers in the configuration of a server.
 
-    ``config``: its configuration, by section; ``salted``: every request at it has rlctl's cache salt.
+    ``config``: the configuration, by section. ``salted``: every request at the server has rlctl's cache salt.
     """
     found = keepers_in(KEEPERS, {name: _at(config, place) for name, place in _PLACES.items()})
     return [keeper for keeper in found if not (keeper.stores and salted and _is_salted_store(config))]
 
 
 def kept_with(given: Mapping[str, str]) -> list[Keeper]:
-    """Those of a server that is launched with these arguments."""
+    """Return the keepers of a server launched with these arguments."""
     found = keepers_in(KEEPERS, given)
     try:
         transfer = json.loads(given.get("kv_transfer_config", "{}"))

@@ -1,7 +1,7 @@
-"""SGLang's admin verbs, carried out by the plug-in: for a vLLM that no coordinator drives.
+"""SGLang's admin verbs, carried out by the plug-in, for a vLLM without a coordinator.
 
-What a coordinator and a stage would see to is seen to here, for one engine: no weights that nobody vouches for are
-served, an update is one from its first bucket to its end, what was paused is paused again, and the version comes last.
+For a single engine this module does the work of a coordinator and a stage. Weights of no version are not served. An
+update lasts from its first bucket to its end. A former pause is restored, and the version comes last.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ _ids = itertools.count(1)
 
 
 class Admin:
-    """The verbs, one at a time. Each is a method; its keyword arguments are the fields of its body.
-
-    Attributes:
-        engine: what carries them out.
-    """
+    """The verbs, one at a time. Each verb is a method; the fields of its body are the keyword arguments."""
 
     def __init__(self, engine: VLLMEngine, requests: Requests) -> None:
         self.engine = engine
@@ -52,16 +48,16 @@ class Admin:
         self._dirty = ""
         self._update = ""
         self._held = False  # paused by the open update
-        self._flush = False  # asked for by what it has written
-        self._released = False  # of memory, something
-        self._due = False  # generation goes on once all of it is back
+        self._flush = False  # requested by the writes of the update
+        self._released = False  # some memory is released
+        self._due = False  # generation continues once all memory is back
         self._frozen = False  # paused in place, by name
         self._buckets = 0
         self._label: str | None = None
         self._sequence = 0
 
     async def carry_out(self, verb: str, body: Any) -> Any:
-        """What to answer. Raises what is wrong with the body, and what the verb fails with."""
+        """Carry out a verb and return its answer. Raises errors of the body, and the verb's failure."""
         method: Callable[..., Awaitable[Any]] = getattr(self, verb)
         fields = _checked(method, body)
         async with self._lock:
@@ -70,17 +66,16 @@ class Admin:
     # Generation.
 
     async def pause_generation(self, mode: str = "abort") -> Any:
-        """Stop generating."""
         if mode not in _MODES:
             raise Reason.FIELD_INVALID.error(f"it must be one of {', '.join(_MODES)}", field="mode")
         await self._tell(verbs_pb2.PauseGenerationRequest(mode=_MODES[mode]))
         self._paused = True
-        self._held = self._due = False  # it is the caller's now
+        self._held = self._due = False  # the pause is the caller's now
         self._frozen = mode == "in_place"
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def continue_generation(self, torch_empty_cache: bool = True) -> Any:
-        """Go on; an update that buckets opened ends here. vLLM empties torch's cache by itself."""
+        """Continue, and commit an update opened by buckets. vLLM empties torch's cache by itself."""
         del torch_empty_cache
         if self._update:
             await self._commit(None)
@@ -89,12 +84,11 @@ class Admin:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
-        """Give memory back."""
         report = await self._tell(verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags)))
         self._released = bool(report.released)
 
     async def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
-        """Take memory again; an update that has ended meanwhile has left its pause to this."""
+        """Resume memory, and end the pause of an update that ended while memory was released."""
         report = await self._tell(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)))
         self._released = bool(report.released)
         if self._due and not self._dirty:
@@ -112,7 +106,6 @@ class Admin:
         flush_cache: bool = True,
         keep_pause: bool = False,
     ) -> Any:
-        """Load a checkpoint."""
         if self._update:
             raise Reason.UPDATE_IN_PROGRESS.error("buckets of an update have come; its end comes first")
         await self._begin(abort_all_requests)
@@ -123,7 +116,6 @@ class Admin:
         return _done(f"Loaded {model_path}.")
 
     async def begin_weight_update(self, selector: str = "all") -> Any:
-        """Open an update."""
         if selector not in ("all", "target"):
             raise Reason.UNSUPPORTED.error("vLLM's draft models get no weights", field="selector")
         if self._update:
@@ -132,7 +124,7 @@ class Admin:
         return _done("The update is open.")
 
     async def end_weight_update(self) -> Any:
-        """Close it: refused when a tensor was not written."""
+        """Close the update; refused if a tensor was not written."""
         if not self._update:
             raise Reason.UPDATE_NOT_FOUND.error("no update is open")
         await self._commit(None)
@@ -148,7 +140,6 @@ class Admin:
         group_name: str = "weight_update_group",
         backend: str = "nccl",
     ) -> Any:
-        """Join a group."""
         request = verbs_pb2.InitWeightsUpdateGroupRequest(
             master_address=master_address, group_name=group_name, backend=backend
         )
@@ -159,7 +150,6 @@ class Admin:
         return _done("The group stands.")
 
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Any:
-        """Leave a group."""
         await self._tell(verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=group_name))
         return _done("The group is gone.")
 
@@ -175,7 +165,7 @@ class Admin:
         weight_version: str | int | None = None,
         load_format: str | None = None,
     ) -> Any:
-        """Take a bucket in. Under a pause, or in an update that was begun, it is one of several."""
+        """Receive a bucket: part of an update in an open update or under a pause, otherwise an update of its own."""
         if load_format not in _FORMATS:
             raise Reason.FIELD_INVALID.error("it must be null or flattened_bucket", field="load_format")
         if not names or not len(names) == len(dtypes) == len(shapes):
@@ -201,8 +191,8 @@ class Admin:
         return _done(f"{len(names)} tensors were taken in.")
 
     async def update_weight_version(self, *, new_version: str | int, abort_all_requests: bool = True) -> Any:
-        """Close an open update under this version, or name the weights that are there anew."""
-        del abort_all_requests  # what is under way keeps the version that it was made at
+        """Close an open update under this version, or rename the present weights."""
+        del abort_all_requests  # requests under way keep the version of their tokens
         if self._update:
             await self._commit(new_version)
         else:
@@ -215,7 +205,7 @@ class Admin:
         return {**_done("The version is set."), "new_version": new_version}
 
     async def weights_checker(self, action: str = "checksum") -> Any:
-        """The digest of the weights that are there."""
+        """Return the digest of the present weights."""
         if action != "checksum":
             raise Reason.UNSUPPORTED.error("vLLM's weights are digested only", field="action")
         results = await self._tell(verbs_pb2.CheckWeightsRequest())
@@ -225,7 +215,7 @@ class Admin:
     # One update.
 
     async def _begin(self, abort_all: bool) -> None:
-        """Pause, unless it is, and open an update. Refused while requests run."""
+        """Pause unless paused, and open an update. Refused while requests run."""
         self._held = not self._paused
         if self._held:
             if self._requests.active and not abort_all:
@@ -250,9 +240,7 @@ class Admin:
             raise
 
     async def _commit(self, label: str | int | None) -> None:
-        """Close the update; the version last, and generation after it. For the flush that a write has asked for, what
-        is frozen in place gives its entries up, and is computed anew.
-        """
+        """Close the update, set the version, then continue. A requested flush retracts requests frozen in place."""
         self._sequence += 1
         name = str(label) if label is not None else self._label or str(self._sequence)
         version = common_pb2.WeightVersion(label=name, sequence=self._sequence)
@@ -272,7 +260,7 @@ class Admin:
             await self._resume()
 
     async def _give_up(self, error: RlctlError) -> None:
-        """Drop the update. If nothing was written all is as it was before it; else nothing is served any more."""
+        """Abort the update. The former state is restored if nothing was written; otherwise nothing more is served."""
         if self._buckets or error.outcome != common_pb2.OUTCOME_REJECTED:
             self._dirty = error.message
         await self._tell(verbs_pb2.AbortUpdateRequest())
@@ -281,7 +269,7 @@ class Admin:
             await self._resume()
 
     async def _resume(self) -> None:
-        """Take the update's own pause back: while memory is released, once that is back."""
+        """End the update's own pause, or leave that to the resume of released memory."""
         self._due = self._released
         if not self._due:
             await self._go_on()
@@ -298,7 +286,7 @@ class Admin:
             )
 
     async def _tell(self, request: Message) -> Any:
-        """Let the engine carry a verb out, within the time that the verb has by itself."""
+        """Carry out a verb at the engine, within the verb's default time limit."""
         check(request)
         verb = of_request(request)
         deadline = asyncio.get_running_loop().time() + verb.deadline_s
@@ -310,11 +298,11 @@ VERBS = tuple(
     for name, method in inspect.getmembers(Admin, inspect.iscoroutinefunction)
     if not name.startswith("_") and name != "carry_out"
 )
-"""The verbs; each is the last part of its path."""
+"""Names of the verbs; each is the last part of a path."""
 
 
 def _checked(method: Callable[..., Awaitable[Any]], body: Any) -> dict[str, Any]:
-    """The fields of a body, as the method's annotations say. Raises FIELD_INVALID, FIELD_REQUIRED."""
+    """Return the fields of a body, checked by the method's annotations. Raises FIELD_INVALID, FIELD_REQUIRED."""
     if not isinstance(body, dict):
         raise Reason.FIELD_INVALID.error("the body is no JSON object")
     parameters = inspect.signature(method, eval_str=True).parameters
@@ -330,7 +318,7 @@ def _checked(method: Callable[..., Awaitable[Any]], body: Any) -> dict[str, Any]
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of a type: a class, a list of one, or a union."""
+    """Whether a JSON value fits a type: a class, a list of a class, or a union."""
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     if get_origin(hint) is list:

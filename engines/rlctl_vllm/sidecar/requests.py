@@ -1,4 +1,4 @@
-"""Requests under way: each sample is one request of vLLM's, under an id that nobody else uses."""
+"""Requests under way. Each sample is a request of vLLM, under an id of its own."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rlctl_vllm.sidecar.responses import COMPLETIONS, Sample, completion
 from rlctl_vllm.sidecar.upstream import About, Upstream
 
 AGAIN_S = 0.5
-"""How often vLLM is told again to end a request: one that it had not taken in by then goes on otherwise."""
+"""Seconds between aborts of a request at vLLM. A request that had not reached vLLM yet would continue otherwise."""
 
 CUT_S = 5.0
-"""After so long the connection of a request that was to end is closed: one that a pause holds back has no other end."""
+"""Seconds until the connection of an aborted request is closed. A request held back by a pause has no other end."""
 
 
 class _Running:
-    """One sample under way."""
+    """A sample under way."""
 
     def __init__(self, rid: str, group: str) -> None:
         self.rid = rid
@@ -39,10 +39,10 @@ class _Running:
 
 
 class Requests:
-    """The requests at one vLLM server, on one event loop.
+    """The requests at a vLLM server, on a single event loop.
 
     Attributes:
-        progress: goes up whenever vLLM says something of any request.
+        progress: grows with every answer of vLLM to any request.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Requests:
         driven: bool,
         version: Callable[[], WeightVersion] | None = None,
     ) -> None:
-        """``driven``: rlctl sets the labels of the server's weight versions; ``version``: the present one, where it is
-        set here. Requests have a cache salt then.
+        """``driven``: rlctl sets the labels of the server's weight versions. ``version``: returns the present version,
+        if this process sets the version; requests have a cache salt then.
         """
         self.progress = 0
         self._upstream = upstream
@@ -65,13 +65,12 @@ class Requests:
 
     @property
     def active(self) -> int:
-        """Samples that have not ended."""
         return len(self._running)
 
     samples = active
 
     async def whole(self, asking: Asking) -> Any:
-        """The answer to a call that is not streamed. Raises what is wrong with it, and what vLLM refuses."""
+        """Return the answer to an unstreamed call. Raises errors of the call, and vLLM's refusals."""
         started = time.perf_counter()
         made = await self._begin(asking, stream=not self._about.admin)
         tasks = [asyncio.create_task(self._run(*each)) for each in made]
@@ -86,9 +85,9 @@ class Requests:
         return answers if asking.listed else answers[0]
 
     async def streamed(self, asking: Asking) -> AsyncGenerator[dict[str, Any], None]:
-        """The answers to a call that is streamed: of each sample all of it so far, as often as there is more.
+        """Yield the answers to a streamed call: all output of a sample so far, whenever the sample has grown.
 
-        Raises, before the first of them, what is wrong with the call.
+        Raises errors of the call before the first answer.
         """
         made = await self._begin(asking, stream=True)
         changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
@@ -97,7 +96,7 @@ class Requests:
 
         async def run(index: int) -> None:
             def tell() -> None:
-                if index not in waiting:  # a caller that reads slowly gets the newest
+                if index not in waiting:  # a caller that reads slowly gets the newest output
                     waiting.add(index)
                     changed.put_nowait(index)
 
@@ -124,14 +123,14 @@ class Requests:
                 if told in ended:
                     left.discard(told)
                 elif sample.finish is not None:
-                    continue  # the counts are still to come
+                    continue  # the counts follow
                 answer = sample.answer()
                 yield {**answer, "index": told} if asking.listed else answer
         finally:
             await _end(tasks)
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests: how many samples, and the ids that were not found. Raises as :meth:`Upstream.abort`."""
+        """End requests. Return the number of samples and the unknown ids. Raises as :meth:`Upstream.abort`."""
         wanted = set(rids)
         found = [each for each in self._running.values() if all_of_them or wanted & {each.rid, each.group}]
         for each in found:
@@ -142,7 +141,7 @@ class Requests:
         return len(found), sorted(wanted - known)
 
     async def _begin(self, asking: Asking, *, stream: bool) -> list[tuple[Sample, _Running, dict[str, Any]]]:
-        """The samples, each with vLLM's body for it; nothing is sent yet."""
+        """Return the samples, each with the body for vLLM; nothing is sent yet."""
         made = []
         about = self._about
         for asked in asking.prompts:
@@ -174,7 +173,7 @@ class Requests:
         return completion(body, self._about.model) if self._about.route == COMPLETIONS else body
 
     async def _run(self, sample: Sample, running: _Running, body: dict[str, Any], tell: Any = None) -> None:
-        """Let vLLM make a sample; ``tell`` is called whenever there is more of it."""
+        """Generate a sample at vLLM; ``tell`` is called whenever the sample has grown."""
         if running.rid in self._running:
             raise Reason.RID_IN_USE.error(f"a request {running.rid!r} is running", field="rid")
         self._running[running.rid] = running
@@ -197,12 +196,12 @@ class Requests:
             del self._running[running.rid]
 
     async def _cut(self, running: _Running, reading: asyncio.Task[None]) -> None:
-        """See to it that a sample that was to end does."""
+        """Make sure that an aborted sample ends."""
         until = time.monotonic() + (CUT_S if self._about.admin else 0.0)
         while not reading.done() and time.monotonic() < until:
             await asyncio.wait({reading}, timeout=AGAIN_S)
             if not reading.done():
-                # One that vLLM does not take now is told again, or cut.
+                # An abort that vLLM does not take now is repeated, or the connection is closed.
                 with suppress(RlctlError):
                     await self._upstream.abort([running.engine_rid], self._about.route)
 
@@ -235,7 +234,7 @@ class Requests:
             raise Reason.ENGINE_FAILED.error("vLLM ended its answer before the sample had ended")
 
     async def _stamp(self, sample: Sample, before: str) -> None:
-        """Say at which version it was made, where vLLM did not; one that changed meanwhile is not known."""
+        """Set the version of a sample if vLLM did not. A version that changed meanwhile is unknown."""
         if not sample.label:
             with suppress(RlctlError):
                 after = await self._upstream.label()

@@ -1,4 +1,4 @@
-"""What vLLM says of a sample, over either of its routes, in SGLang's words. Pure."""
+"""vLLM's answers about a sample, from either route, in SGLang's format. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def completion(body: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The body for /v1/completions that asks what one for /inference/v1/generate does."""
+    """Return the body for /v1/completions that equals a body for /inference/v1/generate."""
     sampling = {name: value for name, value in body["sampling_params"].items() if name != "detokenize"}
     rest = {name: value for name, value in body.items() if name not in ("token_ids", "sampling_params", "output_mode")}
     return {
@@ -32,7 +32,7 @@ def completion(body: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def wire_version(label: str, *, driven: bool) -> int | str:
-    """A weight version as SGLang's callers expect it: a number where its label is one.
+    """Return a weight version as SGLang's callers expect: a number if its label is a number.
 
     ``driven``: rlctl sets the labels of this vLLM, LABEL@SEQUENCE.
     """
@@ -43,11 +43,11 @@ def wire_version(label: str, *, driven: bool) -> int | str:
 
 
 class Sample(Reply):
-    """One sample as it grows.
+    """A sample as it grows.
 
     Attributes:
-        heard: vLLM has said something of it.
-        label: vLLM's label of the weights of its last token; "" while that is not known.
+        heard: vLLM has answered with a part of the sample.
+        label: vLLM's label of the weights of the last token; "" while unknown.
     """
 
     def __init__(self, asked: Asked, rid: str, prompt: Sequence[int], *, driven: bool) -> None:
@@ -66,7 +66,7 @@ class Sample(Reply):
         self._cached = 0
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Add what vLLM has said. Raises what it refuses the request for, and ENGINE_FAILED."""
+        """Add an answer of vLLM. Raises vLLM's refusal of the request, and ENGINE_FAILED."""
         if "choices" not in told:
             error = told.get("error") or {}
             raise refused(str(error.get("message")), int(error.get("code") or 500))
@@ -81,11 +81,11 @@ class Sample(Reply):
             self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     def cut_off(self) -> None:
-        """It was ended, and vLLM has not said so."""
+        """Mark the sample as aborted if vLLM has not reported its end."""
         self.finish = aborted()
 
     def answer(self) -> dict[str, Any]:
-        """All of it so far."""
+        """Return the answer with all output so far."""
         return self.told(
             "".join(self._text),
             self._prompt,
@@ -143,7 +143,7 @@ class Sample(Reply):
             return {"type": "length", "length": len(self._ids)}
         if kind != "stop":
             raise Reason.ENGINE_FAILED.error(f"vLLM ended the sample for a reason that is not known: {kind}")
-        # An end-of-sequence token is not named; it is the last one.
+        # vLLM does not name an end-of-sequence token, which is the last token.
         return {"type": "stop", "matched": stop if stop is not None else self._ids[-1] if self._ids else None}
 
 

@@ -1,8 +1,8 @@
-"""Telling a router that this worker is there, until it has taken it.
+"""Registration of this worker at a router, repeated until the router has accepted.
 
-slime's own (``slime/router/router.py``) has POST /add_worker?url=, and answers a repeated registration as it does the
-first one. sglang-router, which slime runs too, has POST /workers, and DELETE /workers/ID for an id out of GET /workers;
-it lists a worker once that one answers /health.
+slime's own router (``slime/router/router.py``) has POST /add_worker?url=, and answers a repeated registration like the
+first. sglang-router, which slime runs too, has POST /workers, and DELETE /workers/ID for an id out of GET /workers.
+sglang-router lists a worker once the worker answers /health.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NO_SUCH_CALL = (404, 405)
 
 
 class Registration:
-    """This worker at one router."""
+    """Registration of this worker at a router."""
 
     def __init__(self, router: str, url: str) -> None:
-        """``url``: where the router reaches this worker."""
+        """``url`` is the address at which the router reaches this worker."""
         self._http = Http("the router", router.rstrip("/"))
         self._query = f"?url={quote(url, safe='')}"
         self._url = url
@@ -36,7 +36,7 @@ class Registration:
         self._by_workers = False
 
     async def keep_telling(self) -> None:
-        """Register; what fails is tried again, at growing intervals."""
+        """Register; a failure is followed by a retry, at growing intervals."""
         wait = FIRST_S
         while not self.taken.is_set():
             why = await _told(self._join())
@@ -49,13 +49,13 @@ class Registration:
             wait = min(wait * 2, LONGEST_S)
 
     async def leave(self) -> None:
-        """Take it back, at a router that can; others notice by its health."""
+        """Remove the registration if the router can. Other routers notice by the health of the worker."""
         if self.taken.is_set() and (why := await _told(self._leave())):
             log.info("%s keeps %s until it misses its health: %s", self._http.url, self._url, why)
         await self._http.close()
 
     async def _join(self) -> None:
-        """Raises RlctlError, TimeoutError when it was not taken."""
+        """Add the worker. Raises RlctlError, TimeoutError if the router does not accept."""
         answer = await self._http.call(f"/add_worker{self._query}", {}, timeout_s=CALL_S)
         if answer.status in _NO_SUCH_CALL:
             self._by_workers = True
@@ -63,7 +63,7 @@ class Registration:
         _check(answer)
 
     async def _leave(self) -> None:
-        """Raises RlctlError, TimeoutError when it stays in the router's list."""
+        """Remove the worker. Raises RlctlError, TimeoutError if the router keeps the worker."""
         if not self._by_workers:
             _check(await self._http.call(f"/remove_worker{self._query}", {}, timeout_s=CALL_S))
             return
@@ -74,7 +74,7 @@ class Registration:
 
 
 async def _told(call: Awaitable[None]) -> str:
-    """Why it failed, or ""."""
+    """Wait for a call. Return the reason of its failure, or ""."""
     try:
         await call
     except TimeoutError:
@@ -85,7 +85,7 @@ async def _told(call: Awaitable[None]) -> str:
 
 
 def _check(answer: Answer) -> Answer:
-    """The answer. Raises ENGINE_FAILED with what it says unless that is success."""
+    """Return the answer of a success. Raises ENGINE_FAILED with the message of any other answer."""
     if answer.status // 100 != 2:
         raise Reason.ENGINE_FAILED.error(f"{answer.status}: {answer.message}")
     return answer

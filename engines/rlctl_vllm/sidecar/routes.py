@@ -1,4 +1,4 @@
-"""The routes. Each body is parsed once, here; each answer of vLLM's once, by the client."""
+"""The HTTP routes of the sidecar. Each body is parsed once, here; each answer of vLLM once, by the client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlctl_vllm.sidecar.upstream import About, Upstream
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 64 << 20
-"""Of one body, as at a gateway."""
+"""Most bytes of a body, as at a gateway."""
 
 GENERATE_S = 20.0
 FLUSH_LOOK_S = 0.05
@@ -35,7 +35,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Sidecar:
-    """SGLang's interface in front of one vLLM server."""
+    """SGLang's HTTP interface in front of a vLLM server."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Sidecar:
         driven: bool,
         token: str | None = None,
     ) -> None:
-        """``admin``: what carries admin verbs out, or why they are refused; ``token``: they ask for it."""
+        """``admin``: the admin verbs, or why admin verbs are refused. ``token``: token that admin verbs require."""
         self._upstream = upstream
         self._about = about
         self._requests = requests
@@ -58,7 +58,6 @@ class Sidecar:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def application(self) -> web.Application:
-        """The routes."""
         app = web.Application(middlewares=[http_limits.answering])
         both = {
             "/generate": ("POST", "PUT"),
@@ -93,7 +92,7 @@ class Sidecar:
         answers = self._requests.streamed(asking)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            # What is wrong with the request is an answer of its own, not an event.
+            # An error of the request is an answer of its own, not an event.
             first = await anext(answers)
             await response.prepare(request)
             await response.write(_event(first))
@@ -149,11 +148,11 @@ class Sidecar:
         try:
             await asyncio.wait_for(self._requests.whole(read(prompt)), GENERATE_S)
         except TimeoutError:
-            if self._requests.progress == before:  # a busy one is well
+            if self._requests.progress == before:  # a busy server is healthy
                 raise Reason.STAGE_NOT_SERVING.error(f"vLLM generated nothing in {GENERATE_S:g} s") from None
         return web.Response(status=200)
 
-    # What it is, and its cache.
+    # Information, and the cache.
 
     async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
         timeout = request.query.get("timeout", "0")
@@ -211,7 +210,7 @@ class Sidecar:
         if isinstance(self._admin, RlctlError):
             raise self._admin
         body = await self._body(request) if request.can_read_body else {}
-        # A caller that leaves does not end what changes weights half-way.
+        # A caller that disconnects does not end a change of weights half-way.
         task = asyncio.create_task(self._admin.carry_out(verb, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -236,7 +235,7 @@ class Sidecar:
 
 
 def refuse_driven(coordinator: str) -> RlctlError:
-    """Why admin verbs are refused where a coordinator drives the engine."""
+    """Return the refusal of admin verbs while a coordinator drives the engine."""
     return Reason.EPOCH_REQUIRED.error(
         f"the coordinator at {coordinator} drives this vLLM",
         next_step=f"Ask it: `rlctl --endpoint {coordinator} ...`.",
@@ -244,7 +243,7 @@ def refuse_driven(coordinator: str) -> RlctlError:
 
 
 def no_admin(verb: str) -> RlctlError:
-    """Why what needs vLLM's admin calls is refused."""
+    """Return the refusal of a verb that needs vLLM's admin calls."""
     return Reason.UNSUPPORTED.error(
         f"this vLLM has no admin calls, which {verb} needs",
         next_step="Start it with VLLM_SERVER_DEV_MODE=1, where nobody else reaches it: they ask for no key.",
@@ -270,7 +269,8 @@ def _guarded(handler: _Handler) -> _Handler:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    """As Starlette writes JSON: slime's router reads and writes a worker's answers again, and keeps their length.
+    """Write JSON like Starlette: slime's router decodes and encodes a worker's answers, and keeps their length.
+
     orjson writes 1e-07 as 1e-7.
     """
     body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

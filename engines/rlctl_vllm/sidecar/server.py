@@ -1,4 +1,4 @@
-"""One sidecar process: the server behind it, its admin verbs, its routes, and its place at a router."""
+"""A sidecar process: the server behind it, its admin verbs, its routes, and its registrations at routers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlctl_vllm.sidecar.upstream import Upstream
 log = logging.getLogger(__name__)
 
 LAUNCHED: Mapping[str, str] = {"enable_sleep_mode": "true", "enforce_eager": "true", "gpu_memory_utilization": "0.9"}
-"""Arguments that a launched vLLM gets unless others are given; docs/sidecar.md says why."""
+"""Arguments of a launched vLLM by default; docs/sidecar.md gives the reasons."""
 
 _GPU_ONLY = ("enable_sleep_mode", "gpu_memory_utilization")
 SHUTDOWN_S = 2.0
@@ -34,22 +34,22 @@ SHUTDOWN_S = 2.0
 
 @dataclass(frozen=True)
 class SidecarConfig:
-    """What a sidecar is to do.
+    """Settings of a sidecar.
 
     Attributes:
-        upstream: address of a vLLM that runs, "http://host:port" or "unix:PATH"; or
-        launch: directory of a checkpoint, which a vLLM is launched with.
-        host, port: what to bind; port 0 takes any.
-        arguments: of the launched vLLM, by name; "false" takes a flag back.
-        tp_size: its tensor-parallel ranks.
-        device: what it runs on, "cpu" or "cuda:0".
-        python: interpreter that it is installed for.
-        start_s: how long it may take to be ready, seconds.
+        upstream: address of a running vLLM, "http://host:port" or "unix:PATH"; or
+        launch: directory of a checkpoint, with which a vLLM is launched.
+        host, port: address to bind; port 0 takes any free port.
+        arguments: arguments of the launched vLLM, by name; "false" takes a flag back.
+        tp_size: tensor-parallel ranks of the launched vLLM.
+        device: device of the launched vLLM, "cpu" or "cuda:0".
+        python: interpreter of the launched vLLM's installation.
+        start_s: longest time until the launched vLLM is ready, in seconds.
         api_key_file: file with the running vLLM's key for requests.
-        coordinator: address of the coordinator that drives the engine; empty: nobody does.
+        coordinator: address of the coordinator that drives the engine; empty: no coordinator.
         routers: routers to register with.
-        advertise: host under which they reach this one.
-        token: admin verbs ask for it.
+        advertise: host under which routers reach this sidecar.
+        token: token that admin verbs require.
         route: "auto", or a name in :data:`rlctl_vllm.sidecar.upstream.ROUTES`.
     """
 
@@ -74,13 +74,13 @@ class SidecarServer:
     """A sidecar.
 
     Attributes:
-        url: where it listens.
-        failed: set, with the error, when the vLLM behind it is gone and it was launched here.
-        registrations: its places at routers.
+        url: address of the sidecar.
+        failed: set, with the error, when a vLLM that was launched or attached here is gone.
+        registrations: registrations at routers.
     """
 
     def __init__(self, config: SidecarConfig) -> None:
-        """Raises FIELD_CONFLICT, FIELD_REQUIRED."""
+        """Check the settings. Raises FIELD_CONFLICT, FIELD_REQUIRED."""
         if not config.upstream and not config.launch:
             raise Reason.FIELD_REQUIRED.error("name a vLLM that runs, or a model to launch one with", field="upstream")
         if config.upstream and config.launch:
@@ -102,7 +102,7 @@ class SidecarServer:
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
     async def start(self) -> None:
-        """Launch or find vLLM, bind, and register. Raises what the plug-in does, and FIELD_INVALID."""
+        """Launch vLLM or connect to it, bind, and register. Raises the errors of the plug-in, and FIELD_INVALID."""
         config = self._config
         admin: Admin | RlctlError
         if config.launch:
@@ -137,7 +137,7 @@ class SidecarServer:
             self._telling.append(asyncio.create_task(registration.keep_telling()))
 
     async def stop(self) -> None:
-        """Leave the routers, end what is under way, and vLLM if it was launched here."""
+        """Leave the routers, end requests under way, and end a vLLM that was launched here."""
         for task in self._telling:
             task.cancel()
         await asyncio.gather(*self._telling, return_exceptions=True)
@@ -151,7 +151,7 @@ class SidecarServer:
             await self._http.close()
 
     async def _attach(self, path: str) -> RlctlError | None:
-        """Let the plug-in drive a vLLM that runs already; why it cannot, else."""
+        """Attach the plug-in to a running vLLM. Return the reason of a failure, or None."""
         config = self._config
         engine: VLLMEngine | None = None
         try:
@@ -164,7 +164,7 @@ class SidecarServer:
             await engine.start({})
         except RlctlError as error:
             if engine is not None:
-                await engine.stop()  # else it watches the server, and ends this sidecar with it
+                await engine.stop()  # else the engine watches the server, and ends this sidecar too
             log.warning("admin verbs are refused: %s", error)
             return Reason.UNSUPPORTED.error(f"this vLLM is not driven here: {error.message}", next_step=error.next_step)
         self._engine = engine
@@ -172,7 +172,7 @@ class SidecarServer:
 
     async def _listen(self, app: web.Application) -> None:
         config = self._config
-        # A caller that leaves ends its request.
+        # A caller that disconnects ends its request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         await http_limits.Site(self._runner, config.host, config.port).start()
@@ -183,7 +183,7 @@ class SidecarServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _on_failure(self, error: RlctlError) -> None:
-        """vLLM is gone; from any thread."""
+        """Report that vLLM is gone; from any thread."""
 
         def tell() -> None:
             if not self.failed.done():
@@ -202,7 +202,7 @@ def _http(config: SidecarConfig) -> Http:
 
 
 def _launched(config: SidecarConfig) -> EngineConfig:
-    """How vLLM is launched: the defaults, less what is said otherwise, as the plug-in's options."""
+    """Return the plug-in's settings of the launched vLLM: the defaults, then the given arguments."""
     cpu = config.device.partition(":")[0] == "cpu"
     options = {name: value for name, value in LAUNCHED.items() if not (cpu and name in _GPU_ONLY)}
     for name, value in config.arguments.items():

@@ -1,6 +1,6 @@
-"""What of SGLang's /generate a vLLM can do.
+"""Fields of SGLang's /generate that a vLLM supports.
 
-vLLM ignores what it does not know, so whatever is not known here is refused, and so is what would be dropped.
+vLLM ignores unknown fields. So fields that are unknown here are refused, and fields that vLLM would drop.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ WORDS = Words(
 
 
 MOST_SAMPLES = 8192
-"""Of one call."""
+"""Most samples of a call."""
 
 MOST_BYTES = 256 << 20
-"""Of one call's samples together: each has the prompt."""
+"""Most bytes of a call's samples together, each with the prompt."""
 
 
 def read(body: Any) -> Asking:
-    """A parsed body, its ``sampling`` and ``fields`` vLLM's. Raises as :func:`rlctl.sglang_api.request.read`,
-    FIELD_INVALID for too many samples, and MESSAGE_TOO_LARGE.
+    """Read a parsed body, with ``sampling`` and ``fields`` in vLLM's form.
+
+    Raises as :func:`rlctl.sglang_api.request.read`, FIELD_INVALID for too many samples, and MESSAGE_TOO_LARGE.
     """
     given = request.read(body, WORDS, check_prompts=_check_samples, check_bytes=_check_bytes)
     _check_samples(sum(asked.samples for asked in given.prompts), "sampling_params.n")

@@ -1,4 +1,4 @@
-"""The vLLM server behind the sidecar: what it is, and the calls that are not requests."""
+"""The vLLM server behind the sidecar: its properties, and calls other than requests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ ROUTES = {"tokens": TOKENS, "completions": COMPLETIONS}
 
 @dataclass(frozen=True)
 class About:
-    """What was asked of it once.
+    """Properties of the server, requested once.
 
     Attributes:
-        model: the name under which it serves its model.
-        path: the checkpoint that it was started with.
-        version: vLLM's version.
-        limits: what requests it can take.
-        route: where requests go, :data:`TOKENS` or :data:`COMPLETIONS`.
-        admin: it has admin calls (VLLM_SERVER_DEV_MODE=1).
+        model: name under which the server serves its model.
+        path: checkpoint of the server's start.
+        route: route of requests, :data:`TOKENS` or :data:`COMPLETIONS`.
+        admin: the server has admin calls (VLLM_SERVER_DEV_MODE=1).
     """
 
     model: str
@@ -45,17 +43,13 @@ class About:
 
 
 class Upstream:
-    """One vLLM server.
-
-    Attributes:
-        http: how to talk to it.
-    """
+    """A vLLM server."""
 
     def __init__(self, http: Http) -> None:
         self.http = http
 
     async def ask(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = CALL_S) -> Answer:
-        """What it says. Raises STAGE_NOT_SERVING when it does not answer."""
+        """Call the server. Raises STAGE_NOT_SERVING without an answer."""
         try:
             return await self.http.call(path, body, timeout_s=timeout_s, admin=False)
         except TimeoutError:
@@ -65,15 +59,15 @@ class Upstream:
             raise Reason.STAGE_NOT_SERVING.error(error.message, next_step=_NEXT) from error
 
     async def about(self, wanted: str = "auto") -> About:
-        """Find out what it is. ``wanted``: a name in :data:`ROUTES`, or "auto".
+        """Determine the properties of the server. ``wanted``: a name in :data:`ROUTES`, or "auto".
 
-        Raises STAGE_NOT_SERVING, UNSUPPORTED when it does not have the route that is wanted.
+        Raises STAGE_NOT_SERVING, TOKEN_INVALID, UNSUPPORTED if the server does not have the wanted route.
         """
         models = await self.ask("/v1/models")
         if models.status == 401:
             raise Reason.TOKEN_INVALID.error("vLLM does not take the key", field="api_key_file")
         paths = (await self.ask("/openapi.json")).body["paths"]
-        # Adapters are listed beside the model that they belong to.
+        # Adapters are listed beside their model.
         card: Mapping[str, Any] = next(each for each in models.body["data"] if not each.get("parent"))
         route = TOKENS if TOKENS in paths else COMPLETIONS
         if wanted != "auto":
@@ -96,7 +90,7 @@ class Upstream:
             context = int(card.get("max_model_len") or 0)
             limits = Limits(int(config.get("vocab_size") or 0), context, context - 1)
         return Limits(
-            vocab_size=limits.vocab_size or ANY_TOKEN,  # vLLM refuses those that it does not have
+            vocab_size=limits.vocab_size or ANY_TOKEN,  # vLLM refuses unknown ids
             context_length=limits.context_length,
             longest_prompt=limits.longest_prompt,
             tokenizer=limits.tokenizer,
@@ -106,24 +100,24 @@ class Upstream:
         )
 
     async def label(self) -> str:
-        """Its weight version's label; the one that vLLM begins with where it cannot be asked."""
+        """Return the label of the weight version; without such a call, the label with which vLLM starts."""
         answer = await self.ask("/weight_info")
         return str(answer.body["weight_version"]) if answer.ok else "default"
 
     async def paused(self) -> bool:
-        """Whether it starts no requests; False where it cannot be asked, and cannot be paused then."""
+        """Whether the server is paused; False for a server without this call, which cannot be paused."""
         answer = await self.ask("/is_paused")
         return answer.ok and bool(answer.body.get("is_paused"))
 
     async def loads(self) -> Loads:
-        """What runs and waits there."""
+        """Return the running and waiting requests of the server."""
         return facts.loads(str((await self.ask("/metrics")).body))
 
     async def abort(self, rids: Sequence[str] | None, route: str) -> None:
-        """End requests by the ids that they were given, or all. Raises ENGINE_FAILED, STAGE_NOT_SERVING."""
+        """End requests by their ids, or all requests. Raises ENGINE_FAILED, STAGE_NOT_SERVING."""
         body: dict[str, Any] = {}
         if rids is not None:
-            # An empty list would end all of them.
+            # An empty list would end all requests.
             if not rids:
                 return
             body["request_ids"] = [f"generate-tokens-{rid}" if route == TOKENS else f"cmpl-{rid}-0" for rid in rids]
@@ -133,7 +127,7 @@ class Upstream:
 
 
 def _config(path: str) -> dict[str, Any]:
-    """The checkpoint's config, where it lies on this machine."""
+    """Return the checkpoint's config, if the checkpoint is on this machine."""
     try:
         config = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
 """LoRA adapters over vLLM's own LoRA.
 
-vLLM reads an adapter's files again whenever its workers have forgotten it, with the next request that asks for it:
-after every update of the base weights (``reset_lora_state`` in its ``v1/worker/lora_model_runner_mixin.py``), and when
-more adapters are in use than ``--max-cpu-loras``. Files that have changed by then would serve as what they were not,
-and files that are gone end the server. So it is told to read copies of rlctl's own.
+vLLM reads an adapter's files again with the next request for the adapter, whenever its workers have forgotten the
+adapter: after every update of the base weights (``reset_lora_state`` in its ``v1/worker/lora_model_runner_mixin.py``),
+and when more adapters are in use than ``--max-cpu-loras``. Files that have changed by then would serve under the old
+name, and missing files end the server. So vLLM reads copies that belong to rlctl.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rlctl_vllm.options import PRODUCT
 UNLOAD_S = 10.0
 
 KEPT_S = 60.0
-"""How long a copy outlives its name: vLLM may still be ending the requests that had it."""
+"""Seconds that a copy outlives its name, because vLLM may still be ending requests with the adapter."""
 
 
 class Adapters(adapters.Adapters):
-    """The adapters of one vLLM server."""
+    """The adapters of a vLLM server."""
 
     def __init__(
         self,
@@ -47,28 +47,29 @@ class Adapters(adapters.Adapters):
         config: Mapping[str, Any] | None,
         place: Path | None,
     ) -> None:
-        """``config``: vLLM's ``lora_config``; None where it was started for none. ``place``: directory for copies that
-        goes with the server; None for a server that may outlive this process, and read them still.
+        """``config``: vLLM's ``lora_config``; None for a server without adapters.
+
+        ``place``: directory for copies, removed with the server; None for a server that may outlive this process and
+        still read the copies.
         """
         super().__init__(PRODUCT, checkpoints, requests, table, limits_of(config or {}))
         self._control = control
         self._copies = tempfile.TemporaryDirectory(dir=place, prefix="rlctl-adapters-")
         self._paths: dict[str, Path] = {}
         self._useless: dict[Path, float] = {}
-        """Copies whose name vLLM has no more, and since when."""
+        """Copies without a name at vLLM, with the time of the unload."""
 
     def close(self) -> None:
-        """Remove the copies."""
         super().close()
         self._copies.cleanup()
 
     @property
     def stuck(self) -> bool:
-        """vLLM ends requests that a pause holds back, too."""
+        """Whether a pause keeps requests from ending: never, at vLLM."""
         return False
 
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
-        """Let vLLM read a copy of what fits, under a name."""
+        """Let vLLM read a copy of the fitting files, under a name."""
         if pinned:
             raise Reason.UNSUPPORTED.error(
                 "vLLM keeps the adapters that were used last, and reads others again when they are asked for",
@@ -80,7 +81,7 @@ class Adapters(adapters.Adapters):
         await self._control.must("/v1/load_lora_adapter", body, call=call, admin=False)
 
     async def unload(self, name: str) -> bool:
-        """Let vLLM forget a name; done also when it says that it has none of that name."""
+        """Let vLLM forget a name. An unknown name is a success too."""
         now = time.monotonic()
         for path in [path for path, since in self._useless.items() if now - since > KEPT_S]:
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
@@ -96,10 +97,10 @@ class Adapters(adapters.Adapters):
         return True
 
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
-        """vLLM takes any of the layers, and scales as PEFT does."""
+        """Refuse nothing: vLLM takes all of the layers, and scales as PEFT does."""
 
     def _copy(self, fitting: Fitting) -> Path:
-        """A copy that is what was found to fit. Raises CHECKPOINT_NOT_FOUND."""
+        """Return a copy of the files that equals the checked files. Raises CHECKPOINT_NOT_FOUND."""
         copy = Path(tempfile.mkdtemp(dir=self._copies.name))
         try:
             for name in (lora.CONFIG, lora.TENSORS):
@@ -120,7 +121,9 @@ class Adapters(adapters.Adapters):
 
 
 def limits_of(config: Mapping[str, Any]) -> LoraLimits:
-    """What the server was started for. It reads again what it had to forget, so it holds any number."""
+    """Return the limits of the server. The number of adapters is unlimited, because vLLM reads forgotten adapters
+    again.
+    """
     targets = config.get("target_modules")
     return LoraLimits(
         rank=int(config.get("max_lora_rank") or 0),

@@ -1,12 +1,12 @@
 """vLLM's own NCCL weight transfer engine, for a server without rlctl's extension. Never run on a GPU.
 
-vLLM's workers have methods for it, and ``POST /collective_rpc`` calls them at every rank: it answers once each of them
-has returned. But where a rank fails, vLLM takes the answers of the ranks after it for their answers to the next call
-(see :mod:`.worker_calls`). So in the end every rank is sent a word that it must send back. A server whose ranks send
-another word is given up: its answers prove nothing until it is started again.
+``POST /collective_rpc`` calls the methods of vLLM's workers for this engine at every rank, and answers once every rank
+has returned. But if a rank fails, vLLM takes the answers of later ranks for answers to the next call (see
+:mod:`.worker_calls`). So in the end every rank gets a word to send back. A server with a different word from a rank is
+given up: its answers prove nothing until a restart.
 
-What is sent is checked here, by the checkpoint's names and shapes, before the first byte: past it vLLM knows no way
-back.
+Tensors are checked here, by the checkpoint's names and shapes, before the first byte. From the first byte on vLLM
+cannot go back.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
 
 ENGINE = "nccl"
-"""The one of vLLM's transfer engines that is driven."""
+"""The only transfer engine of vLLM that rlctl drives."""
 
 WITHOUT_GPU = False
-"""Whether it is driven on a CPU too; tests that put another one in its place say so."""
+"""Whether the engine is driven on a CPU too; set by tests that replace the engine."""
 
 VERBS = ("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFromDistributed")
 
 _ENDLESS = 1 << 62
-"""vLLM begins another broadcast past so many bytes: each of its calls is one, whose bytes are those of a bucket."""
+"""Byte limit of vLLM's broadcasts, so high that each call is a single broadcast, with the bytes of a bucket."""
 
 _WORD = "_rlctl_word"
 
@@ -54,18 +54,18 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class _Load(enum.Enum):
-    """vLLM's layer-wise reload."""
+    """State of vLLM's layer-wise reload."""
 
     CLOSED = enum.auto()
     OPEN = enum.auto()
     BROKEN = enum.auto()
-    """Closed, as vLLM sees it, with layers that are half filled: those would be filled up by what comes next."""
+    """Closed for vLLM, with half-filled layers. Later tensors would fill up these layers."""
 
 
 async def obstacle(
     control: Control, config: Mapping[str, Any], label: str, ranks: int, call: Call, *, cpu: bool
 ) -> str:
-    """Why a server started so, at this weight version, takes nothing in by its own engine; "": it does."""
+    """Return why a server with this configuration and label receives no weights by its own engine, or ""."""
     engine = (config.get("weight_transfer_config") or {}).get("backend", "")
     data_parallel = int((config.get("parallel_config") or {}).get("data_parallel_size") or 1)
     if engine != ENGINE:
@@ -83,12 +83,12 @@ async def obstacle(
 
 
 class Native:
-    """The ranks of one server, as :class:`rlctl_vllm.updates.worker_calls.Workers` gives them; one verb at a time."""
+    """The ranks of a server, like :class:`rlctl_vllm.updates.worker_calls.Workers`; a single verb at a time."""
 
     def __init__(
         self, control: Control, reference: Mapping[str, TensorMeta], ranks: int, host: str, *, interrupted: bool
     ) -> None:
-        """``host``: this host's address. ``interrupted``: an update may have been left open in it."""
+        """``host``: this host's address. ``interrupted``: an update may still be open at the server."""
         self._control = control
         self._reference = reference
         self._ranks = ranks
@@ -104,15 +104,15 @@ class Native:
         self._turn = asyncio.Lock()
 
     def stop(self) -> None:
-        """Take nothing more in than the broadcast under way: its source still sends that one, whatever happens."""
+        """Stop receiving after the present broadcast, which its source sends in any case."""
         self._stopping = True
 
     async def settle(self, call: Call) -> None:
-        """Close what an update has left open."""
+        """Close an update that is still open."""
         await self._close(call)
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:  # noqa: ARG002
-        """The answer of every rank, in their order. Raises as :meth:`Workers.each`."""
+        """Return the answers of all ranks, in rank order. Raises as :meth:`Workers.each`."""
         async with self._turn:
             try:
                 return cast("list[Reply]", await self._carry_out(request, call))
@@ -140,7 +140,7 @@ class Native:
                 await self._commit(call)
             case _:
                 await self._close(call)
-        return [self._report] * self._ranks  # each has said that it took all of it in
+        return [self._report] * self._ranks  # each rank has confirmed all tensors
 
     # Groups.
 
@@ -175,7 +175,7 @@ class Native:
         self._group, self._store = request.group_name, place
 
     async def _leave(self, call: Call) -> None:
-        """Let vLLM forget the group that it is in, if it is in any."""
+        """Let vLLM forget its group, if there is any."""
         self._group = ""
         await self._close(call)
         await self._tell("shutdown_weight_transfer_engine", call)
@@ -188,7 +188,7 @@ class Native:
 
     async def _prepare(self, request: v.PrepareUpdateRequest, call: Call) -> None:
         if request.kind in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA):
-            # It would fill up what comes in part of a fused layer with whatever the memory held.
+            # vLLM would fill up a partly received fused layer with the old contents of the memory.
             raise Reason.UNSUPPORTED.error("vLLM's own engine takes full updates", field="kind")
         await self._close(call)
         self._due, self._written, self._report = 0, set(), v.WeightsReport()
@@ -225,7 +225,7 @@ class Native:
         self._report.transfer.CopyFrom(duration(spent))
 
     def _refuse_misfit(self, bucket: Bucket, due: int, came: set[str], field: str) -> None:
-        """Raise why a bucket cannot come next; ``came``: what comes before it, to which its tensors are added."""
+        """Raise if a bucket cannot come next. ``came``: earlier tensors, to which the bucket's tensors are added."""
         if bucket.sequence != due:
             raise Reason.FIELD_INVALID.error(f"{due} comes next, not {bucket.sequence}", field=f"{field}.sequence")
         if bucket.parts or sum(bucket.broadcasts) != sum(meta.nbytes for meta in bucket.metas):
@@ -238,7 +238,7 @@ class Native:
                 raise Reason.FIELD_INVALID.error(
                     f"the model has no tensor {meta.name!r}", field=f"{field}.names[{index}]"
                 )
-            if meta.name in came:  # vLLM counts elements: it would be taken for one that is missing
+            if meta.name in came:  # vLLM counts elements: a repeat would hide a missing tensor
                 raise Reason.FIELD_INVALID.error(f"{meta.name} comes twice", field=f"{field}.names[{index}]")
             came.add(meta.name)
             if meta.shape != known.shape:
@@ -258,9 +258,9 @@ class Native:
             self._load = _Load.OPEN
 
     async def _close(self, call: Call) -> None:
-        """Back to weights that can be computed with, whatever they are."""
+        """Close the reload, so that the weights can be computed with, whole or not."""
         if self._load is _Load.BROKEN:
-            # Nothing between start and finish empties the layers. A refusal: it is open after all.
+            # No call between start and finish empties the layers. A refusal means that the reload is open after all.
             await self._control.tell("/collective_rpc", {"method": "start_weight_update"}, call=call)
         if self._load is not _Load.CLOSED:
             await self._tell("finish_weight_update", call)
@@ -275,7 +275,7 @@ class Native:
             raise out_of_step(self._control)
 
     async def _tell(self, method: str, call: Call, **arguments: Any) -> None:
-        """Let every rank do something. Raises ENGINE_FAILED, and as :meth:`Control.tell`."""
+        """Call a method at every rank. Raises ENGINE_FAILED, and as :meth:`Control.tell`."""
         answer = await self._control.tell("/collective_rpc", {"method": method, "kwargs": arguments}, call=call)
         if answer.ok and len(answer.body["results"]) == self._ranks:
             return
@@ -286,7 +286,7 @@ class Native:
 
 
 async def _in_step(control: Control, ranks: int, call: Call) -> bool:
-    """Whether every rank answers what it was asked last: each keeps a word, and says it."""
+    """Whether every rank answers its latest call: each rank stores a word and returns it."""
     word = secrets.token_hex(8)
     await control.tell("/collective_rpc", {"method": "__setattr__", "args": [_WORD, word]}, call=call)
     said = await control.tell("/collective_rpc", {"method": "__getattribute__", "args": [_WORD]}, call=call)

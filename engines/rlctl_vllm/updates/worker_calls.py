@@ -1,7 +1,7 @@
 """Calls to the extension in vLLM's workers.
 
-Where one of vLLM's own calls fails at a rank, vLLM leaves what the ranks after it say unread, and takes that for their
-answers to the next call, from then on. So every answer must name the call that it belongs to.
+If a call of vLLM's own fails at a rank, vLLM leaves the answers of later ranks unread. From then on vLLM takes each
+unread answer for the answer to the next call. So every answer must name its call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXTENSION = "rlctl_vllm.worker.extension.WorkerExtension"
 
 
 class Workers(RankCalls):
-    """The workers of one vLLM server."""
+    """The workers of a vLLM server."""
 
     async def _send(self, arguments: dict[str, Any], call: Call) -> Sequence[Any]:
         answer = await self._control.tell("/collective_rpc", {"method": "rlctl_call", "kwargs": arguments}, call=call)

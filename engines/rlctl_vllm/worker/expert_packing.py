@@ -1,9 +1,9 @@
 """Packing of expert weights on a CPU, which vLLM does at the first load only.
 
-On a CPU the kernel of unquantised experts computes with packed weights. vLLM 0.32 has it pack them when the kernel is
-made (``fused_moe/unquantized_fused_moe_method.py``), and skips that step on every later load: the kernel then reads
-plain weights as packed ones. Here the skipped step is done. Other devices and methods are left as they are; the trial
-at the start (:mod:`rlctl_servers.updates.reload_trial`) shows which of them repeat a load.
+On a CPU the kernel of unquantised experts computes with packed weights. vLLM 0.32 packs when the kernel is made
+(``fused_moe/unquantized_fused_moe_method.py``), and skips that step on every later load: the kernel then reads plain
+weights as packed weights. This module does the skipped step. Other devices and methods are unchanged; the trial at the
+start (:mod:`rlctl_servers.updates.reload_trial`) shows which of these repeat a load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _step(method: Any) -> Callable[[Any], None]:
 
 
 def _process(method: Any, process: Callable[[Any], None], layer: Any) -> None:
-    """Process a layer after a load; pack its weights unless vLLM has done so."""
+    """Process a layer after a load, and pack its weights unless vLLM has packed."""
     if method.moe_kernel is None:
         process(layer)  # a first load, which packs
         return

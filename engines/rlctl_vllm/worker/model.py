@@ -1,10 +1,9 @@
-"""The weights of one of vLLM's workers: written through vLLM's own loaders, read back as it computes with them.
+"""The weights of a vLLM worker: written through vLLM's own loaders, read back in the form of the computation.
 
-vLLM fuses, pads and packs parameters. Writing goes the way of its layer-wise reload
-(``vllm.model_executor.model_loader.reload``): parameters go back to the checkpoint's format on the meta device, loaders
-keep what they are given until a layer is complete, and the layer is then processed into the memory that it had. Layers
-that were not begun, or are abandoned before they are complete, get their memory back untouched.
-Reading: :mod:`.parts_held`.
+vLLM fuses, pads and packs parameters. Writes follow vLLM's layer-wise reload
+(``vllm.model_executor.model_loader.reload``). Parameters go back to the checkpoint's format on the meta device. Loaders
+keep tensors until a layer is complete, and the layer is then processed into its former memory. Layers that were not
+begun, or are abandoned before completion, get their memory back untouched. :mod:`.parts_held` reads weights back.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rlctl_vllm.worker.parts_held import part_of
 
 
 class VLLMModel(RankModel):
-    """The model of one worker."""
+    """The model of a vLLM worker."""
 
     product = "vLLM"
 
     def __init__(self, worker: Any) -> None:
-        """``worker``: vLLM's."""
+        """``worker``: vLLM's worker object with this rank's model."""
         self._worker = worker
         self.rank = int(worker.rank)
         self.size = int(worker.vllm_config.parallel_config.world_size)
@@ -48,7 +47,7 @@ class VLLMModel(RankModel):
         return self._worker.model_runner.get_model()
 
     def _decodes(self, *_: Any, positions: torch.Tensor, **__: Any) -> bool:
-        """Whether every token of a forward pass is the next one of its request."""
+        """Whether every token of a forward pass is the next token of its request."""
         return int(self._worker.model_runner.input_batch.num_reqs) == positions.shape[-1]
 
     def prepare_load(self, load: Load) -> None:  # noqa: ARG002 - a hook's signature
@@ -59,7 +58,7 @@ class VLLMModel(RankModel):
             layerwise.initialize_layerwise_reload(self._module)
 
     def finalize_load(self, load: Load) -> None:  # noqa: ARG002
-        """Process what is left, and forget what was derived from the weights before."""
+        """Process remaining layers, and forget state derived from the former weights."""
         self._finish()
         runner = self._worker.model_runner
         for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
@@ -68,7 +67,7 @@ class VLLMModel(RankModel):
                 reset()
 
     def abandon_load(self, load: Load) -> None:  # noqa: ARG002
-        """Give layers that are not complete the memory back that they had."""
+        """Give incomplete layers their former memory back."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         for layer in self._module.modules():
@@ -79,19 +78,19 @@ class VLLMModel(RankModel):
         self._finish()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Hand a full tensor to vLLM's loaders. Raises CHECKPOINT_MISMATCH when they have no place for it."""
-        # Loaders keep it until its layer is complete; the caller uses its memory again.
+        """Pass a full tensor to vLLM's loaders. Raises CHECKPOINT_MISMATCH if no loader takes the tensor."""
+        # Loaders keep the tensor until its layer is complete, but the caller reuses its memory.
         with self._context():
             taken = self._module.load_weights([(name, tensor.clone())])
         if taken is not None and not taken:
             raise Reason.CHECKPOINT_MISMATCH.error(f"vLLM's loaders have no place for {name!r}")
 
     def reload(self, request: UpdateWeightsFromDiskRequest) -> None:
-        """Have vLLM load a checkpoint."""
+        """Load a checkpoint with vLLM's own reload."""
         self._worker.reload_weights(weights_path=request.model_path)
 
     def together(self, reference: Mapping[str, TensorMeta]) -> list[tuple[str, ...]]:
-        """Names that fill one layer of vLLM's: it is processed once all have come, and not before."""
+        """Return names that fill the same layer of vLLM's, which is processed once all have come, and not before."""
         layers: dict[str, list[str]] = {}
         for name in reference:
             layers.setdefault(self._layer_of(name)[0], []).append(name)
@@ -103,11 +102,11 @@ class VLLMModel(RankModel):
         return self._confirmed
 
     def confirm(self) -> None:
-        """The parts have given the digest of the checkpoint."""
+        """Record that the parts have given the checkpoint's digest."""
         self._confirmed = True
 
     def unstaged(self, reference: Mapping[str, TensorMeta]) -> str:
-        """Why vLLM's loaders take the tensors of all updates."""
+        """Return why a shadow copy is impossible, or ""."""
         if not self._confirmed:
             return "what vLLM holds did not have the digest of a checkpoint"
         quantization = self._worker.vllm_config.model_config.quantization
@@ -120,7 +119,7 @@ class VLLMModel(RankModel):
         return ""
 
     def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:  # noqa: ARG002
-        """A copy of the parameters, where all tensors are views of them. Raises UNSUPPORTED."""
+        """Return a copy of the parameters, if all tensors are views of parameters. Raises UNSUPPORTED."""
         unstaged = self.unstaged(reference)
         if unstaged:
             raise no_shadow(unstaged)
@@ -128,8 +127,9 @@ class VLLMModel(RankModel):
         return ShadowCopy(lambda: views.written(self._parameters()), views.bind, device=self.device, ranks=self.size)
 
     def swap(self, load: Load, copy: Callable[[], None]) -> None:
-        """Copy first: a load begins by taking the parameters away. Without a tensor it gives them back, and derives
-        anew what attention layers derive from them.
+        """Copy first, because a load begins by taking the parameters away.
+
+        A load without tensors gives the parameters back, and renews the state that attention layers derive from them.
         """
         copy()
         super().swap(load, lambda: None)
@@ -141,9 +141,9 @@ class VLLMModel(RankModel):
         return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
 
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
-        """What this rank computes with, as parts of the reference's tensors.
+        """Return the weights that this rank computes with, as parts of the reference's tensors.
 
-        Packed layers are copied: as much memory again as they take. Raises UNSUPPORTED for what cannot be read.
+        A packed layer is copied, with as much memory again. Raises UNSUPPORTED for weights that cannot be read.
         """
         shards = {}
         for name, meta in reference.items():
@@ -156,7 +156,7 @@ class VLLMModel(RankModel):
         return ShardMap(shards)
 
     def _layer_of(self, name: str) -> tuple[str, str, int | None]:
-        """The layer that a checkpoint's tensor goes to, its name there, and which part of a fused one it is."""
+        """Return the layer of a checkpoint's tensor, its name there, and its part of a fused layer."""
         path, _, leaf = name.rpartition(".")
         parent, _, last = path.rpartition(".")
         packed: Mapping[str, Sequence[str]] = getattr(self._module, "packed_modules_mapping", None) or {}

@@ -1,11 +1,11 @@
-"""Which part of which checkpoint tensor one of vLLM's ranks computes with.
+"""The parts of checkpoint tensors that a rank of vLLM computes with.
 
-Reading goes back through what computes. A packed linear layer (on a CPU vLLM keeps nothing else of most of them) gives
+Reading goes back through the computation. A packed linear layer (on a CPU vLLM keeps nothing else of most layers) gives
 its weight as the product with the identity matrix: products with 0 and 1 are exact.
 
-Which part of a tensor a rank has follows from the shapes: vLLM cuts linear layers into equal runs along one dimension
-(``model_executor/layers/linear.py``), and says of vocabularies, which it pads, where its rows begin
-(``vocab_parallel_embedding.py``). It counts only where the digest of a checkpoint that is known comes out.
+A rank's part of a tensor follows from the shapes. vLLM cuts linear layers into equal runs along one dimension
+(``model_executor/layers/linear.py``), and reports where the rows of padded vocabularies begin
+(``vocab_parallel_embedding.py``). A part counts only if the parts give the digest of a known checkpoint.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 
 def part_of(layer: Any, leaf: str, part: int | None, meta: TensorMeta, rank: int, size: int) -> Shard:
-    """What rank ``rank`` of ``size`` has of a tensor; ``part``: which of the tensors that the layer is fused of.
+    """Return rank ``rank``'s part of a tensor. ``part``: number of the tensor in a fused layer, or None.
 
-    On a device it is a view of the parameter, a packed layer's is a copy. Raises UNSUPPORTED for what cannot be read.
+    On a device the part is a view of the parameter; the part of a packed layer is a copy. Raises UNSUPPORTED for a part
+    that cannot be read.
     """
     try:
         local = _weight(layer, leaf)
@@ -39,7 +40,7 @@ def part_of(layer: Any, leaf: str, part: int | None, meta: TensorMeta, rank: int
 
 
 def _slice(meta: TensorMeta, shape: tuple[int, ...], rank: int, size: int) -> Slice:
-    """Which part a rank's tensor of this shape is."""
+    """Return the slice of a rank's tensor, given its shape."""
     if shape == meta.shape:
         return Slice()
     cut = [dim for dim, (mine, full) in enumerate(zip(shape, meta.shape, strict=False)) if mine != full]
@@ -47,13 +48,13 @@ def _slice(meta: TensorMeta, shape: tuple[int, ...], rank: int, size: int) -> Sl
         length = shape[cut[0]]
         shares, rest = divmod(meta.shape[cut[0]], length)
         if not rest and size % shares == 0:
-            # Where there are fewer heads of keys than ranks, several ranks have the same ones.
+            # With fewer heads of keys than ranks, several ranks have the same heads.
             return Slice(cut[0], rank * shares // size * length, length)
     raise Reason.UNSUPPORTED.error(f"vLLM holds {meta.name} with shape {shape} at rank {rank} of {size}")
 
 
 def _weight(layer: Any, leaf: str) -> torch.Tensor:
-    """A parameter as it is computed with."""
+    """Return a parameter in the form of the computation."""
     held: torch.Tensor = getattr(layer, leaf)
     compute = getattr(layer, "cpu_linear", None)
     if leaf != "weight" or compute in (None, torch.nn.functional.linear):
