@@ -122,7 +122,7 @@ class Rooms:
             room.close(failed("the prefill engine's request has ended"))
 
     def close(self) -> None:
-        """Close the server; from any thread."""
+        """Answer no further decode engine; from any thread."""
         if self._server is None:
             self._socket.close()
             return

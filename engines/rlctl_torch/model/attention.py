@@ -30,7 +30,7 @@ _RECORDING = "rlctl_kv_slots_recording"
 """Name of the function that records the attention of the layers."""
 
 _FAR = 1024
-"""Distance in tokens at which the mask of a layer without a window is checked."""
+"""A layer without a window must see more than twice this number of tokens back."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "cache")
 """Keyword arguments that change the attention and are not implemented here."""
