@@ -111,7 +111,7 @@ class ServerEngine(Engine):
 
     A subclass sets ``_server``, ``_control`` and ``_state`` in its constructor. Its start sets ``_facts``, ``_stamps``,
     ``_requests``, ``_passing``, ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: no probes), ``_ranks``
-    (None: the server takes no tensors), ``_layout`` (the ranks' coordinates), and ``_ready`` last.
+    (None: the server takes no tensors) and ``_layout`` (the ranks' coordinates). ``_ready`` is set last.
     """
 
     _server: Server

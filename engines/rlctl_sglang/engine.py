@@ -266,7 +266,7 @@ class SGLangEngine(ServerEngine):
         return self._first.setup() if self._first is not None else {}
 
     def can_restart(self) -> bool:
-        """Return whether the server was launched on a single node. The operator restarts a server of several nodes."""
+        """Return whether the server was launched on a single node. On several nodes the launcher restarts all parts."""
         return super().can_restart() and self._first is None
 
     def lost(self, error: RlctlError) -> None:
@@ -457,7 +457,7 @@ class SGLangEngine(ServerEngine):
         """Refuse half of a pair's request if it may not be computed at the version that it names.
 
         The servers do not compare the versions of the two halves. But a half is computed at the admission's version
-        only: no version changes before a pause or an update, and these end or refuse the admitted requests.
+        only. No version changes before a pause or an update, and these end or refuse the admitted requests.
         """
         if not self._state.paired:
             if self._pausing and has_grammar(request):

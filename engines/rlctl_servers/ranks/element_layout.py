@@ -19,11 +19,11 @@ takes 1 + 2 + 4 passes. The base is 33 if any parameter is float8_e4m3fn: 17,968
 indices as well. The number of passes depends on the reference and on the parameters' dtypes only.
 
 Exactness. Nothing is inferred from samples. After a pass of numbers, a parameter is split where any two neighbouring
-elements differ, so every element of a cell has the number of its cell. After a pass of indices, each part of a
+elements differ. So every element of a cell has the number of its cell. After a pass of indices, each part of a
 parameter is compared, element by element, with its digits along the dimensions of the index. So each element of a view
 has the tensor's number, and its index along every dimension. A layout that is no pattern of strided boxes, or values
-that are no digits, give an :class:`Omission`. An engine that computes with loaded values, and happens to turn digits
-into other valid digits, is beyond this: :func:`prove` compares the views with the true tensors.
+that are no digits, give an :class:`Omission`. An engine that computes with loaded values may turn digits into other
+valid digits. This is not noticed here: :func:`prove` compares the views with the true tensors.
 """
 
 from __future__ import annotations

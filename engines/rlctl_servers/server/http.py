@@ -100,8 +100,8 @@ class Http:
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """POST a body and yield the events of the answer. Closing the generator ends the connection and the request.
 
-        Raises as :meth:`call`, without a time limit; ENGINE_FAILED for an answer without events, with the status in the
-        metadata; and ANSWER_INVALID (UNKNOWN) for an invalid event.
+        Raises as :meth:`call`, without a time limit. Raises ENGINE_FAILED for an answer without events, with the status
+        in the metadata, and ANSWER_INVALID (UNKNOWN) for an invalid event.
         """
         try:
             async with await self._posted(path, _written(body)) as response:

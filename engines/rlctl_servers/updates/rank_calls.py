@@ -65,10 +65,10 @@ class RankCalls(abc.ABC):
     async def attach(self, reference: Mapping[str, TensorMeta], host: str, call: Call) -> list[dict[str, Any]]:
         """Return the descriptions of the ranks, in order; an empty list if rlctl's code is not in the server.
 
-        ``host``: address towards which each rank chooses its own address. Each description: rank, size, device,
-        host_id, pid, protocol, rlctl (its version), store (of rank 0: the address at which groups with this source
-        meet), learned (the rank knows the places of the reference's tensors), confirmed (their digest was once that of
-        the checkpoint).
+        ``host``: address towards which each rank chooses its own address. Each description has rank, size, device,
+        host_id, pid, protocol and rlctl (its version). ``store``: of rank 0, the address at which groups with this
+        source meet. ``learned``: the rank knows the places of the reference's tensors. ``confirmed``: their digest was
+        once that of the checkpoint.
 
         Raises UNSUPPORTED for ranks with a different protocol, ANSWER_INVALID.
         """

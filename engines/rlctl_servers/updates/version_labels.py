@@ -10,8 +10,8 @@ from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import Sample
 
 WRITING = "being written@0"
-"""Label (in the form of :meth:`Stamps.of`) of an attached server during an update. Other stage servers must not take
-the weights for those of the start.
+"""Label (in the form of :meth:`Stamps.of`) of an attached server during an update. A stage server that attaches then
+must not take the weights for the weights of the start.
 """
 
 TRYING = "being tried@0"

@@ -2,8 +2,8 @@
 
 A checkpoint in diffusers' layout has a directory of safetensors files for each module (``transformer``, ``vae``). The
 server digests a module as SHA-256 over the parameters' names and bytes, in the order of the names. If the server holds
-a module in the form of its files, the checksum can be computed from the files, and an equal checksum proves every byte.
-Tensors are called ``MODULE.NAME`` here.
+a module in the form of its files, the files give the same checksum. An equal checksum then proves every byte. Tensors
+are called ``MODULE.NAME`` here.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from rlctl_sglang.requests.bodies import SALT, Limits, bodies, has_grammar
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
 _ABORTED, _HANDOVER = "Aborted by AbortReq.", "KVTransferError"
-"""Message of a sample that ends with status 500 at a server of a pair: the sample was aborted while its KV entries were
-on their way, or the entries did not come (``prepare_abort`` in srt/disaggregation, 0.5.23).
+"""Messages of a sample that ends with status 500 at a server of a pair. The sample was aborted while its KV entries
+were under way, or the entries did not come (``prepare_abort`` in srt/disaggregation, 0.5.23).
 """
 
 

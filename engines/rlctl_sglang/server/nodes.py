@@ -1,8 +1,8 @@
 """One SGLang server over several nodes. The stage server launches the first node's part, followers the rest.
 
 Only the first node is driven; the other nodes hold ranks, and serve nothing. So a follower only starts its part and
-notices the end. A server that has lost a part does not come back from the next collective: all parts end together, and
-are started again by the operator.
+notices the end. A server that has lost a part does not come back from the next collective. So all parts end together,
+and their launcher starts all again.
 """
 
 from __future__ import annotations
