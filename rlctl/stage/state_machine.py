@@ -38,7 +38,7 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.version import CONTRACT_VERSION
 
 MOST_AHEAD = 100
-"""Highest excess of a commander's epoch over the epoch at registration. Restarts raise the epoch."""
+"""Highest excess of a commander's epoch over the epoch at registration and the present epoch. Restarts raise epochs."""
 
 MOST_EPOCH = 1 << 63
 """Highest accepted epoch. No fleet reaches this epoch, and a higher epoch can still follow."""
