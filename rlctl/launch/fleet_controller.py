@@ -138,7 +138,7 @@ class LaunchedFleet:
         return [*coordinator, *engines, *self.gateways.processes]
 
     def start(self) -> str:
-        """Start all processes, wait until every stage is routable, and return the coordinator's address.
+        """Start all processes, wait until the fleet is :attr:`settled`, and return the coordinator's address.
 
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED with process, cause and log. All processes are then stopped.
         """
@@ -251,7 +251,7 @@ class LaunchedFleet:
 
     @property
     def settled(self) -> bool:
-        """Whether all wanted engines are ready, or wait for a heal by hand, and no other process runs."""
+        """Whether all wanted engines are READY or STALE, no other engine runs, and gateways and policies are set."""
         wanted = {spec.slot: spec for spec in self.engines}
         engines = self.runs.keys() == wanted.keys() and all(
             run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()

@@ -72,7 +72,7 @@ class ServerActor:
         """Return the spec on this node: the address, and the GPUs in the actor's numbering from 0."""
         spec = server.spec
         bind = address_on(server.interface) if server.interface else str(ray.util.get_node_ip_address())
-        # A process sees only the GPUs of the own ranks.
+        # A process sees only the GPUs of its ranks.
         gpus = tuple(rank % spec.ranks_each for rank in range(spec.ranks))
         return replace(spec, bind=bind, gpus=gpus)
 

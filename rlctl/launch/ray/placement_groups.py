@@ -48,7 +48,7 @@ class Placement:
         group: Ray's placement group; None until there is room.
         bundles: bundles of the group: one for each part, or one for each rank.
         nodes: ids of the bundles' nodes.
-        share: part of a bundle that a rank takes from an own bundle; 0: a bundle is for a whole part.
+        share: part that a rank takes of its own bundle; 0: a bundle is for a whole part.
         gpus: GPUs of the bundles of ranks without a process, by bundle.
         users: number of running processes.
         ready: the group exists.
@@ -156,11 +156,11 @@ class Places:
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
         """Reserve exactly these places.
 
-        Raises PLACE_UNAVAILABLE without room; the earlier places then stay reserved.
+        Raises PLACE_UNAVAILABLE without room; the earlier places are then reserved again, if still free.
         """
         del engines  # each engine gets room at its start
         before = set(self._reserved)
-        self._release(before - set(places))  # a place that grows needs the own room too
+        self._release(before - set(places))  # a place that grows needs the old room too
         try:
             for place in places:
                 self._reserve(place)

@@ -57,7 +57,7 @@ def supervise(
     """Start the fleet, keep the wanted state until a signal arrives, stop the fleet, exit with 128 + the signal's
     number.
 
-    ``on_ready`` is called once every stage is routable. ``lock``: descriptor of the fleet's lock, if the parent of this
+    ``on_ready`` is called once the fleet is settled. ``lock``: descriptor of the fleet's lock, if the parent of this
     process holds the lock. ``new``: start over, despite the journal of an earlier fleet of this name.
 
     Raises OPERATION_CONFLICT if a fleet of this name is up, and the launcher's errors.
