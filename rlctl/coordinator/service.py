@@ -26,13 +26,14 @@ from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, name
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
 from rlctl.coordinator.operations.call_coalescing import Joined
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
 from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
 from rlctl.coordinator.subjects import refuse_fence, subject_of
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook
-from rlctl.coordinator.transaction.transfer import Attempts
+from rlctl.coordinator.transaction.transfer import Transfer
 from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.implicit import Implicit
 from rlctl.coordinator.updates.manager import Graces, Updates
@@ -135,38 +136,16 @@ class Coordinator:
         self.keys = Keys(journal, self.operations.new_id)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
-        self._waking = Waking(self.roster, self._fanout, clock)
-        self._pausing = Pausing(self.roster, self._peers, self._fanout, self._waking, clock)
-        self._lifting = Lifting(self.roster, self._pausing, clock, self.verb)
+        context = Context(self.roster, self._peers, self._fanout, self.operations, journal, clock)
+        self._waking = Waking(context)
+        self._pausing = Pausing(context, self._waking)
+        self._lifting = Lifting(context, self._pausing, self.verb)
         groups = GroupBook()
         planner = Planner(self.roster, groups, self.operations.new_id, clock.new_key)
-        attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
-        self.updates = Updates(
-            self.roster,
-            self._peers,
-            self._fanout,
-            self.operations,
-            journal,
-            clock,
-            groups=groups,
-            planner=planner,
-            attempts=attempts,
-            heal_by_hand=heal_by_hand,
-            graces=graces or Graces(),
-        )
-        self._disk = FromDisk(self.updates, self.roster, planner, clock)
-        self.implicit = Implicit(
-            self.updates,
-            self._disk,
-            roster=self.roster,
-            peers=self._peers,
-            operations=self.operations,
-            fanout=self._fanout,
-            planner=planner,
-            attempts=attempts,
-            journal=journal,
-            clock=clock,
-        )
+        transfer = Transfer(context, groups, planner)
+        self.updates = Updates(context, groups, planner, transfer, heal_by_hand=heal_by_hand, graces=graces or Graces())
+        self._disk = FromDisk(context, self.updates, planner)
+        self.implicit = Implicit(context, self.updates, self._disk, planner, transfer)
 
     async def start(self) -> None:
         """Load the journal, then connect to the stages."""

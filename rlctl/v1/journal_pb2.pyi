@@ -34,15 +34,9 @@ class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePha
     UPDATE_PHASE_UNSPECIFIED: _UpdatePhase.ValueType  # 0
     """Never written."""
     UPDATE_PHASE_OPEN: _UpdatePhase.ValueType  # 1
-    """Begun; no target was told to prepare."""
-    UPDATE_PHASE_WRITING: _UpdatePhase.ValueType  # 2
-    """Targets were told to prepare; bytes may be flowing."""
-    UPDATE_PHASE_COMMITTING: _UpdatePhase.ValueType  # 3
-    """The trainer committed; targets finish and are verified."""
+    """Open: nothing of the version is served. A coordinator that finds such a record after its start deletes the record."""
     UPDATE_PHASE_PUBLISHED: _UpdatePhase.ValueType  # 4
     """The version is published: from here on the update is finished, whatever its lease says."""
-    UPDATE_PHASE_ABORTED: _UpdatePhase.ValueType  # 5
-    """Ended without a version."""
 
 class UpdatePhase(_UpdatePhase, metaclass=_UpdatePhaseEnumTypeWrapper):
     """How far an update has come."""
@@ -50,15 +44,9 @@ class UpdatePhase(_UpdatePhase, metaclass=_UpdatePhaseEnumTypeWrapper):
 UPDATE_PHASE_UNSPECIFIED: UpdatePhase.ValueType  # 0
 """Never written."""
 UPDATE_PHASE_OPEN: UpdatePhase.ValueType  # 1
-"""Begun; no target was told to prepare."""
-UPDATE_PHASE_WRITING: UpdatePhase.ValueType  # 2
-"""Targets were told to prepare; bytes may be flowing."""
-UPDATE_PHASE_COMMITTING: UpdatePhase.ValueType  # 3
-"""The trainer committed; targets finish and are verified."""
+"""Open: nothing of the version is served. A coordinator that finds such a record after its start deletes the record."""
 UPDATE_PHASE_PUBLISHED: UpdatePhase.ValueType  # 4
 """The version is published: from here on the update is finished, whatever its lease says."""
-UPDATE_PHASE_ABORTED: UpdatePhase.ValueType  # 5
-"""Ended without a version."""
 Global___UpdatePhase: _TypeAlias = UpdatePhase  # noqa: Y015
 
 @_typing.final

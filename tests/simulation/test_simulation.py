@@ -33,7 +33,7 @@ CAUGHT_BY = {
     "at_most_once": 1017,
     "bucket_order": 1003,
     "completeness": 1067,
-    "decode_check": 1006,
+    "decode_check": 2236,
     "dirty_refusal": 1019,
     "fencing": 1001,
     "follower_link": 1197,

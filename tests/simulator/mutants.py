@@ -18,7 +18,7 @@ from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.operations import Operations
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.transaction import verification_levels
-from rlctl.coordinator.transaction.commit import Finish
+from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.updates.manager import Updates
 from rlctl.coordinator.updates.written_tensors import WrittenTensors
 from rlctl.runtime import shielding
@@ -96,12 +96,12 @@ def _never_known(self: Operations, request_id: str, request: Any) -> None:
     del self, request_id, request
 
 
-async def _no_lease(self: Updates, opened: Any) -> None:
+async def _no_lease(self: Updates, update: Any) -> None:
     """Ignore the lease and the deadline, which may be after the end of a run."""
     del self
-    await opened.decided.wait()
-    if opened.verdict is not None:
-        raise opened.verdict
+    await update.owner.decided.wait()
+    if update.owner.verdict is not None:
+        raise update.owner.verdict
 
 
 def _unvetted(self: Fanout, slot: Any, verb: Any, result: Any, *_: Any, **__: Any) -> Any:
@@ -128,13 +128,13 @@ def _decode_always_right(results: Any, *, wanted: bool) -> tuple[dict[str, Any],
     return {}, frozenset(result.slot for result in results)
 
 
-async def _published_first(self: Finish, run: Any, expected: Any) -> None:
+async def _published_first(self: Commit, expected: Any) -> None:
     """Publish the version as soon as it was written."""
-    await self._publish(run, list(self._session.targets), expected.digest)
-    await _commit(self, run, expected)
+    await self._publish(list(self._update.targets), expected.digest)
+    await _commit(self, expected)
 
 
-_commit = Finish.commit
+_commit = Commit.commit
 
 
 async def _ended_with_its_caller(self: Coordinator, run: Any, **how: Any) -> Any:
@@ -201,7 +201,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "partial_end": [(WrittenTensors, "incomplete", _nothing)],
     "probe": [(verification_levels, "judge_probe", _always_computed)],
     "presumed_abort": [(Orphans, "_orphan", _nothing)],
-    "publish_last": [(Finish, "commit", _published_first)],
+    "publish_last": [(Commit, "commit", _published_first)],
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
     "second_stage": [(Coordinator, "_refuse_second", _everybody)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],

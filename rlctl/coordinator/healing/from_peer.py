@@ -13,11 +13,10 @@ from google.protobuf.message import Message
 
 from rlctl.contract.durations import duration
 from rlctl.contract.outcomes import acknowledged, blame
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot, model_put
+from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
 from rlctl.coordinator.operations.collective_fanout import Together
-from rlctl.coordinator.operations.fanout import Fanout
-from rlctl.coordinator.transaction.transaction import Session, has_left
-from rlctl.ports import Clock, Journal
+from rlctl.coordinator.operations.context import Context
+from rlctl.coordinator.transaction.update import Update, has_left
 from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import (
@@ -34,7 +33,7 @@ from rlctl.v1.verbs_pb2 import (
 
 ANSWER_S = 30.0
 SEND_S = 24 * 3600.0
-"""No limit besides the session's deadline."""
+"""No limit besides the update's deadline."""
 
 
 def alike(one: Slot, other: Slot) -> bool:
@@ -51,35 +50,33 @@ def refuse_failed(results: Sequence[StageResult]) -> None:
 
 
 class FromPeer:
-    """Sends the weights of a stage to the target of a session."""
+    """Sends the weights of a stage to the target of an update."""
 
-    def __init__(
-        self, session: Session, peer: Slot, fanout: Fanout, roster: Roster, journal: Journal, clock: Clock
-    ) -> None:
-        self._session = session
+    def __init__(self, update: Update, peer: Slot, context: Context) -> None:
+        self._update = update
         self._peer = peer
-        (self._slot,) = session.targets
-        self._fanout = fanout
-        self._roster = roster
-        self._journal = journal
-        self._clock = clock
-        self._adapter = "" if session.adapter is None else session.adapter.name
+        (self._slot,) = update.targets
+        self._roster = context.roster
+        self._fanout = context.fanout
+        self._journal = context.journal
+        self._clock = context.clock
+        self._adapter = "" if update.adapter is None else update.adapter.name
         self._paired = not self._adapter and alike(peer, self._slot)
 
     async def receive(self) -> list[StageResult]:
         """Return the target's results of the transfer. Raises other failures."""
-        group = await self._new_group(self._session.model)
+        group = await self._new_group(self._update.model)
         both = [self._peer, self._slot]
         try:
-            together = Together(self._fanout, self._clock, both, self._session.update_id, [group])
-            await together.join(self._joining(group), self._session.deadline - self._clock.now())
+            together = Together(self._fanout, self._clock, both, self._update.update_id, [group])
+            await together.join(self._joining(group), self._update.deadline - self._clock.now())
             together.refuse_failed()
             buckets = await self._buckets()
-            await self._session.ready()
+            await self._update.ready()
             send = SendWeightsRequest(group_name=group, buckets=buckets, adapter=self._adapter)
             receive = UpdateWeightsFromDistributedRequest(group_name=group, buckets=buckets)
             sending = asyncio.create_task(self.ask(send, [self._peer], "send", SEND_S))
-            receiving = asyncio.create_task(self._session.step(receive, self._session.targets))
+            receiving = asyncio.create_task(self._update.step(receive, self._update.targets))
             try:
                 await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
@@ -96,7 +93,7 @@ class FromPeer:
     async def _leave(self, group: str, slots: Sequence[Slot]) -> None:
         """Destroy the group. A group that a rank may still be in stays on record for the next update to destroy."""
         results = await self.ask(DestroyWeightsUpdateGroupRequest(group_name=group), slots, "leave", ANSWER_S)
-        groups = self._session.model.record.groups
+        groups = self._update.model.record.groups
         if group in groups and all(has_left(result) for result in results):
             groups.remove(group)
 
@@ -113,7 +110,7 @@ class FromPeer:
                 GroupMember(slot=self._peer.name, rank_offset=0, num_ranks=ranks if self._paired else 1),
                 GroupMember(slot=self._slot.name, rank_offset=1, num_ranks=ranks),
             ],
-            group_timeout=duration(self._session.deadline - self._clock.now()),
+            group_timeout=duration(self._update.deadline - self._clock.now()),
             paired=self._paired,
         )
 
@@ -145,11 +142,11 @@ class FromPeer:
         ]
 
     async def ask(self, request: Message, slots: Sequence[Slot], step: str, limit_s: float) -> list[StageResult]:
-        """Send a verb to stages that need not be targets of the session."""
+        """Send a verb to stages that need not be targets of the update."""
         return await self._fanout.run(
             request,
             slots,
-            operation_id=self._session.update_id,
+            operation_id=self._update.update_id,
             step=step,
-            deadline=min(self._session.deadline, self._clock.now() + limit_s),
+            deadline=min(self._update.deadline, self._clock.now() + limit_s),
         )

@@ -20,20 +20,18 @@ from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.scopes import calling
-from rlctl.coordinator.fleet.roster import Roster, Slot
-from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.fleet.versions import adoptable, digest_key, witnesses
 from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.healing.orphans import HEAL_MARK
 from rlctl.coordinator.healing.sources import Sources, needs_heal, unverifiable
-from rlctl.coordinator.operations.fanout import Fanout
-from rlctl.coordinator.operations.operations import Operations, Run
-from rlctl.coordinator.transaction.adapters import FinishAdapter
-from rlctl.coordinator.transaction.commit import Finish
+from rlctl.coordinator.operations.context import Context
+from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.transaction.adapters import CommitAdapter
+from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.transaction.planner import in_progress
-from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import Expected, checks_decode
-from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     PAUSE_MODE_RETRACT,
@@ -87,8 +85,8 @@ class _Heal:
     slots: set[str]
     asked: bool
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    session: Session | None = None
-    """Session of the stage that is being healed."""
+    update: Update | None = None
+    """Update of the stage that is being healed."""
     work: asyncio.Task[None] | None = None
     stopped: RlctlError | None = None
     """Cause of an early end."""
@@ -115,30 +113,18 @@ class Healer:
     random.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        peers: Peers,
-        fanout: Fanout,
-        operations: Operations,
-        journal: Journal,
-        clock: Clock,
-        *,
-        by_hand: Collection[str],
-        grace_s: float = GRACE_S,
-    ) -> None:
+    def __init__(self, context: Context, *, by_hand: Collection[str], grace_s: float = GRACE_S) -> None:
         """``by_hand``: models whose stages are healed only on request. ``grace_s``: wait of a DIRTY or quarantined
         stage for the trainer's next update.
         """
         self._grace_s = grace_s
-        self._roster = roster
-        self._peers = peers
-        self._fanout = fanout
-        self._operations = operations
-        self._journal = journal
-        self._clock = clock
+        self._context = context
+        self._roster = context.roster
+        self._peers = context.peers
+        self._operations = context.operations
+        self._clock = context.clock
         self._by_hand = set(by_hand)
-        self._sources = Sources(roster)
+        self._sources = Sources(context.roster)
         self._heals: list[_Heal] = []
         self._looking: dict[Slot, asyncio.Task[None]] = {}
 
@@ -192,12 +178,12 @@ class Healer:
                 try:
                     if needs_heal(slot) or not self._sources.lacks_adapters(slot):
                         source = self._sources.of(slot, request.checkpoint)
-                        session = self._session(run, slot, deadline)
-                        await self._one(heal, run, slot, session, self._carry_out(session, run, source))
+                        update = self._new_update(run, slot, deadline)
+                        await self._one(heal, slot, update, self._carry_out(update, run, source))
                         slot.misread, source = False, ""
                     for adapter in self._sources.obtainable(slot):
-                        session = self._session(run, slot, deadline, adapter)
-                        await self._one(heal, run, slot, session, self._load(session, run, adapter))
+                        update = self._new_update(run, slot, deadline, adapter)
+                        await self._one(heal, slot, update, self._load(update, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
                     if source and error.reason is not Reason.CANCELLED:
@@ -301,11 +287,11 @@ class Healer:
         task.add_done_callback(lambda _: self._looking.pop(slot, None))
 
     def is_open(self, update_id: str) -> bool:
-        return any(session.update_id == update_id for session in self.sessions())
+        return any(update.update_id == update_id for update in self.updates())
 
-    def sessions(self) -> list[Session]:
-        """Return the sessions of the running heals."""
-        return [heal.session for heal in self._heals if heal.session is not None]
+    def updates(self) -> list[Update]:
+        """Return the updates of the running heals."""
+        return [heal.update for heal in self._heals if heal.update is not None]
 
     async def make_way(self, model: str) -> None:
         """End the heals of a model before an update begins. The update reaches the stages too.
@@ -363,30 +349,29 @@ class Healer:
             if other.model == slot.model and other is not slot:
                 self.look(other)
 
-    async def _one(self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
+    async def _one(self, heal: _Heal, slot: Slot, update: Update, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
         if heal.stopped is not None or model.update_id:
             steps.close()
             raise heal.stopped or in_progress(model)
-        model.update_id, model.update_owner = session.update_id, f"{OWNER} {slot.name}"
-        heal.session, heal.work = session, asyncio.create_task(steps)
+        model.update_id, model.update_owner = update.update_id, f"{OWNER} {slot.name}"
+        heal.update, heal.work = update, asyncio.create_task(steps)
         self._roster.changed()
         try:
             await asyncio.gather(heal.work)
-            slot.late = slot.late and session.adapter is not None
+            slot.late = slot.late and update.adapter is not None
         except BaseException as error:  # noqa: BLE001 - no stage may stay in an open update
             cause = error if isinstance(error, RlctlError) else heal.stopped or Reason.CANCELLED.error()
-            await session.abort(run, cause)
+            await update.abort(cause)
             raise cause from None
         finally:
-            heal.session = heal.work = None
+            heal.update = heal.work = None
             slot.restoring = False
             self._peers.grant(slot)
             model.update_id = model.update_owner = ""
             self._roster.changed()
-            await session.forget()
 
-    def _session(self, run: Run, slot: Slot, deadline: float, adapter: Adapter | None = None) -> Session:
+    def _new_update(self, run: Run, slot: Slot, deadline: float, adapter: Adapter | None = None) -> Update:
         model = self._roster.models[slot.model]
         update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
         options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
@@ -412,66 +397,53 @@ class Healer:
             told.CopyFrom(adapter)
             told.ClearField("config")
             adapter = told
-        session = Session(
-            UpdateRecord(request=begin, plan=plan),
-            model,
-            [slot],
-            deadline,
-            roster=self._roster,
-            peers=self._peers,
-            fanout=self._fanout,
-            journal=self._journal,
-            clock=self._clock,
-            adapter=adapter,
-        )
-        session.timeline.belong_to(run)
-        return session
+        update = Update(self._context, UpdateRecord(request=begin, plan=plan), model, [slot], deadline, adapter)
+        update.accept(run)
+        return update
 
-    async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
+    async def _load(self, update: Update, run: Run, adapter: Adapter) -> None:
         """Let a stage read an adapter of the model again, or receive the adapter from a peer. The digest must match."""
-        (slot,) = session.targets
+        (slot,) = update.targets
         if adapter.path:
-            await session.ready()
+            await update.ready()
             read = LoadAdapterRequest(
                 name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned
             )
-            self._file(run, await session.step(read, session.targets))
+            self._file(run, await update.step(read, update.targets))
         else:
             holder = self._sources.holder(slot, adapter)
             if holder is None:
                 raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
-            self._file(run, await self._from_peer(session, holder).receive())
-        await FinishAdapter(session, self._roster, self._peers, self._clock).restore(
-            run, Expected(digest=adapter.digest)
-        )
+            self._file(run, await self._from_peer(update, holder).receive())
+        await CommitAdapter(update, self._context).restore(Expected(digest=adapter.digest))
 
-    async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
-        await self._peers.hold_back(session.targets, UNVERIFIED)
-        (slot,) = session.targets
-        session.reference = next(iter(witnesses(self._roster, slot)), None)
+    async def _carry_out(self, update: Update, run: Run, source: str | Slot) -> None:
+        await self._peers.hold_back(update.targets, UNVERIFIED)
+        (slot,) = update.targets
+        update.reference = next(iter(witnesses(self._roster, slot)), None)
         if isinstance(source, Slot):
-            self._file(run, await self._from_peer(session, source).receive())
+            self._file(run, await self._from_peer(update, source).receive())
         else:
-            await session.ready()
-            self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
-        digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        comparable = key_of(digest) == digest_key(session.model.record)
-        expected = Expected(digest=digest, fingerprints=session.model.fingerprints if comparable else b"")
-        await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
+            await update.ready()
+            self._file(run, await update.step(UpdateWeightsFromDiskRequest(model_path=source), update.targets))
+        digest = update.model.record.model_digest or await self._digest_of_peer(update)
+        comparable = key_of(digest) == digest_key(update.model.record)
+        expected = Expected(digest=digest, fingerprints=update.model.fingerprints if comparable else b"")
+        await Commit(update, self._context).restore(expected)
 
-    def _from_peer(self, session: Session, peer: Slot) -> FromPeer:
-        return FromPeer(session, peer, self._fanout, self._roster, self._journal, self._clock)
+    def _from_peer(self, update: Update, peer: Slot) -> FromPeer:
+        return FromPeer(update, peer, self._context)
 
-    async def _digest_of_peer(self, session: Session) -> str:
+    async def _digest_of_peer(self, update: Update) -> str:
         """Return the digest of a version that was published without digest, from a witness. Raises UNHEALABLE."""
-        (slot,) = session.targets
+        (slot,) = update.targets
         for witness in witnesses(self._roster, slot):
-            (result,) = await self._fanout.run(
+            (result,) = await self._context.fanout.run(
                 CheckWeightsRequest(),
                 [witness],
-                operation_id=session.update_id,
+                operation_id=update.update_id,
                 step="digest",
-                deadline=session.deadline,
+                deadline=update.deadline,
             )
             digests = {rank.check.model_digest for rank in result.rank_results}
             if result.outcome == OUTCOME_APPLIED and len(digests) == 1 and (digest := digests.pop()):

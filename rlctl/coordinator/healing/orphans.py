@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable
 from rlctl.contract.errors import RlctlError
 from rlctl.contract.verbs import VERBS, of_request
 from rlctl.coordinator.fleet.capabilities import unsupported
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.fleet.versions import surplus
-from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.verbs.continue_when_resident import Waking
-from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.fleet_pb2 import Pause, StageReport
 from rlctl.v1.verbs_pb2 import (
@@ -49,21 +48,13 @@ _UNLOADING = (STAGE_STATE_STALE, STAGE_STATE_READY, STAGE_STATE_PAUSED)
 class Orphans:
     """Clears orphans, with a task for each stage."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        fanout: Fanout,
-        clock: Clock,
-        is_open: Callable[[str], bool],
-        is_held: Callable[[Slot], bool],
-    ) -> None:
-        """``is_held``: whether an exclusive operation has a stage, and may be about to pause the stage by name."""
-        self._roster = roster
-        self._fanout = fanout
-        self._clock = clock
-        self._waking = Waking(roster, fanout, clock)
+    def __init__(self, context: Context, is_open: Callable[[str], bool]) -> None:
+        self._roster = context.roster
+        self._fanout = context.fanout
+        self._clock = context.clock
+        self._waking = Waking(context)
         self._is_open = is_open
-        self._is_held = is_held
+        self._is_held = context.operations.holds  # an exclusive operation may be about to pause the stage by name
         self._tasks: dict[Slot, asyncio.Task[None]] = {}
         self._steps = 0
 

@@ -9,8 +9,8 @@ Start with ``sqlite.py`` (``SqliteJournal.write``: one thread, grouped commits).
 for ``--new`` and keeps epoch and sequences. ``files.py`` copies and replaces files that no coordinator has open;
 ``coordinator/maintenance.py`` decides which of these files are sound.
 
-The record of an update is written by ``coordinator/updates/manager.py`` (``Updates.begin``), and by
-``coordinator/transaction/transaction.py`` (``Session.advance``: each phase; ``Session.forget`` deletes the record).
-``coordinator/transaction/transfer.py`` (``Attempts.retry``) writes a further attempt, and
+``coordinator/updates/manager.py`` (``Updates._start``) writes the record of an update together with its operation, and
+has the end of the operation delete the record. ``coordinator/transaction/update.py`` (``Update.record_published``)
+writes its publication, ``coordinator/transaction/transfer.py`` (``Transfer.retry``) a further attempt, and
 ``coordinator/transaction/rolling.py`` the next batch.
 """

@@ -68,6 +68,8 @@ class Run:
         """Somebody has: what has not begun does not begin any more."""
         self.refused: RlctlError | None = None
         """Why it was not accepted after all: the journal did not take it."""
+        self.changes_at_end: list[Put | Delete] = []
+        """Changes of the journal that are written with the end of the operation."""
         self.timelines: list[Callable[[Timeline], None]] = []
         """What adds the phases of a weight update or a heal, until it has ended."""
         self._changed = asyncio.Condition()
@@ -243,8 +245,10 @@ class Operations:
         exclusive: bool,
         model: str = "",
         update_id: str = "",
+        changes: Sequence[Put] = (),
     ) -> Run:
         """Accept an operation: journal it, then do ``work`` in a task of its own, which no caller's leaving cancels.
+        ``changes`` are journaled in the same transaction.
 
         ``work`` fills in the results; what it raises ends the operation FAILED. An exclusive operation is refused
         with OPERATION_CONFLICT while another one holds one of its targets. Raises REQUEST_ID_REUSED when something
@@ -276,7 +280,7 @@ class Operations:
         run.traceparent = current_traceparent()
         self._runs[operation_id] = run
         try:
-            await self._save(run)
+            await self._journal.write([*changes, _put(run.record)])
         except BaseException as error:
             del self._runs[operation_id]
             self._release(operation_id)
@@ -339,7 +343,7 @@ class Operations:
         put = _put(run.record)
         size = len(put.body)
         try:
-            await self._drop(self._expired(), put, *self._audit.ended(run.operation))
+            await self._drop(self._expired(), put, *run.changes_at_end, *self._audit.ended(run.operation))
         except RlctlError as error:
             self._unrecorded.add(run.operation.operation_id)
             log.warning(
@@ -401,8 +405,9 @@ class Operations:
         """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
         late = sorted(self._unrecorded)
         if late:
-            ended = [change for key in late for change in self._audit.ended(self._runs[key].operation)]
-            await self._journal.write([*(_put(self._runs[key].record) for key in late), *ended])
+            runs = [self._runs[key] for key in late]
+            ended = [change for run in runs for change in (*run.changes_at_end, *self._audit.ended(run.operation))]
+            await self._journal.write([*(_put(run.record) for run in runs), *ended])
             self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:
@@ -413,7 +418,7 @@ class Operations:
         call = run.record.joined.add(request_id=request_id, request_sha256=body_hash(request, request_id))
         self._joined[request_id] = run.operation.operation_id
         try:
-            await self._save(run)
+            await self._journal.write([_put(run.record)])
         except BaseException:
             # It was not answered, and a repeat of it may find another operation after a restart.
             del self._joined[request_id]
@@ -483,9 +488,6 @@ class Operations:
 
     def _done_at(self, operation_id: str) -> int:
         return self._runs[operation_id].operation.done_time.ToNanoseconds()
-
-    async def _save(self, run: Run) -> None:
-        await self._journal.write([_put(run.record)])
 
 
 def page_token(run: Run) -> str:

@@ -8,7 +8,6 @@ fails the swap has no adapter, rather than the old adapter.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -16,13 +15,11 @@ from rlctl.contract.outcomes import blame
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
-from rlctl.coordinator.fleet.stage_links import Peers
-from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels
-from rlctl.coordinator.transaction.commit import NOT_CONFIRMED, Finish, Levels
+from rlctl.coordinator.transaction.commit import NOT_CONFIRMED, Commit, Levels
 from rlctl.coordinator.transaction.verification_levels import Expected
-from rlctl.ports import Journal
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
@@ -30,7 +27,6 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_NONE,
     WeightVersion,
 )
-from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import (
     AbortUpdateRequest,
@@ -41,88 +37,85 @@ from rlctl.v1.verbs_pb2 import (
 )
 
 
-class FinishAdapter(Finish):
+class CommitAdapter(Commit):
     """Finishes an update whose targets have staged an adapter. Weights and version stay as they are."""
 
-    async def restore(self, run: Run, expected: Expected) -> None:
+    async def restore(self, expected: Expected) -> None:
         """Verify and swap in missing adapters of the model at targets. Raises if a target did not confirm."""
-        session = self._session
+        update = self._update
         levels = await self._written(expected)
-        await session.advance(UPDATE_PHASE_COMMITTING)
-        good, _ = await self._complete(run, session.targets, levels, expected)
-        for result in await self._put(run, good):
+        good, _ = await self._complete(update.targets, levels, expected)
+        for result in await self._put(good):
             if result.outcome != OUTCOME_APPLIED:
-                raise session.short_of_quorum(0, self._cause(run))
+                raise update.short_of_quorum(0, self._cause())
         await self._await_admission(good)
 
-    async def _complete(
-        self, run: Run, slots: Sequence[Slot], levels: Levels, expected: Expected
-    ) -> tuple[list[Slot], str]:
+    async def _complete(self, slots: Sequence[Slot], levels: Levels, expected: Expected) -> tuple[list[Slot], str]:
         """Verify the staged adapter. Returns the targets with the right content, and the digest, or ""."""
-        session = self._session
+        update = self._update
         self._levels = levels
         # Always digested: an adapter is small, missing tensors show here, and a later load must match.
         checked = [slot for slot in slots if can_digest(slot)]
-        results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
+        results = await update.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
         wrong = verification_levels.judge_digests(results, levels, expected)
-        session.timeline.fail(wrong, levels)
+        update.timeline.fail(wrong, levels)
         wrong |= failed
-        if len(slots) - len(wrong) >= session.quorum:
-            sealed = await session.seal_adapter([slot for slot in slots if slot.name not in wrong])
+        if len(slots) - len(wrong) >= update.quorum:
+            sealed = await update.seal_adapter([slot for slot in slots if slot.name not in wrong])
             wrong |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}
         for slot in slots:
             if slot.name in wrong:
-                run.add(_refused(slot, wrong[slot.name]))
-        if wrong and len(slots) - len(wrong) < session.quorum:
+                self._run.add(_refused(slot, wrong[slot.name]))
+        if wrong and len(slots) - len(wrong) < update.quorum:
             raise next(iter(wrong.values()))
         digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong}
         return [slot for slot in slots if slot.name not in wrong], digests.pop() if digests else ""
 
-    async def _publish(self, run: Run, good: Sequence[Slot], digest: str, beside: Sequence[WeightVersion] = ()) -> None:
+    async def _publish(self, good: Sequence[Slot], digest: str, beside: Sequence[WeightVersion] = ()) -> None:
         assert not beside, "the version of the weights stays as it is"
-        session = self._session
-        if session.record.phase == UPDATE_PHASE_PUBLISHED:
+        update = self._update
+        if update.published:
             return
         told = Adapter()
         told.CopyFrom(self._adapter)
         told.digest = digest
-        told.lora_rank = told.lora_rank or _rank_of(run)
+        told.lora_rank = told.lora_rank or _rank_of(self._run)
         if not told.path:
-            told.config.CopyFrom(session.record.request.adapter_config)
+            told.config.CopyFrom(update.record.request.adapter_config)
         async with self._roster.publishing:
-            record = versions.with_adapter(session.model, told)
-            await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
-            session.model.record = record
+            record = versions.with_adapter(update.model, told)
+            await update.record_published(model_put(record))
+            update.model.record = record
         self._roster.changed()
         for slot in good:
             self._peers.grant(slot)
-        results = await self._put(run, good)
+        results = await self._put(good)
         failed = [slot for slot, r in zip(good, results, strict=True) if r.outcome != OUTCOME_APPLIED]
-        await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
-        run.operation.weight_version.CopyFrom(session.record.plan.version)
-        run.operation.verification.CopyFrom(self._evidence(run))
-        run.operation.adapters.extend(record.adapters)
+        await update.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
+        self._run.operation.weight_version.CopyFrom(update.record.plan.version)
+        self._run.operation.verification.CopyFrom(self._evidence())
+        self._run.operation.adapters.extend(record.adapters)
 
-    async def _put(self, run: Run, slots: Sequence[Slot]) -> list[StageResult]:
-        request = CommitUpdateRequest(version=self._session.record.plan.version)
+    async def _put(self, slots: Sequence[Slot]) -> list[StageResult]:
+        request = CommitUpdateRequest(version=self._update.record.plan.version)
         try:
-            results = await self._session.step(request, slots, cleanup=True)
+            results = await self._update.step(request, slots, cleanup=True)
         except RlctlError as error:
             # The results of the staging are no results of the commit.
             unknown = Reason.JOURNAL_FAILED.error(error.message, outcome=OUTCOME_UNKNOWN)
-            self._spoil(run, {slot.name: unknown for slot in slots})
+            self._spoil({slot.name: unknown for slot in slots})
             raise
         for result in results:
             if result.outcome == OUTCOME_APPLIED:
                 self._certify_one(result, self._levels.get(result.slot, VERIFICATION_LEVEL_NONE))
-            run.add(result)
+            self._run.add(result)
         return results
 
     @property
     def _adapter(self) -> Adapter:
-        assert self._session.adapter is not None
-        return self._session.adapter
+        assert self._update.adapter is not None
+        return self._update.adapter
 
     _levels: Levels
 
@@ -133,11 +126,7 @@ async def unload(
     targets: Sequence[Slot],
     run: Run,
     deadline: float,
-    *,
-    fanout: Fanout,
-    peers: Peers,
-    journal: Journal,
-    publishing: asyncio.Lock,
+    context: Context,
 ) -> None:
     """Unload an adapter at its holders.
 
@@ -145,17 +134,17 @@ async def unload(
     are cleared as orphans (`orphans.py`).
     """
     run.refuse_given_up()
-    run.cancel = lambda: fanout.cancel(targets, run.operation.operation_id, "1")
-    results = await fanout.run(
+    run.cancel = lambda: context.fanout.cancel(targets, run.operation.operation_id, "1")
+    results = await context.fanout.run(
         request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
     )
     kept = all(r.outcome not in versions.POSSIBLY_DONE and r.error.reason != _NOT_FOUND for r in results)
     if not kept:
-        async with publishing:
+        async with context.roster.publishing:
             record = versions.without_adapter(model, request.name)
-            await journal.write([model_put(record)])
+            await context.journal.write([model_put(record)])
             model.record = record
-        await peers.tell(model)
+        await context.peers.tell(model)
     run.operation.adapters.extend(model.record.adapters)
 
 

@@ -12,10 +12,9 @@ import contextlib
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.roster import Roster, Slot, model_put
-from rlctl.coordinator.fleet.stage_links import Peers
-from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.operations.context import Context
+from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.planner import in_progress
-from rlctl.ports import Journal
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,
     OUTCOME_APPLIED,
@@ -42,18 +41,14 @@ FORMER_LABELS = 64
 async def relabel(
     request: CommitWeightUpdateRequest,
     model: str,
-    *,
-    roster: Roster,
-    peers: Peers,
-    operations: Operations,
-    journal: Journal,
+    context: Context,
 ) -> Run:
     """Label the published version of a model ``request.version``.
 
     The operation fails with WEIGHTS_DIRTY if a stage is DIRTY, and with WEIGHTS_STALE if no stage has the version.
     """
+    roster = context.roster
     targets, excluded = roster.select(Target(model=model))
-
     state = roster.models[model]
 
     async def work(run: Run) -> None:
@@ -77,13 +72,13 @@ async def relabel(
             # A heal that began now would use the former label.
             state.update_id, state.update_owner = run.operation.operation_id, OWNER
             try:
-                await journal.write([model_put(record)])
+                await context.journal.write([model_put(record)])
             finally:
                 state.update_id = state.update_owner = ""
             versions.publish(state, record)
             for slot in roster.slots.values():
                 if slot.model == model:
-                    peers.grant(slot, adopt=slot in holders)
+                    context.peers.grant(slot, adopt=slot in holders)
         roster.changed()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOLD_S):
@@ -92,7 +87,7 @@ async def relabel(
         for slot in targets:
             run.add(_result(roster, slot, record.latest, told=slot in holders))
 
-    return await operations.start(
+    return await context.operations.start(
         request, verb="CommitWeightUpdate", targets=targets, excluded=excluded, work=work, exclusive=True, model=model
     )
 

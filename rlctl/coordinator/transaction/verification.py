@@ -12,7 +12,7 @@ from rlctl.contract.fingerprints import fingerprints
 from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.transaction import verification_levels
-from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -73,7 +73,7 @@ NOTHING_COMPUTED = Computed({}, frozenset())
 
 
 async def verify(
-    session: Session,
+    update: Update,
     slots: Sequence[Slot],
     completed: Sequence[StageResult],
     levels: Mapping[str, Level],
@@ -87,34 +87,34 @@ async def verify(
     def at(*wanted: Level) -> list[Slot]:
         return [slot for slot in slots if levels[slot.name] in wanted]
 
-    options = session.record.request.options
+    options = update.record.request.options
     # With AUTO, the ranks of a target must agree even without any other digest to compare with.
     auto = verification_levels.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
-    results = await session.step(_check(session, expected), [slot for slot in digested if can_digest(slot)])
+    results = await update.step(_check(update, expected), [slot for slot in digested if can_digest(slot)])
     wrong = verification_levels.judge_digests(results, levels, expected)
-    checks = await _compared(session, results, wrong, expected)
+    checks = await _compared(update, results, wrong, expected)
     for slot, answer in checks.items():
         wrong[slot] = verification_levels.named(wrong[slot], answer)
     wrong |= verification_levels.judge_evidence(completed, levels, probed=options.HasField("probe"))
     took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
     wrong |= verification_levels.judge_received([result for result in completed if result.slot in took], expected)
-    session.timeline.fail(wrong, levels)
-    values = NOTHING_COMPUTED if session.staged else await compute(session, slots)
+    update.timeline.fail(wrong, levels)
+    values = NOTHING_COMPUTED if update.staged else await compute(update, slots)
     wrong |= values.wrong
     found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
     return Verdict(wrong, checks, found.pop() if len(found) == 1 else "", values.decode)
 
 
-async def compute(session: Session, slots: Sequence[Slot]) -> Computed:
+async def compute(update: Update, slots: Sequence[Slot]) -> Computed:
     """Let targets compute probe and decode check with the served weights. In a staged update, after the swap."""
-    options = session.record.request.options
+    options = update.record.request.options
     wrong: dict[str, RlctlError] = {}
     if options.HasField("probe"):
         check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
-        wrong |= verification_levels.judge_probe(await session.step(check, slots), options.probe)
-        session.timeline.fail(wrong, VERIFICATION_LEVEL_PROBE)
-    elapsed_s = session.elapsed_s
+        wrong |= verification_levels.judge_probe(await update.step(check, slots), options.probe)
+        update.timeline.fail(wrong, VERIFICATION_LEVEL_PROBE)
+    elapsed_s = update.elapsed_s
     due = [slot for slot in slots if verification_levels.decode_check_due(options, slot, elapsed_s)]
     if not due:
         return Computed(wrong, frozenset())
@@ -123,14 +123,14 @@ async def compute(session: Session, slots: Sequence[Slot]) -> Computed:
     if not options.decode_check:
         cost_s = max(seconds(slot.capabilities.decode_check_time) for slot in due)
         limit_s = max(LEAST_CHECK_S, PATIENCE * cost_s)
-    results = await session.step(check, due, limit_s=limit_s)
+    results = await update.step(check, due, limit_s=limit_s)
     differing, passed = verification_levels.judge_decode(results, wanted=options.decode_check)
-    session.timeline.fail(differing, VERIFICATION_LEVEL_DECODE)
+    update.timeline.fail(differing, VERIFICATION_LEVEL_DECODE)
     return Computed(wrong | differing, passed)
 
 
 async def _compared(
-    session: Session, results: Sequence[StageResult], wrong: Mapping[str, RlctlError], expected: Expected
+    update: Update, results: Sequence[StageResult], wrong: Mapping[str, RlctlError], expected: Expected
 ) -> dict[str, StageResult]:
     """Compare targets with a wrong digest tensor by tensor, with the source's fingerprints or those of a stage.
 
@@ -145,32 +145,32 @@ async def _compared(
     ]
     if not differ:
         return {}
-    slots = {slot.name: slot for slot in session.targets if slot.name in differ}
+    slots = {slot.name: slot for slot in update.targets if slot.name in differ}
     sound = {result.slot for result in results} - wrong.keys()
-    beside = session.reference or (session.done[0] if session.done else None)
-    right = next((slot for slot in session.targets if slot.name in sound), beside)
-    reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]], expected)
+    beside = update.reference or (update.done[0] if update.done else None)
+    right = next((slot for slot in update.targets if slot.name in sound), beside)
+    reference = expected.fingerprints or await _fingerprints_of(update, right or slots[differ[0]], expected)
     if not reference:
         return {}
-    compare = _check(session, expected, fingerprints=reference)
-    return {result.slot: result for result in await session.step(compare, [*slots.values()])}
+    compare = _check(update, expected, fingerprints=reference)
+    return {result.slot: result for result in await update.step(compare, [*slots.values()])}
 
 
-async def _fingerprints_of(session: Session, slot: Slot, expected: Expected) -> bytes:
+async def _fingerprints_of(update: Update, slot: Slot, expected: Expected) -> bytes:
     """Return the fingerprints of a target, empty if the target does not list its tensors."""
-    (result,) = await session.step(_check(session, expected, per_tensor=True), [slot])
+    (result,) = await update.step(_check(update, expected, per_tensor=True), [slot])
     found = {tensor.name: tensor.sha256 for rank in result.rank_results for tensor in rank.check.model_tensors}
     return fingerprints(found) if result.outcome == OUTCOME_APPLIED else b""
 
 
 def _check(
-    session: Session, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
+    update: Update, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
 ) -> CheckWeightsRequest:
     """Return the check of a target, with the digest function of the expected digest or of the update."""
     given = expected.digest or expected.held
-    key = key_of(given) if given else session.record.plan.digest_key
+    key = key_of(given) if given else update.record.plan.digest_key
     return CheckWeightsRequest(
-        shadow=session.staged,
+        shadow=update.staged,
         fingerprints=fingerprints,
         per_tensor=per_tensor,
         digest=DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256,

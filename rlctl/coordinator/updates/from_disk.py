@@ -8,14 +8,12 @@ import logging
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.outcomes import acknowledged, blame
-from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.planner import Planner
-from rlctl.coordinator.transaction.transaction import Session
-from rlctl.coordinator.transaction.transfer import OpenUpdate
+from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import Expected
 from rlctl.coordinator.updates.manager import Updates
-from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import (
@@ -46,11 +44,11 @@ _READ_AGAIN = ("", "auto", "safetensors")
 class FromDisk:
     """Opens updates from disk and supplies their content."""
 
-    def __init__(self, updates: Updates, roster: Roster, planner: Planner, clock: Clock) -> None:
+    def __init__(self, context: Context, updates: Updates, planner: Planner) -> None:
+        self._roster = context.roster
+        self._clock = context.clock
         self._updates = updates
-        self._roster = roster
         self._planner = planner
-        self._clock = clock
 
     async def update(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
         """Run a whole update in a single call: every target reads a checkpoint."""
@@ -68,10 +66,10 @@ class FromDisk:
             trainer=self._nobody("disk", model),
         )
 
-        def vet(session: Session) -> None:
-            session.levels(Expected(digest=request.expected_digest))
+        def vet(update: Update) -> None:
+            update.levels(Expected(digest=request.expected_digest))
             if not request.target_modules and request.load_format in _READ_AGAIN:
-                session.checkpoint = request.model_path
+                update.checkpoint = request.model_path
 
         content = functools.partial(self._read, request=request)
         return await self._updates.begin_whole(begin, timeout_s, request, content, vet=vet)
@@ -100,7 +98,7 @@ class FromDisk:
         )
         adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
 
-        def vet(_: Session) -> None:
+        def vet(_: Update) -> None:
             loaded = {each.name for each in self._roster.model(model).record.adapters}
             if request.only_new and request.name in loaded:
                 raise Reason.ADAPTER_EXISTS.error(f"{model} has an adapter {request.name} already", field="name")
@@ -108,55 +106,53 @@ class FromDisk:
         content = functools.partial(self._read, request=request)
         return await self._updates.begin_whole(begin, timeout_s, request, content, adapter=adapter, vet=vet)
 
-    async def _read(self, opened: OpenUpdate, *, request: Request) -> None:
+    async def _read(self, update: Update, *, request: Request) -> None:
         """Let every target read. An abort meanwhile does not wait for the reads."""
-        session = opened.session
         digest = ""
         if isinstance(request, UpdateWeightsFromDiskRequest):
-            digest = await self._inspect(opened, request)
-        if not opened.decided.is_set():
-            await session.ready()
-        if opened.decided.is_set():
+            digest = await self._inspect(update, request)
+        if not update.owner.decided.is_set():
+            await update.ready()
+        if update.owner.decided.is_set():
             return
         sent = type(request).FromString(request.SerializeToString())
-        compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets)
+        compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in update.targets)
         if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:
             sent.expected_digest = digest  # a read with a different digest is rolled back
-        reading = asyncio.create_task(session.step(sent, session.targets))
-        aborted = asyncio.create_task(opened.decided.wait())
+        reading = asyncio.create_task(update.step(sent, update.targets))
+        aborted = asyncio.create_task(update.owner.decided.wait())
         await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
         aborted.cancel()
         if not reading.done():
             reading.add_done_callback(_tell)
             return
         results = reading.result()
-        opened.received += results
+        update.received += results
         for result in results:
-            opened.run.add(result)
+            update.run.add(result)
         failed = [r for r in results if not acknowledged(r, update=True)]
-        if failed and session.left - len(failed) < session.quorum:
+        if failed and update.left - len(failed) < update.quorum:
             raise blame(failed[0])
-        opened.decide(expected=Expected(digest=digest))
+        update.owner.decide(expected=Expected(digest=digest))
 
-    async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> str:
+    async def _inspect(self, update: Update, request: UpdateWeightsFromDiskRequest) -> str:
         """Let every target inspect the checkpoint before any pause. Returns the expected model digest, if known.
 
         The digest is the request's or, for a full update, the digest that all targets find declared in the checkpoint.
         Raises the first refusal.
         """
-        session = opened.session
         inspect = InspectCheckpointRequest(
             model_path=request.model_path, load_format=request.load_format, target_modules=request.target_modules
         )
-        results = await session.step(inspect, session.targets)
+        results = await update.step(inspect, update.targets)
         failed = [result for result in results if not acknowledged(result, update=False)]
         for result in failed:
-            opened.run.add(result)
-        if failed and session.left - len(failed) < session.quorum:
+            update.run.add(result)
+        if failed and update.left - len(failed) < update.quorum:
             raise blame(failed[0])
         said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
-        wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE
-        known = len(said) == 1 and session.full and not failed and wanted
+        wanted = update.record.request.options.verify != VERIFICATION_LEVEL_NONE
+        known = len(said) == 1 and update.full and not failed and wanted
         return request.expected_digest or (said.pop() if known else "")
 
 

@@ -25,19 +25,18 @@ from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.outcomes import acknowledged, blame, to_blame
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import Roster, Slot
-from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.operations.call_coalescing import Joined
-from rlctl.coordinator.operations.fanout import Fanout
-from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.operations.context import Context
+from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.planner import Planner, in_progress
 from rlctl.coordinator.transaction.rename_version import relabel
-from rlctl.coordinator.transaction.transfer import Attempts, OpenUpdate, Write
+from rlctl.coordinator.transaction.transfer import Transfer, Write
+from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.group_formation import Gathering
 from rlctl.coordinator.updates.manager import Updates, vet_implicit
 from rlctl.coordinator.updates.written_tensors import WrittenTensors, names_of, reader_of
-from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 from rlctl.v1.update_pb2 import (
@@ -83,33 +82,20 @@ class Implicit:
     """The implicit updates of all models, and the coalesced calls of their clients."""
 
     def __init__(
-        self,
-        updates: Updates,
-        disk: FromDisk,
-        *,
-        roster: Roster,
-        peers: Peers,
-        operations: Operations,
-        fanout: Fanout,
-        planner: Planner,
-        attempts: Attempts,
-        journal: Journal,
-        clock: Clock,
+        self, context: Context, updates: Updates, disk: FromDisk, planner: Planner, transfer: Transfer
     ) -> None:
-        self._roster = roster
-        self._peers = peers
-        self._journal = journal
-        self._operations = operations
-        self._fanout = fanout
+        self._context = context
+        self._roster = context.roster
+        self._operations = context.operations
+        self._clock = context.clock
         self._planner = planner
-        self._attempts = attempts
+        self._transfer = transfer
         self._updates = updates
         self._disk = disk
-        self._clock = clock
         self.joining = updates.joining
         self._gathering = Gathering(self.joining)
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By model, so that only a single update of a model is opened at a time."""
+        """By model, so that only a single update of a model is update at a time."""
         self._came: dict[str, WrittenTensors] = {}
         """Tensors written so far, by update."""
         self._unended: dict[str, Run] = {}
@@ -144,7 +130,7 @@ class Implicit:
                     joining = [self._roster.slot(name) for name in sorted(member.slot for member in group.members)]
 
                     async def join(run: Run) -> None:
-                        await self._attempts.join_group(group, joining, run, timeout_s, patient_s=STORE_S)
+                        await self._transfer.join_group(group, joining, run, timeout_s, patient_s=STORE_S)
 
                     return await self._operations.start(
                         request, verb="InitWeightsUpdateGroup", targets=joining, excluded=[], work=join,
@@ -195,30 +181,30 @@ class Implicit:
         async with self._opening[begin.model]:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
-                return self._updates.get(known.operation.update_id).session.record.plan
-            opened = self._updates.implicit_of(begin.model)
-            if opened is None or not self._takes_writes(opened) or opened.session.written:
-                if opened is not None and self._takes_writes(opened) and not request.header.validate_only:
-                    self._came[opened.session.update_id].contested = True
+                return self._updates.get(known.operation.update_id).record.plan
+            update = self._updates.implicit_of(begin.model)
+            if update is None or not self._takes_writes(update) or update.written:
+                if update is not None and self._takes_writes(update) and not request.header.validate_only:
+                    self._came[update.update_id].contested = True
                 if request.header.validate_only:
                     return (await self._updates.begin_validated(self._complete(begin), vet_implicit)).record.plan
-                opened = await self._open(begin, timeout_s, asked=request)
+                update = await self._open(begin, timeout_s, asked=request)
             elif not request.header.validate_only:
-                opened.renew(self._clock.now())
-                await self._operations.join(opened.run, request)
-        return opened.session.record.plan
+                update.owner.renew(self._clock.now())
+                await self._operations.join(update.run, request)
+        return update.record.plan
 
     async def _open(
         self, begin: BeginWeightUpdateRequest, timeout_s: float | None, asked: Message | None = None
-    ) -> OpenUpdate:
+    ) -> Update:
         reference = await self._partial_reference(begin) if begin.may_be_partial and not begin.kind else None
         begin.kind = begin.kind if reference is None else UPDATE_KIND_PARTIAL
         self._complete(begin)
-        opened = await self._updates.begin_implicit(begin, timeout_s, request=asked)
-        self._came = {update: came for update, came in self._came.items() if self._updates.is_open(update)}
-        self._came[opened.session.update_id] = WrittenTensors(reference)
+        update = await self._updates.begin_implicit(begin, timeout_s, request=asked)
+        self._came = {key: came for key, came in self._came.items() if self._updates.is_open(key)}
+        self._came[update.update_id] = WrittenTensors(reference)
         self._unended.pop(begin.model, None)
-        return opened
+        return update
 
     async def _partial_reference(self, begin: BeginWeightUpdateRequest) -> set[str] | None:
         """Return every tensor of the model if its stages can take a partial update. None: the update must be full."""
@@ -248,8 +234,8 @@ class Implicit:
 
     async def _write(self, request: Write, model: str, timeout_s: float) -> Run:
         async with self._opening[model]:
-            opened = self._updates.implicit_of(model)
-            if opened is None:
+            update = self._updates.implicit_of(model)
+            if update is None:
                 if self._roster.models[model].update_id:
                     raise in_progress(self._roster.models[model])
                 targets = self._targets(model)
@@ -260,10 +246,10 @@ class Implicit:
                 if not any(map(_paused_by_name, targets)):
                     _refuse_part(request, targets)
                     return await self._alone(begin, request, targets, timeout_s)
-                opened = await self._open(begin, None)
+                update = await self._open(begin, None)
             else:
-                self._refuse(opened, request)
-        return await self._into(opened, request, timeout_s)
+                self._refuse(update, request)
+        return await self._into(update, request, timeout_s)
 
     async def _alone(
         self, begin: BeginWeightUpdateRequest, request: Write, targets: list[Slot], timeout_s: float
@@ -276,10 +262,10 @@ class Implicit:
         body = type(request).FromString(request.SerializeToString())
         WrittenTensors().number(body)
 
-        async def content(opened: OpenUpdate) -> None:
-            body.header.fence.update_id = opened.session.update_id
-            await self._attempts.receive(opened, body, opened.run, timeout_s)
-            opened.decide()
+        async def content(update: Update) -> None:
+            body.header.fence.update_id = update.update_id
+            await self._transfer.receive(update, body, update.run, timeout_s)
+            update.owner.decide()
 
         verb = of_request(request).name
         # The record of the operation has the hash of the request as received.
@@ -292,7 +278,7 @@ class Implicit:
 
     async def _reference(self, targets: list[Slot]) -> set[str]:
         """Return every tensor that the first target lists, empty if its engine lists no tensors."""
-        [result] = await self._fanout.run(
+        [result] = await self._context.fanout.run(
             GetModelInfoRequest(reference=True),
             targets[:1],
             operation_id=self._clock.new_id(),
@@ -303,67 +289,67 @@ class Implicit:
             raise blame(result)
         return {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
 
-    def _takes_writes(self, opened: OpenUpdate) -> bool:
+    def _takes_writes(self, update: Update) -> bool:
         """Whether further writes may join an update: not decided, and not a whole update of a single write."""
-        return opened.session.update_id in self._came and not opened.decided.is_set()
+        return update.update_id in self._came and not update.owner.decided.is_set()
 
-    def _refuse(self, opened: OpenUpdate, request: Write) -> None:
+    def _refuse(self, update: Update, request: Write) -> None:
         """Raise for a write that does not fit into the open update."""
-        begin = opened.session.record.request
-        if not self._takes_writes(opened):
-            raise in_progress(opened.session.model)
-        came = self._came[opened.session.update_id]
+        begin = update.record.request
+        if not self._takes_writes(update):
+            raise in_progress(update.model)
+        came = self._came[update.update_id]
         came.announce(request)
         came.refuse_other_kind(request, begin.kind)
         other = BeginWeightUpdateRequest()
-        _by_path(other, request, opened.session.targets)
+        _by_path(other, request, update.targets)
         if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
             return
-        if opened.session.written:
+        if update.written:
             raise Reason.FIELD_CONFLICT.error("an update takes tensors in over groups or from memory, not both")
         begin.path = other.path
         begin.host_ids[:] = other.host_ids
-        self._planner.plan_path(opened.session.record.plan, begin, opened.session.targets)
+        self._planner.plan_path(update.record.plan, begin, update.targets)
 
-    async def _into(self, opened: OpenUpdate, request: Write, timeout_s: float) -> Run:
+    async def _into(self, update: Update, request: Write, timeout_s: float) -> Run:
         """Carry out a write as a part of the open update, and renew the lease."""
-        session, came = opened.session, self._came[opened.session.update_id]
+        came = self._came[update.update_id]
         body = type(request).FromString(request.SerializeToString())
-        body.header.fence.update_id = session.update_id
+        body.header.fence.update_id = update.update_id
         came.announce(request)
         came.refuse_other_source(body)
         added = came.number(body)
-        opened.renew(self._clock.now())
+        update.owner.renew(self._clock.now())
 
         async def work(run: Run) -> None:
             if request.weight_version:
-                session.record.plan.version.label = request.weight_version
-            options = session.record.request.options
+                update.record.plan.version.label = request.weight_version
+            options = update.record.request.options
             options.flush_cache = _flushes(options) or _flushes(request.options)
             try:
-                await self._attempts.receive(opened, body, run, timeout_s)
+                await self._transfer.receive(update, body, run, timeout_s)
             finally:
-                opened.renew(self._clock.now())
+                update.owner.renew(self._clock.now())
                 failed = [result for result in run.operation.stage_results if not acknowledged(result, update=True)]
-                if opened.broken:
+                if update.broken:
                     # No client can retry by update id. The next write opens a new update.
-                    opened.decide(verdict=blame(to_blame(failed)) if failed else Reason.GROUP_FAILED.error())
-                    await opened.run.ended.wait()
+                    update.owner.decide(verdict=blame(to_blame(failed)) if failed else Reason.GROUP_FAILED.error())
+                    await update.run.ended.wait()
                 elif failed:
                     came.forget(body, added)
                 elif run.operation.stage_results:
-                    came.done(body, {slot.name for slot in session.targets})
+                    came.done(body, {slot.name for slot in update.targets})
 
         try:
             return await self._operations.start(
                 request,
                 verb=of_request(request).name,
-                targets=self._updates.targets(session.update_id, request),
+                targets=self._updates.targets(update.update_id, request),
                 excluded=[],
                 work=work,
                 exclusive=False,
-                model=session.model.record.name,
-                update_id=session.update_id,
+                model=update.model.record.name,
+                update_id=update.update_id,
             )
         except BaseException:
             came.take_back(body, added)
@@ -382,9 +368,9 @@ class Implicit:
         return await self.joining.run(request, model, self._engines(model), commit)
 
     async def _commit(self, request: CommitWeightUpdateRequest, model: str) -> Run:
-        opened = self._updates.implicit_of(model)
-        if opened is not None:
-            return await self._end(opened, request)
+        update = self._updates.implicit_of(model)
+        if update is not None:
+            return await self._end(update, request)
         if self._roster.models[model].update_id:
             raise in_progress(self._roster.models[model])
         if not request.version:
@@ -392,48 +378,40 @@ class Implicit:
             if request.partial and unended is not None and self._is_latest(unended, model):
                 return unended
             raise Reason.UPDATE_NOT_FOUND.error(f"no update of {model} is open that was begun without a name")
-        return await relabel(
-            request,
-            model,
-            roster=self._roster,
-            peers=self._peers,
-            operations=self._operations,
-            journal=self._journal,
-        )
+        return await relabel(request, model, self._context)
 
     def _is_latest(self, run: Run, model: str) -> bool:
         """Whether an update has published the model's latest version."""
         published = run.operation.weight_version.sequence
         return bool(published) and published == self._roster.models[model].record.latest.sequence
 
-    async def _end(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> Run:
-        async with opened.session.taken_in():  # running writes are part of the update
-            if request.version and not opened.decided.is_set():
-                opened.session.record.plan.version.label = request.version
-            if opened.session.record.request.may_be_partial and not request.partial:
-                self._unended[opened.session.model.record.name] = opened.run
-            if not self._refuse_incomplete(opened, partial=request.partial):
-                self._updates.decide(opened, request)
-        return opened.run
+    async def _end(self, update: Update, request: CommitWeightUpdateRequest) -> Run:
+        async with update.taken_in():  # running writes are part of the update
+            if request.version and not update.owner.decided.is_set():
+                update.record.plan.version.label = request.version
+            if update.record.request.may_be_partial and not request.partial:
+                self._unended[update.model.record.name] = update.run
+            if not self._refuse_incomplete(update, partial=request.partial):
+                self._updates.decide(update, request)
+        return update.run
 
-    def _refuse_incomplete(self, opened: OpenUpdate, *, partial: bool) -> bool:
+    def _refuse_incomplete(self, update: Update, *, partial: bool) -> bool:
         """Decide an update against its version if tensors are missing. Returns whether tensors are missing.
 
         Engines that were prepared for a full update check for missing tensors themselves.
         """
-        session = opened.session
-        came = self._came.get(session.update_id)
-        if came is None or not session.written or opened.decided.is_set():
+        came = self._came.get(update.update_id)
+        if came is None or not update.written or update.owner.decided.is_set():
             return False
-        error = came.uneven({slot.name for slot in session.targets}) or came.incomplete(partial=partial)
+        error = came.uneven({slot.name for slot in update.targets}) or came.incomplete(partial=partial)
         if error is not None:
-            opened.decide(verdict=error)
+            update.owner.decide(verdict=error)
         elif came.reference is None:
             return False
         elif came.whole:
-            session.record.request.kind = UPDATE_KIND_FULL
+            update.record.request.kind = UPDATE_KIND_FULL
         else:
-            log.info("update %s of %s is partial", session.update_id, session.model.record.name)
+            log.info("update %s of %s is partial", update.update_id, update.model.record.name)
         return error is not None
 
     async def settle(self, request: Message, targets: Iterable[Slot]) -> None:
@@ -446,14 +424,14 @@ class Implicit:
         if isinstance(request, ContinueGenerationRequest) and request.adapter:
             return
         for model in sorted({slot.model for slot in targets}):
-            opened = self._updates.implicit_of(model)
-            if opened is None:
+            update = self._updates.implicit_of(model)
+            if update is None:
                 continue
-            if not opened.session.written:
-                opened.decide(verdict=Reason.CANCELLED.error("generation continues, and nothing was written"))
-                await opened.run.ended.wait()
+            if not update.written:
+                update.owner.decide(verdict=Reason.CANCELLED.error("generation continues, and nothing was written"))
+                await update.run.ended.wait()
                 continue
-            run = await self._end(opened, CommitWeightUpdateRequest())
+            run = await self._end(update, CommitWeightUpdateRequest())
             await run.ended.wait()
             if run.operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
                 error = from_detail(run.operation.error)
@@ -467,11 +445,11 @@ class Implicit:
         """
         if not isinstance(request, FlushCacheRequest):
             return ""
-        opened = [self._updates.implicit_of(model) for model in {slot.model for slot in targets}]
-        if len(opened) != 1 or opened[0] is None or opened[0].decided.is_set():
+        models = {slot.model for slot in targets}
+        update = self._updates.implicit_of(models.pop()) if len(models) == 1 else None
+        if update is None or update.owner.decided.is_set():
             return ""
-        taking_part = {slot.name for slot in opened[0].session.targets}
-        return opened[0].session.update_id if all(slot.name in taking_part for slot in targets) else ""
+        return update.update_id if set(targets) <= set(update.targets) else ""
 
     def _engines(self, model: str) -> list[str]:
         return [slot.name for slot in self._roster.slots.values() if slot.model == model]

@@ -13,26 +13,26 @@ from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import Roster, Slot, model_put
-from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.fleet.roster import Slot, model_put
 from rlctl.coordinator.healing.healer import GRACE_S, MAKE_WAY_S, Healer
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.call_coalescing import Joining
-from rlctl.coordinator.operations.fanout import Fanout
-from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.operations.context import Context
+from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import adapters
-from rlctl.coordinator.transaction.adapters import FinishAdapter
-from rlctl.coordinator.transaction.commit import Finish
+from rlctl.coordinator.transaction.adapters import CommitAdapter
+from rlctl.coordinator.transaction.commit import Commit
+from rlctl.coordinator.transaction.owner import Owner
 from rlctl.coordinator.transaction.planner import Planner, in_progress
 from rlctl.coordinator.transaction.process_groups import GroupBook
 from rlctl.coordinator.transaction.rolling import Rolling
-from rlctl.coordinator.transaction.transaction import Session
-from rlctl.coordinator.transaction.transfer import Attempts, OpenUpdate, Write
+from rlctl.coordinator.transaction.transfer import Transfer, Write
+from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import NOTHING
-from rlctl.ports import Clock, Journal
+from rlctl.ports import Delete
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import UpdateRecord
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_OPEN, UpdateRecord
 from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.update_pb2 import (
     BeginWeightUpdateRequest,
@@ -50,7 +50,7 @@ from rlctl.v1.verbs_pb2 import (
     UnloadAdapterRequest,
 )
 
-Content = Callable[[OpenUpdate], Awaitable[None]]
+Content = Callable[[Update], Awaitable[None]]
 """Brings the weights of an update in one call to its targets, and decides for it."""
 
 UPDATE_S = 600.0
@@ -88,37 +88,28 @@ class Updates:
 
     def __init__(
         self,
-        roster: Roster,
-        peers: Peers,
-        fanout: Fanout,
-        operations: Operations,
-        journal: Journal,
-        clock: Clock,
-        *,
+        context: Context,
         groups: GroupBook,
         planner: Planner,
-        attempts: Attempts,
+        transfer: Transfer,
+        *,
         heal_by_hand: Collection[str],
         graces: Graces,
     ) -> None:
         """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
         self._owner_grace_s = graces.owner_s
-        self._roster = roster
-        self._peers = peers
-        self._fanout = fanout
-        self._operations = operations
-        self._journal = journal
-        self._clock = clock
+        self._context = context
+        self._roster = context.roster
+        self._operations = context.operations
+        self._clock = context.clock
         self._groups = groups
         self._planner = planner
-        self._attempts = attempts
-        self._rolling = Rolling(self._groups, self._planner, roster, journal)
-        self._healer = Healer(
-            roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand, grace_s=graces.heal_s
-        )
-        self._orphans = Orphans(roster, fanout, clock, self.is_open, operations.holds)
-        self.joining = Joining(operations, clock)
-        self._open: dict[str, OpenUpdate] = {}
+        self._transfer = transfer
+        self._rolling = Rolling(context, groups, planner)
+        self._healer = Healer(context, by_hand=heal_by_hand, grace_s=graces.heal_s)
+        self._orphans = Orphans(context, self.is_open)
+        self.joining = Joining(context.operations, context.clock)
+        self._open: dict[str, Update] = {}
         self._looking: asyncio.Task[None] | None = None
 
     # What trainers call.
@@ -128,16 +119,16 @@ class Updates:
         async with self._roster.model(request.model).opening:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
-                return self.get(known.operation.update_id).session.record.plan
+                return self.get(known.operation.update_id).record.plan
             self._planner.refuse(request)
             if not request.header.validate_only:
                 await self._end_predecessors(request)
                 await self._healer.make_way(request.model)
             adapter = Adapter(name=request.adapter, version=request.version, lora_rank=request.adapter_config.lora_rank)
-            session = self._plan(request, timeout_s, adapter if request.adapter else None)
+            update = self._plan(request, timeout_s, adapter if request.adapter else None)
             if not request.header.validate_only:
-                await self._start(session, request, TRAINERS_UPDATE)
-        return session.record.plan
+                await self._start(update, request, TRAINERS_UPDATE)
+        return update.record.plan
 
     async def begin_implicit(
         self,
@@ -147,7 +138,7 @@ class Updates:
         request: Message | None = None,
         verb: str = TRAINERS_UPDATE,
         content: Content | None = None,
-    ) -> OpenUpdate:
+    ) -> Update:
         """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
         async with self._roster.model(begin.model).opening:
             return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet_implicit)
@@ -155,14 +146,14 @@ class Updates:
     async def begin_validated(
         self,
         begin: BeginWeightUpdateRequest,
-        vet: Callable[[Session], None],
+        vet: Callable[[Update], None],
         adapter: Adapter | None = None,
-    ) -> Session:
+    ) -> Update:
         """The update that a request would open, which nobody opens. Raises what it would be refused with."""
         async with self._roster.model(begin.model).opening:
-            session = self._plan(begin, None, adapter)
-            vet(session)
-            return session
+            update = self._plan(begin, None, adapter)
+            vet(update)
+            return update
 
     async def begin_whole(
         self,
@@ -172,16 +163,16 @@ class Updates:
         content: Content,
         *,
         adapter: Adapter | None = None,
-        vet: Callable[[Session], None] = lambda _: None,
+        vet: Callable[[Update], None] = lambda _: None,
     ) -> Run:
         """Open an update that is the whole of a verb's ``request``; a repeat of it is the operation that it was.
 
-        ``vet`` may raise what keeps a session from being accepted.
+        ``vet`` may raise what keeps an update from being accepted.
         """
         verb = of_request(request).name
         if begin.header.validate_only:
-            session = await self.begin_validated(begin, vet, adapter)
-            return self._operations.hypothetical(verb, session.frozen, session.record.plan.excluded)
+            update = await self.begin_validated(begin, vet, adapter)
+            return self._operations.hypothetical(verb, update.frozen, update.record.plan.excluded)
         async with self._roster.model(begin.model).opening:
             known = self._operations.known(begin.header.request_id, request)
             if known is not None:
@@ -196,93 +187,93 @@ class Updates:
         verb: str,
         content: Content | None,
         *,
-        vet: Callable[[Session], None],
+        vet: Callable[[Update], None],
         adapter: Adapter | None = None,
-    ) -> OpenUpdate:
+    ) -> Update:
         self._planner.refuse(begin)
         await self._healer.make_way(begin.model)
-        session = self._plan(begin, timeout_s, adapter)
-        vet(session)
-        return await self._start(session, request, verb, content)
+        update = self._plan(begin, timeout_s, adapter)
+        vet(update)
+        return await self._start(update, request, verb, content)
 
-    def implicit_of(self, model: str) -> OpenUpdate | None:
+    def implicit_of(self, model: str) -> Update | None:
         """The open update of a model, if it is one that clients join without naming it."""
-        opened = self._open.get(self._roster.model(model).update_id)
-        return opened if opened is not None and opened.session.record.request.implicit else None
+        update = self._open.get(self._roster.model(model).update_id)
+        return update if update is not None and update.record.request.implicit else None
 
     async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
         """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
 
-        def is_older(opened: OpenUpdate) -> bool:
-            begun, verb = opened.session.record.request, opened.run.operation.verb
+        def is_older(update: Update) -> bool:
+            begun, verb = update.record.request, update.run.operation.verb
             older = begun.trainer.incarnation < request.trainer.incarnation
             return begun.model == request.model and verb == TRAINERS_UPDATE and older
 
-        for opened in filter(is_older, list(self._open.values())):
+        for update in filter(is_older, list(self._open.values())):
             self._planner.targets(request)  # one that is refused all the same ends nothing
-            opened.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
+            update.owner.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MAKE_WAY_S):
-                    await opened.run.ended.wait()
+                    await update.run.ended.wait()
 
     def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
         """What a further source needs to know of an open update."""
-        session = self.get(request.update_id).session
-        sources = max(1, session.record.request.num_sources)
+        update = self.get(request.update_id)
+        sources = max(1, update.record.request.num_sources)
         if not 0 < request.source < sources:
             raise Reason.FIELD_INVALID.error(
                 f"source {request.source} of {sources}: further sources count from 1", field="source"
             )
-        return JoinWeightUpdateResponse(header=self._roster.header(), update=session.record.plan)
+        return JoinWeightUpdateResponse(header=self._roster.header(), update=update.record.plan)
 
     async def retry(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
-        opened = self._own(request.update_id, request.fencing_token) or self.get(request.update_id)
-        return await self._attempts.retry(opened, request)
+        update = self._own(request.update_id, request.fencing_token) or self.get(request.update_id)
+        return await self._transfer.retry(update, request)
 
     async def commit(self, request: CommitWeightUpdateRequest) -> Run:
         """Decide an update for its version."""
-        opened = self._own(request.update_id, request.fencing_token)
-        if opened is None:
+        update = self._own(request.update_id, request.fencing_token)
+        if update is None:
             return self._operations.get(request.update_id)
-        async with opened.planning:
-            self._rolling.refuse_more(opened)
-            self.decide(opened, request)
-        return opened.run
+        async with update.planning:
+            self._rolling.refuse_more(update)
+            self.decide(update, request)
+        return update.run
 
-    def decide(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
+    def decide(self, update: Update, request: CommitWeightUpdateRequest) -> None:
         """Decide an open update for its version. Raises what it could not be verified without."""
-        self._rolling.decide(opened, request)
+        self._rolling.decide(update, request)
 
     async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
         """Decide a batch for the version: the plan of the next one, or the update, which ends without one."""
-        opened = self._own(request.update_id, request.fencing_token)
-        if opened is None:
+        update = self._own(request.update_id, request.fencing_token)
+        if update is None:
             return self._operations.get(request.update_id)
-        return await self._rolling.commit_batch(opened, request)
+        return await self._rolling.commit_batch(update, request)
 
     async def abort(self, update_id: str, fencing_token: int, reason: str, cause: RlctlError | None = None) -> Run:
         """Decide an update against its version; token 0 is an operator's override. One that is committing finishes.
 
         ``cause``: the failure that the owner aborts for, with which the operation ends; CANCELLED without one.
         """
-        opened = self._own(update_id, fencing_token, override=True)
-        if opened is None:
+        update = self._own(update_id, fencing_token, override=True)
+        if update is None:
             return self._operations.get(update_id)
         cause = cause or Reason.CANCELLED.error()
         message = f"aborted: {reason or cause.message}"
-        opened.decide(
+        update.owner.decide(
             verdict=cause.reason.error(message, field=cause.field, next_step=cause.next_step, metadata=cause.metadata)
         )
-        return opened.run
+        return update.run
 
     def renew(self, update_id: str, fencing_token: int) -> RenewLeaseResponse:
         """Let the lease run for its full time again. Raises LEASE_EXPIRED when the update has ended."""
-        opened = self._own(update_id, fencing_token)
-        if opened is None:
+        update = self._own(update_id, fencing_token)
+        if update is None:
             raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
-        opened.renew(self._clock.now())
-        return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
+        update.owner.renew(self._clock.now())
+        return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(update.owner.lease_ttl_s))
 
     # What happens inside.
 
@@ -300,16 +291,15 @@ class Updates:
 
     def refuse_target(self, slot: Slot) -> None:
         """Raise UPDATE_IN_PROGRESS when an open update or a heal has this stage as a target."""
-        sessions = [opened.session for opened in self._open.values()]
-        for session in [*sessions, *self._healer.sessions()]:
-            if slot in (*session.targets, *session.waiting):
-                raise in_progress(session.model)
+        for update in [*self._open.values(), *self._healer.updates()]:
+            if slot in (*update.targets, *update.waiting):
+                raise in_progress(update.model)
 
     async def join_group(
         self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
     ) -> None:
         """Join every rank of the targets into a group."""
-        await self._attempts.join_group(request, targets, run, timeout_s)
+        await self._transfer.join_group(request, targets, run, timeout_s)
 
     def adapter_holders(self, request: UnloadAdapterRequest) -> tuple[list[Slot], list[ExcludedStage]]:
         """The stages that an adapter is unloaded at, and those that are not there. Raises ADAPTER_NOT_FOUND."""
@@ -327,21 +317,18 @@ class Updates:
             targets,
             run,
             self._clock.now() + timeout_s,
-            fanout=self._fanout,
-            peers=self._peers,
-            journal=self._journal,
-            publishing=self._roster.publishing,
+            self._context,
         )
 
     def attempt(self, update_id: str) -> int:
         """The attempt of an update that is under way; 0 for one that is not open."""
-        opened = self._open.get(update_id)
-        return opened.session.record.plan.attempt if opened is not None else 0
+        update = self._open.get(update_id)
+        return update.record.plan.attempt if update is not None else 0
 
     async def receive(self, request: Write, run: Run, timeout_s: float, attempt: int) -> None:
         """Let the targets of an update take in what its sources send in an attempt."""
-        opened = self.get(request.header.fence.update_id)
-        await self._attempts.receive(opened, request, run, timeout_s, attempt=attempt)
+        update = self.get(request.header.fence.update_id)
+        await self._transfer.receive(update, request, run, timeout_s, attempt=attempt)
 
     def is_open(self, update_id: str) -> bool:
         """Whether an update of this id is open."""
@@ -349,9 +336,9 @@ class Updates:
 
     def targets(self, update_id: str, request: Message) -> list[Slot]:
         """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND, NO_TARGETS."""
-        session = self.get(update_id).session
-        reached = session.reached_by(request)
-        if not reached and session.targets:
+        update = self.get(update_id)
+        reached = update.reached_by(request)
+        if not reached and update.targets:
             raise Reason.NO_TARGETS.error(
                 "no target of the update takes weights in this way; its plan says for each how they reach it"
             )
@@ -400,12 +387,12 @@ class Updates:
             self._looking.cancel()
         await self._healer.stop()
         await self._orphans.stop()
-        for opened in list(self._open.values()):
-            opened.decide(verdict=Reason.CANCELLED.error("the coordinator is shutting down"))
+        for update in list(self._open.values()):
+            update.owner.decide(verdict=Reason.CANCELLED.error("the coordinator is shutting down"))
 
     def _plan(
         self, request: BeginWeightUpdateRequest, timeout_s: float | None, adapter: Adapter | None = None
-    ) -> Session:
+    ) -> Update:
         try:
             plan, targets = self._planner.plan(request)
         except RlctlError:
@@ -413,165 +400,153 @@ class Updates:
             raise
         if adapter is not None:
             adapter.load_id = plan.update_id
-        return Session(
-            UpdateRecord(request=request, plan=plan),
+        return Update(
+            self._context,
+            UpdateRecord(request=request, plan=plan, phase=UPDATE_PHASE_OPEN),
             self._roster.models[request.model],
             targets,
             self._clock.now() + (timeout_s or UPDATE_S),
-            roster=self._roster,
-            peers=self._peers,
-            fanout=self._fanout,
-            journal=self._journal,
-            clock=self._clock,
-            adapter=adapter,
+            adapter,
         )
 
     async def _start(
         self,
-        session: Session,
+        update: Update,
         request: Message,
         verb: str,
         content: Content | None = None,
-    ) -> OpenUpdate:
+    ) -> Update:
         """Accept a planned update; from here on its own task sees to its end. ``content``: it is one of one call."""
-        begin, plan, model = session.record.request, session.record.plan, session.model
+        begin, plan, model = update.record.request, update.record.plan, update.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
-        after = versions.fenced if session.adapter is not None else versions.reserved
-        async with self._roster.publishing:
-            self._operations.refuse_held(session.frozen)  # before anything is reserved for it
-            abandoned = self._planner.add_groups(plan, begin, session.targets)
-            record = after(model, begin.trainer.incarnation)
-            await self._journal.write([model_put(record), session.put()])
-            model.record = record
+        after = versions.fenced if update.adapter is not None else versions.reserved
         started = asyncio.Event()
 
         async def work(_: Run) -> None:
             await started.wait()
-            await self._see_through(self._open[plan.update_id], content)
+            await self._see_through(update, content)
 
-        try:
+        async with self._roster.publishing:
+            self._operations.refuse_held(update.frozen)  # before a sequence and groups are reserved
+            update.abandoned = self._planner.add_groups(plan, begin, update.targets)
+            record = after(model, begin.trainer.incarnation)
             run = await self._operations.start(
                 request,
                 verb=verb,
-                targets=session.frozen,
+                targets=update.frozen,
                 excluded=list(plan.excluded),
                 work=work,
                 exclusive=True,
                 model=begin.model,
                 update_id=plan.update_id,
+                changes=[model_put(record), update.put()],
             )
-        except BaseException:
-            await session.forget()
-            raise
-        session.timeline.belong_to(run)
+            model.record = record
+        run.changes_at_end.append(Delete("update", plan.update_id))
+        update.accept(run)
         ttl = seconds(plan.lease_ttl)
-        lease_until = self._clock.now() + ttl if content is None else session.deadline
+        lease_until = self._clock.now() + ttl if content is None else update.deadline
         leased = content is None and not begin.implicit  # others show by their writes that they are there
         grace_s = 0.0  # an owner that may renew less often than that is alive though it is silent
         if leased and begin.HasField("renew_interval"):
             grace_s = max(self._owner_grace_s, 2 * seconds(begin.renew_interval))
-        opened = self._open[plan.update_id] = OpenUpdate(
-            session, run, ttl, lease_until, abandoned=abandoned, owner_grace_s=grace_s
-        )
-        model.lease_until = lease_until
+        update.owner = Owner(model, update.deadline, ttl, lease_until, grace_s=grace_s)
+        self._open[plan.update_id] = update
         if run.given_up:
-            opened.decide(verdict=Reason.CANCELLED.error("cancelled while it was begun"))
+            update.owner.decide(verdict=Reason.CANCELLED.error("cancelled while it was begun"))
         model.update_id = plan.update_id
         model.update_owner = begin.trainer.name or "unnamed"
         self._roster.changed()
         self.joining.forget(begin.model)
         started.set()
-        return opened
+        return update
 
-    async def _see_through(self, opened: OpenUpdate, content: Content | None) -> None:
-        session, run = opened.session, opened.run
-        finish = Finish if session.adapter is None else FinishAdapter
+    async def _see_through(self, update: Update, content: Content | None) -> None:
         # Beside the rest, so that the lease is watched meanwhile. What is not left by the end the next update leaves.
-        leaving = asyncio.create_task(session.leave_groups(opened.abandoned))
+        leaving = asyncio.create_task(update.leave_groups(update.abandoned))
         try:
-            last = finish(session, self._roster, self._peers, self._clock)
-            if session.rolls_in_place:
-                await self._rolling.see_through(opened, last, lambda: self._written(opened, content))
+            commit = (Commit if update.adapter is None else CommitAdapter)(update, self._context)
+            if update.rolls_in_place:
+                await self._rolling.see_through(update, commit, lambda: self._written(update, content))
             else:
-                await self._written(opened, content)
-                await last.commit(run, opened.expected)
+                await self._written(update, content)
+                await commit.commit(update.owner.expected)
         except BaseException as error:
-            if not session.published:
+            if not update.published:
                 cause = typed(error)
-                opened.decide(verdict=cause)
-                await session.abort(run, cause)
+                update.owner.decide(verdict=cause)
+                await update.abort(cause)
                 if cause.reason is Reason.LEASE_EXPIRED:
-                    self._healer.abandoned(session.frozen)
-                await session.leave_groups(self._groups.unformed(session.record.plan))
+                    self._healer.abandoned(update.frozen)
+                await update.leave_groups(self._groups.unformed(update.record.plan))
             raise
         finally:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            await session.forget()  # its stages are held until then: who begins meanwhile is told by whom
-            del self._open[session.update_id]
-            opened.ended = True
-            opened.turned.set()
-            self._let_go(session)
-            session.model.update_id = session.model.update_owner = ""
-            session.model.lease_until = None
+            del self._open[update.update_id]
+            update.ended = True
+            update.batch_done.set()
+            self._let_go(update)
+            update.model.update_id = update.model.update_owner = ""
+            update.model.lease_until = None
             self._roster.changed()
-            self._look_after(session.model.record.name)
+            self._look_after(update.model.record.name)
 
-    def _let_go(self, session: Session) -> None:
+    def _let_go(self, update: Update) -> None:
         """What was not to be served while the update was open is told by its state and its quarantine from now on."""
-        for slot in session.frozen:
+        for slot in update.frozen:
             if slot.restoring:
                 slot.restoring = False
-                self._peers.grant(slot)
+                self._context.peers.grant(slot)
 
-    async def _written(self, opened: OpenUpdate, content: Content | None) -> None:
+    async def _written(self, update: Update, content: Content | None) -> None:
         """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
-        if content is not None and not opened.decided.is_set():
-            await content(opened)
-        await self._decision(opened)
-        async with opened.session.taken_in():  # what came of the last write is not on record before
-            opened.session.leave_out(opened.run, opened.received)
+        if content is not None and not update.owner.decided.is_set():
+            await content(update)
+        await self._decision(update)
+        async with update.taken_in():  # what came of the last write is not on record before
+            update.leave_out()
 
-    async def _decision(self, opened: OpenUpdate) -> None:
+    async def _decision(self, update: Update) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
-        while not opened.decided.is_set():
-            await opened.wait_decided(self._clock.now())
-            if opened.decided.is_set():
+        while not update.owner.decided.is_set():
+            await update.owner.wait_decided(self._clock.now())
+            if update.owner.decided.is_set():
                 break
-            if self._clock.now() >= opened.session.deadline:
+            if self._clock.now() >= update.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
-            late_s = self._clock.now() - opened.lease_until
-            if late_s >= 0 and (opened.is_heard or late_s > STOPPED_S):
-                opened.renew(self._clock.now())
-            if self._clock.now() >= opened.lease_until:
-                owner = opened.session.model.update_owner
-                raise Reason.LEASE_EXPIRED.error(f"{owner} {opened.silence}")
-        if opened.verdict is not None:
-            raise opened.verdict
+            late_s = self._clock.now() - update.owner.lease_until
+            if late_s >= 0 and (update.is_written_to or late_s > STOPPED_S):
+                update.owner.renew(self._clock.now())
+            if self._clock.now() >= update.owner.lease_until:
+                owner = update.model.update_owner
+                raise Reason.LEASE_EXPIRED.error(f"{owner} {update.owner.silence}")
+        if update.owner.verdict is not None:
+            raise update.owner.verdict
 
-    def get(self, update_id: str) -> OpenUpdate:
+    def get(self, update_id: str) -> Update:
         """An open update. Raises UPDATE_NOT_FOUND."""
         if update_id not in self._open:
             raise Reason.UPDATE_NOT_FOUND.error(f"no update {update_id!r} is open", field="update_id")
         return self._open[update_id]
 
-    def _own(self, update_id: str, token: int, *, override: bool = False) -> OpenUpdate | None:
+    def _own(self, update_id: str, token: int, *, override: bool = False) -> Update | None:
         """The open update, if the token is its owner's. None: it has ended. Raises UPDATE_FENCED, UPDATE_NOT_FOUND."""
-        opened = self._open.get(update_id)
-        if opened is None:
+        update = self._open.get(update_id)
+        if update is None:
             try:
                 ended = self._operations.get(update_id).operation
             except RlctlError:
                 return self.get(update_id)
             return None if ended.update_id == update_id else self.get(update_id)
-        if token != opened.session.record.plan.fencing_token and not (override and token == 0):
+        if token != update.record.plan.fencing_token and not (override and token == 0):
             raise Reason.UPDATE_FENCED.error("the fencing token is not the owner's", field="fencing_token")
-        return opened
+        return update
 
 
-def vet_implicit(session: Session) -> None:
+def vet_implicit(update: Update) -> None:
     """Raise what keeps clients that name no update from one: they give no digest, and are better refused than told
     after their writes.
     """
-    if session.record.request.options.verify != VERIFICATION_LEVEL_EXPECTED:
-        session.levels(NOTHING)
+    if update.record.request.options.verify != VERIFICATION_LEVEL_EXPECTED:
+        update.levels(NOTHING)

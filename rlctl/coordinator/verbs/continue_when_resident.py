@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import Roster, Slot
-from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
-from rlctl.ports import Clock, Put
+from rlctl.ports import Put
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_SKIPPED,
@@ -29,10 +29,9 @@ from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, ResumeMemoryRequest
 class Waking:
     """Continues stages when memory is resumed, by a mark on the slot's record."""
 
-    def __init__(self, roster: Roster, fanout: Fanout, clock: Clock) -> None:
-        self._roster = roster
-        self._fanout = fanout
-        self._clock = clock
+    def __init__(self, context: Context) -> None:
+        self._roster = context.roster
+        self._fanout = context.fanout
 
     async def forget(self, targets: Sequence[Slot]) -> None:
         """Clear the mark of targets that have continued, or stay paused after the update."""

@@ -19,13 +19,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.outcomes import acknowledged
-from rlctl.coordinator.fleet.roster import Roster, Slot
-from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
-from rlctl.coordinator.operations.fanout import Fanout, continuing
+from rlctl.coordinator.operations.context import Context
+from rlctl.coordinator.operations.fanout import continuing
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.verbs.continue_when_resident import Waking
-from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
 from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import PauseRecord
@@ -42,12 +41,12 @@ PAUSED_LATER = "not there; it is paused before it serves again"
 class Pausing:
     """Carries out pauses and continues by name."""
 
-    def __init__(self, roster: Roster, peers: Peers, fanout: Fanout, waking: Waking, clock: Clock) -> None:
-        self._roster = roster
-        self._peers = peers
-        self._fanout = fanout
+    def __init__(self, context: Context, waking: Waking) -> None:
+        self._roster = context.roster
+        self._peers = context.peers
+        self._fanout = context.fanout
+        self._clock = context.clock
         self._waking = waking
-        self._clock = clock
 
     async def pause(self, request: PauseGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
         """Pause all targets or, as far as they answer, no target. The results are added to ``run``.

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from rlctl.contract.errors import RlctlError
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.verbs.pause import Pausing
-from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, RequestHeader, Target
 from rlctl.v1.journal_pb2 import PauseRecord
 from rlctl.v1.results_pb2 import Operation
@@ -28,16 +28,12 @@ class Lifting:
     """Ends pauses with a task that sleeps while no pause has an end."""
 
     def __init__(
-        self,
-        roster: Roster,
-        pausing: Pausing,
-        clock: Clock,
-        go_on: Callable[[ContinueGenerationRequest], Awaitable[Operation]],
+        self, context: Context, pausing: Pausing, go_on: Callable[[ContinueGenerationRequest], Awaitable[Operation]]
     ) -> None:
         """``go_on``: carries out a continue by name."""
-        self._roster = roster
+        self._roster = context.roster
         self._pausing = pausing
-        self._clock = clock
+        self._clock = context.clock
         self._go_on = go_on
         self._tries: dict[str, tuple[int, float]] = {}
         """Number of tries for each expired pause, and time of the next try."""

@@ -1,4 +1,4 @@
-"""An open update: whose word about it counts, and for which targets another attempt is in vain."""
+"""The owner of an update, and the targets for which another attempt is in vain."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.roster import ModelState, Slot
 from rlctl.coordinator.transaction import transfer
-from rlctl.coordinator.transaction.transfer import OpenUpdate
+from rlctl.coordinator.transaction.owner import Owner
 from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -31,32 +31,38 @@ CANCELLED = Reason.CANCELLED.error("its owner has given it up")
 PLAN = BeginWeightUpdateResponse(targets=[UpdateTarget(slot="a", incarnation=1), UpdateTarget(slot="b", incarnation=2)])
 
 
-def opened() -> OpenUpdate:
-    return OpenUpdate(cast(Any, None), cast(Any, None), 10.0, 0.0)
+def owner() -> Owner:
+    return Owner(cast(ModelState, SimpleNamespace(lease_until=None)), 100.0, 10.0, 10.0, grace_s=2.0)
 
 
-def test_the_first_word_about_an_update_counts() -> None:
-    update = opened()
-    update.decide(expected=EXPECTED)
-    update.decide(verdict=FENCED)
-    update.decide(verdict=CANCELLED)
-    assert (update.expected, update.verdict) == (EXPECTED, None)
-    assert update.stopped is FENCED, "it counts for the batches that have not begun"
-    update.turn()
-    assert update.decided.is_set()
-    assert update.verdict is FENCED
+def test_the_first_decision_about_an_update_counts() -> None:
+    trainer = owner()
+    trainer.decide(expected=EXPECTED)
+    trainer.decide(verdict=FENCED)
+    trainer.decide(verdict=CANCELLED)
+    assert (trainer.expected, trainer.verdict) == (EXPECTED, None)
+    assert trainer.stopped is FENCED, "the verdict counts for the batches that have not begun"
+    trainer.next_batch()
+    assert trainer.decided.is_set()
+    assert trainer.verdict is FENCED
 
 
-def test_the_next_batch_is_open_for_all_that_the_one_before_was_decided() -> None:
-    update = opened()
-    update.received, update.broken = [StageResult()], True
-    update.decide(expected=EXPECTED)
-    waited = update.turned
-    update.turn()
-    assert waited.is_set()
-    assert not update.turned.is_set()
-    assert not update.decided.is_set()
-    assert (update.expected, update.verdict, update.received, update.broken) == (NOTHING, None, [], False)
+def test_the_decision_about_the_next_batch_is_open() -> None:
+    trainer = owner()
+    trainer.decide(expected=EXPECTED)
+    trainer.next_batch()
+    assert not trainer.decided.is_set()
+    assert (trainer.expected, trainer.verdict) == (NOTHING, None)
+
+
+def test_a_failed_write_shortens_the_lease_and_a_renewal_restores_it() -> None:
+    trainer = owner()
+    trainer.shorten(1.0)
+    assert (trainer.lease_until, trainer.silence) == (3.0, "was not heard for 2 s after a write had failed")
+    trainer.shorten(2.0)
+    assert trainer.lease_until == 3.0, "the lease never grows by a failure"
+    trainer.renew(2.5)
+    assert (trainer.lease_until, trainer.silence) == (12.5, "did not renew the lease for 10 s")
 
 
 def slot(*, alive: bool = True, lost: bool = False, linked: bool = True, **said: Any) -> Slot:

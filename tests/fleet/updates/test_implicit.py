@@ -655,9 +655,9 @@ async def test_a_write_that_was_refused_counts_for_nothing(
     async with full_disk(fleet, "operation"):
         refused = write(fleet, "w2", weight_version="step-2", options=v.UpdateOptions(flush_cache=True))
         assert (await refusal(refused)).reason is Reason.JOURNAL_FAILED
-    opened = fleet.server.coordinator.updates.implicit_of("actor")
-    assert opened is not None
-    assert not opened.session.record.request.options.flush_cache
+    update = fleet.server.coordinator.updates.implicit_of("actor")
+    assert update is not None
+    assert not update.record.request.options.flush_cache
     assert (await write(fleet, "w2")).state == OPERATION_STATE_OK
     assert numbers == [0, 1]
     await go_on(fleet)

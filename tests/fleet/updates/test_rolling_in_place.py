@@ -259,7 +259,7 @@ async def test_the_coordinator_that_leaves_while_a_batch_is_committed_begins_no_
 
     async def leave(engine: FakeEngine, name: str, call: Call) -> None:
         if name == "commit_update":
-            three.server.coordinator.updates._open[plan.update_id].decide(
+            three.server.coordinator.updates._open[plan.update_id].owner.decide(
                 verdict=Reason.CANCELLED.error("the coordinator is shutting down")
             )
 

@@ -292,8 +292,8 @@ async def test_an_abort_after_everybody_is_prepared_leaves_the_fleet_as_it_was(t
     plan = await stage_weights(three, "w1")
     for slot in "abc":
         request = v.SealUpdateRequest(header=common.RequestHeader(fence=common.Fence(update_id=plan.update_id)))
-        session = three.server.coordinator.updates._open[plan.update_id].session
-        await session.step(request, [three.server.coordinator.roster.slots[slot]])
+        update = three.server.coordinator.updates._open[plan.update_id]
+        await update.step(request, [three.server.coordinator.roster.slots[slot]])
         assert three.stage(slot).report.update_prepared
     operation = await abort(three, plan)
     assert set(outcomes(operation).values()) == {OUTCOME_REJECTED}

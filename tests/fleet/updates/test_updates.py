@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.coordinator.transaction.transaction import Session
+from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.engine import Call
 from rlctl.ports import new_uuid7
@@ -533,13 +534,13 @@ async def test_who_begins_while_another_update_ends_is_told_whose_it_is(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    forget = Session.forget
+    serve = Commit._serve
 
-    async def begun_meanwhile(session: Session) -> None:
+    async def begun_meanwhile(self: Commit, good: Sequence[Slot]) -> None:
         told.append(await refusal(begin(fleet, version="step-2", trainer=u.Trainer(name="second"))))
-        await forget(session)
+        await serve(self, good)
 
-    monkeypatch.setattr(Session, "forget", begun_meanwhile)
+    monkeypatch.setattr(Commit, "_serve", begun_meanwhile)
     plan = await begin(fleet)
     await join(fleet, plan)
     await write(fleet, plan, "w1")
@@ -668,7 +669,7 @@ async def test_a_commit_waits_for_what_is_still_being_taken_in(fleet: InProcessF
     writing = asyncio.ensure_future(write(fleet, plan, "second"))
     await begun.wait()
     committing = asyncio.ensure_future(commit(fleet, plan))
-    await eventually(fleet.server.coordinator.updates.get(plan.update_id).decided.is_set)
+    await eventually(fleet.server.coordinator.updates.get(plan.update_id).owner.decided.is_set)
     may_end.set()
     assert (await writing).state != OPERATION_STATE_OK
     operation = await committing

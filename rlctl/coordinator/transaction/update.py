@@ -16,17 +16,17 @@ from google.protobuf.message import Message
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, blame
 from rlctl.contract.verbs import of_request
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
-from rlctl.coordinator.fleet.stage_links import Peers
-from rlctl.coordinator.operations.fanout import Fanout
+from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels
+from rlctl.coordinator.transaction.owner import Owner
 from rlctl.coordinator.transaction.planner import pause_mode
 from rlctl.coordinator.transaction.process_groups import ALONE, BACKENDS
 from rlctl.coordinator.transaction.timeline import UpdateTimeline
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.coordinator.verbs.continue_when_resident import Waking
-from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.ports import Put
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -39,12 +39,8 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import (
-    UPDATE_PHASE_ABORTED,
-    UPDATE_PHASE_OPEN,
     UPDATE_PHASE_PUBLISHED,
-    UPDATE_PHASE_WRITING,
     PauseRecord,
-    UpdatePhase,
     UpdateRecord,
 )
 from rlctl.v1.results_pb2 import StageResult
@@ -78,38 +74,43 @@ CLEANUP_S = 30.0
 """Time for steps that must be tried although the update's own time is up: abort, resume."""
 
 
-class Session:
-    """The steps of one update and what they have come to. ``run`` is the operation that it fills in.
+class Update:
+    """One weight update, or the heal of one stage: its targets, its steps, and its state.
 
     Attributes:
-        frozen: the target set as it was when the update began.
-        targets: those of them that have not been lost in an attempt; when it rolls in place, of the present batch.
-        waiting: targets of the batches after that one.
+        run: the operation of the update, which its results are added to.
+        owner: its lease and decision; not of a heal.
+        frozen: the targets as they were when the update began.
+        targets: the targets that no attempt has lost; of an update that rolls in place, those of the present batch.
+        waiting: targets of the batches after the present one.
         done: targets that have confirmed.
-        resume: targets that generate again afterwards.
-        paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
-        adapter: the adapter that it is about, beside the weights; None: it is about the weights.
-        reference: a stage that is no target and holds what the targets should hold, or None.
-        missed: targets that did not take in all that was sent to them.
-        unprepared: what those answered that could not be paused or prepared.
+        resume: names of targets that generate again afterwards.
+        paused_at: time of the first pause (of the present batch), on the clock's ``now``.
+        adapter: the adapter that is updated; None: the weights are.
+        reference: a stage that is no target and holds the weights that the targets should hold, or None.
+        received: answers of targets to the writes of the present attempt.
+        broken: a write of the present attempt has failed.
+        missed: names of targets that did not take in all that was sent to them.
+        unprepared: answers of targets that could not be paused or prepared.
+        abandoned: groups of earlier updates that targets may still be in.
+        planning: held while another attempt or the next batch is planned.
+        batch_done: set once the present batch is committed, or the update has ended.
+        ended: the update is not open any more.
         timeline: its phases.
-        writing: by transport, or by stage where each is fed alone, held by whoever lets targets take in weights that
-            way, so that several sources come one after the other. No target takes weights in by two: those with
-            different ones do not wait for each other.
+        writing: locks by transport, or by stage where each stage is fed alone. A write holds its lock, so that several
+            sources write one after the other. No target has two transports: different transports do not wait.
     """
+
+    run: Run
+    owner: Owner
 
     def __init__(
         self,
+        context: Context,
         record: UpdateRecord,
         model: ModelState,
         targets: Sequence[Slot],
         deadline: float,
-        *,
-        roster: Roster,
-        peers: Peers,
-        fanout: Fanout,
-        journal: Journal,
-        clock: Clock,
         adapter: Adapter | None = None,
     ) -> None:
         self.record = record
@@ -122,19 +123,24 @@ class Session:
         self.deadline = deadline
         self.checkpoint = ""
         self.reference: Slot | None = None
-        self._roster = roster
-        self._peers = peers
-        self._fanout = fanout
-        self._journal = journal
-        self._clock = clock
-        self._opened_at = clock.now()
+        self.received: list[StageResult] = []
+        self.broken = False
+        self.abandoned: list[str] = []
+        self.planning = asyncio.Lock()
+        self.batch_done = asyncio.Event()
+        self.ended = False
+        self._context = context
+        self._roster = context.roster
+        self._fanout = context.fanout
+        self._clock = context.clock
+        self._opened_at = context.clock.now()
         self._steps = 0
-        self.timeline = UpdateTimeline(clock)
+        self.timeline = UpdateTimeline(context.clock)
         self.resume: set[str] = set()
         self.paused_at: float | None = None
         self._told = False
         self._preparing: asyncio.Task[None] | None = None
-        self._ended = False
+        self._aborted = False
         self.unprepared: list[StageResult] = []
         self.missed: set[str] = set()
         self._digesting: set[str] = set()
@@ -143,7 +149,12 @@ class Session:
         self.writing: dict[object, asyncio.Lock] = {turn: asyncio.Lock() for turn in turns}
         if self.rolls_in_place:
             self.waiting, self.targets = self.targets, []
-            self.turn()
+            self.next_batch()
+
+    def accept(self, run: Run) -> None:
+        """Add results and phases to an operation from now on."""
+        self.run = run
+        self.timeline.belong_to(run)
 
     @property
     def update_id(self) -> str:
@@ -273,7 +284,7 @@ class Session:
         self._refuse_ended()
 
     def _refuse_ended(self) -> None:
-        if self._ended:
+        if self._aborted:
             raise Reason.CANCELLED.error(f"update {self.update_id} has ended")
 
     def start_over(self, lost: Sequence[Slot]) -> Callable[[], None]:
@@ -292,11 +303,11 @@ class Session:
         self.targets = [slot for slot in self.targets if slot not in lost]
         self._preparing = None
         if not self.targets and self.waiting:
-            self.turn()
+            self.next_batch()
         return undo
 
-    def turn(self) -> None:
-        """The next batch of an update that rolls in place is the one that is written."""
+    def next_batch(self) -> None:
+        """Take the next batch of an update that rolls in place. The batch is planned afterwards."""
         self.timeline.turn()
         size = self.record.request.rollout.max_unavailable
         self.targets, self.waiting = self.waiting[:size], self.waiting[size:]
@@ -308,19 +319,34 @@ class Session:
         del batch.slots[:]
         batch.slots.extend(slot.name for slot in self.targets)
 
-    def leave_out(self, run: Run, received: Sequence[StageResult]) -> None:
-        """Targets that did not take in all that was sent to them confirm nothing. Raises QUORUM_NOT_MET."""
-        failed = [result for result in received if not acknowledged(result, update=True)]
+    def open_batch(self) -> None:
+        """Open the present batch, which is planned now, for writes and for its decision."""
+        self.received, self.broken = [], False
+        self.owner.next_batch()
+        done, self.batch_done = self.batch_done, asyncio.Event()
+        done.set()
+
+    def fail_write(self) -> None:
+        """Note that a write of the present attempt has failed."""
+        self.broken = True
+        self.owner.shorten(self._clock.now())
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether a client that cannot renew its lease is alive: one of its writes is under way."""
+        return self.record.request.implicit and any(lock.locked() for lock in self.writing.values())
+
+    def leave_out(self) -> None:
+        """Drop the targets that did not take in all that was sent to them. Raises QUORUM_NOT_MET."""
+        failed = [result for result in self.received if not acknowledged(result, update=True)]
         for result in failed:
-            run.add(result)
+            self.run.add(result)
         self.missed |= {result.slot for result in failed}
         self.targets = [slot for slot in self.targets if slot.name not in self.missed]
         if failed and self.left < self.quorum:
             raise self.short_of_quorum(self.left, str(blame(failed[0])))
 
     async def _prepare(self) -> None:
-        if not self.published:
-            await self.advance(UPDATE_PHASE_WRITING)
         self._told = True
         if self.aside:
             self._all_applied(_flat(await self.in_order(*self._prepares())))
@@ -418,7 +444,7 @@ class Session:
                     deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + limit_s),
                     on_result=on_result,
                     aside=self.aside and verb.in_update and not isinstance(request, _ENDING),
-                    lenient=self._ended,
+                    lenient=self._aborted,
                 )
         except asyncio.CancelledError:
             self._fanout.cancel(slots, self.update_id, step)
@@ -441,7 +467,7 @@ class Session:
         """From here on the pause is its owner's, as if asked for by name, and kept as such: no other update lifts it.
         The results of those that are paused.
         """
-        await Waking(self._roster, self._fanout, self._clock).forget(slots)
+        await Waking(self._context).forget(slots)
         if any(slot.pause is None for slot in slots):
             await self._roster.pauses.begin(self._pause_record(slots))
             self._roster.pauses.confirm(self.update_id)
@@ -513,21 +539,16 @@ class Session:
 
     # Abort.
 
-    async def abort(self, run: Run, error: RlctlError) -> None:
-        """End without a version: targets past their first byte are DIRTY, the others are as they were.
-
-        The targets are told first: an update that is not on record as published is aborted in any case.
-        """
-        self._ended = True
+    async def abort(self, error: RlctlError) -> None:
+        """End without a version: targets past their first byte are DIRTY, the others are as they were."""
+        self._aborted = True
         if self._preparing is not None:
             self._preparing.cancel()
             await asyncio.gather(self._preparing, return_exceptions=True)
         if self._told:
-            await self._abort(run, error)
-        with contextlib.suppress(RlctlError):
-            await self.advance(UPDATE_PHASE_ABORTED)
+            await self._abort(error)
 
-    async def _abort(self, run: Run, error: RlctlError) -> None:
+    async def _abort(self, error: RlctlError) -> None:
         results = await self.step(AbortUpdateRequest(reason=error.message), self.frozen, cleanup=True)
         restored = [
             slot
@@ -535,13 +556,13 @@ class Session:
             if result.outcome == OUTCOME_APPLIED and result.state in _GENERATING and slot.name in self.resume
         ]
         for result in results:
-            self.file(run, result, error)
+            self.file(result, error)
         # One that is READY may still have a pause of ours before it, waiting for requests to drain.
         for result in await self.go_on(restored):
             if result.outcome == OUTCOME_APPLIED:
-                next(r for r in run.operation.stage_results if r.slot == result.slot).state = result.state
+                next(r for r in self.run.operation.stage_results if r.slot == result.slot).state = result.state
 
-    def file(self, run: Run, result: StageResult, error: RlctlError) -> None:
+    def file(self, result: StageResult, error: RlctlError) -> None:
         """What the abort left at a target: DIRTY, or as it was (REJECTED); UNKNOWN when it did not answer."""
         # Once a shadow copy is known to be dropped, what became of a step before that no longer matters.
         dropped = self.aside and result.outcome == OUTCOME_APPLIED
@@ -552,7 +573,7 @@ class Session:
         elif result.outcome != OUTCOME_DIRTY:
             # It could not be told, and may have been written into.
             result.outcome = OUTCOME_UNKNOWN
-        for earlier in run.operation.stage_results:
+        for earlier in self.run.operation.stage_results:
             if earlier.slot == result.slot and earlier.outcome not in (OUTCOME_APPLIED, 0):
                 result.error.CopyFrom(earlier.error)
                 result.outcome = result.outcome if dropped else max(result.outcome, earlier.outcome)
@@ -564,24 +585,19 @@ class Session:
             if rank.outcome == OUTCOME_APPLIED:
                 rank.outcome = result.outcome
                 rank.error.CopyFrom(result.error)
-        run.add(result)
+        self.run.add(result)
 
-    def put(self, phase: UpdatePhase.ValueType = UPDATE_PHASE_OPEN) -> Put:
-        """The journal entry of the update at a phase."""
-        record = UpdateRecord()
-        record.CopyFrom(self.record)
-        record.phase = phase
-        return Put("update", self.update_id, record.SerializeToString())
+    def put(self) -> Put:
+        """The journal entry of the update. The end of its operation deletes the entry."""
+        return Put("update", self.update_id, self.record.SerializeToString())
 
-    async def advance(self, phase: UpdatePhase.ValueType, *changes: Put) -> None:
-        """Come to a phase, together with what else changes: durably first."""
-        await self._journal.write([*changes, self.put(phase)])
-        self.record.phase = phase
-
-    async def forget(self) -> None:
-        """Take it off the journal. Its operation stays on record; what is found without either was never published."""
-        with contextlib.suppress(RlctlError):
-            await self._journal.write([Delete("update", self.update_id)])
+    async def record_published(self, *changes: Put) -> None:
+        """Write the update as published to the journal, in one transaction with ``changes``. Raises JOURNAL_FAILED."""
+        published = UpdateRecord()
+        published.CopyFrom(self.record)
+        published.phase = UPDATE_PHASE_PUBLISHED
+        await self._context.journal.write([*changes, Put("update", self.update_id, published.SerializeToString())])
+        self.record.phase = UPDATE_PHASE_PUBLISHED
 
 
 def _flat(steps: Sequence[Sequence[StageResult]]) -> list[StageResult]:
