@@ -35,8 +35,14 @@ class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePha
     """Never written."""
     UPDATE_PHASE_OPEN: _UpdatePhase.ValueType  # 1
     """Open: nothing of the version is served. A coordinator that finds such a record after its start deletes the record."""
+    UPDATE_PHASE_WRITING: _UpdatePhase.ValueType  # 2
+    """Not written any more: targets were told to prepare."""
+    UPDATE_PHASE_COMMITTING: _UpdatePhase.ValueType  # 3
+    """Not written any more: the trainer committed."""
     UPDATE_PHASE_PUBLISHED: _UpdatePhase.ValueType  # 4
     """The version is published: from here on the update is finished, whatever its lease says."""
+    UPDATE_PHASE_ABORTED: _UpdatePhase.ValueType  # 5
+    """Not written any more: ended without a version."""
 
 class UpdatePhase(_UpdatePhase, metaclass=_UpdatePhaseEnumTypeWrapper):
     """How far an update has come."""
@@ -45,8 +51,14 @@ UPDATE_PHASE_UNSPECIFIED: UpdatePhase.ValueType  # 0
 """Never written."""
 UPDATE_PHASE_OPEN: UpdatePhase.ValueType  # 1
 """Open: nothing of the version is served. A coordinator that finds such a record after its start deletes the record."""
+UPDATE_PHASE_WRITING: UpdatePhase.ValueType  # 2
+"""Not written any more: targets were told to prepare."""
+UPDATE_PHASE_COMMITTING: UpdatePhase.ValueType  # 3
+"""Not written any more: the trainer committed."""
 UPDATE_PHASE_PUBLISHED: UpdatePhase.ValueType  # 4
 """The version is published: from here on the update is finished, whatever its lease says."""
+UPDATE_PHASE_ABORTED: UpdatePhase.ValueType  # 5
+"""Not written any more: ended without a version."""
 Global___UpdatePhase: _TypeAlias = UpdatePhase  # noqa: Y015
 
 @_typing.final
