@@ -143,5 +143,5 @@ class ChaosProxy:
                     break
                 writer.write(data)
                 await writer.drain()
-        if not writer.transport.is_closing():  # it may have been reset meanwhile; uvloop raises no OSError then
+        if not writer.transport.is_closing():  # perhaps reset meanwhile; uvloop raises no OSError then
             writer.write_eof()

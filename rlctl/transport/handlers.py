@@ -26,7 +26,7 @@ from rlctl.transport.status import abort
 log = logging.getLogger(__name__)
 
 Unary = Callable[[Message, float | None], Awaitable[Message]]
-"""(request, seconds that the caller still waits) → answer. Goes on when the caller disconnects."""
+"""(request, seconds that the caller still waits) → answer. Goes on when the caller disconnects, unless cancellable."""
 
 Streaming = Callable[[Message, float | None], AsyncIterator[Message]]
 """(request, seconds that the caller still waits) → answers. Closed when the caller disconnects."""
