@@ -17,7 +17,7 @@ class EngineFaults:
     """The rates of these faults: zero, until :mod:`tests.simulator.faults.faults` draws them.
 
     Attributes:
-        cut_off: called with the rank and its update to cut the rank off after its report of its weights: the rank's
+        cut_off: called with the rank and its update to cut the rank off after a report of weights: the rank's
             next commands are lost.
     """
 

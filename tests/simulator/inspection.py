@@ -1,4 +1,4 @@
-"""Invariants that are judged by looking into the processes: the weights that stages would serve, and their rest."""
+"""Invariants judged by a look into the processes: the weights that stages would serve, and whether stages rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def staged(
     if operation.state != OPERATION_STATE_FAILED:
         return
     for target in plan.targets:
-        host = fleet.stages.get(target.slot)  # it may have left since
+        host = fleet.stages.get(target.slot)  # the stage may have left since
         stage = host.stage if host is not None else None
         if stage is None or stage.incarnation != target.incarnation:
             continue

@@ -248,7 +248,7 @@ class Observer:
         elif operation.verb == "PauseGeneration" and not operation.update_id:
             ended, adapter = operation.done_time.ToNanoseconds(), operation.adapter
             record = self._recorded.get(operation.operation_id)
-            # The pause of an adapter at a stage follows the record: it may be over before a drain is.
+            # The pause of an adapter at a stage follows the record, and may be over before a drain is.
             results = operation.stage_results if record is not None or not adapter else ()
             for result in results:
                 if result.outcome == OUTCOME_APPLIED and ended > self._continued.get((result.slot, adapter), 0):

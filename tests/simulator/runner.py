@@ -52,7 +52,7 @@ def run(
     seed: int, off: frozenset[str] = frozenset(), *, dropped: frozenset[str] = frozenset(), telling: bool = False
 ) -> Result:
     """Run a seed. A seed without a history runs several times faster, with the same course."""
-    # A seed leaves cycles behind, all in the youngest generation. Their collection there is cheapest if no collection
+    # A seed leaves cycles behind, all in the youngest generation. Their collection is cheapest there, if no collection
     # runs before the end of the seed.
     gc.disable()
     try:

@@ -211,7 +211,7 @@ async def test_health_and_readiness(server: Server) -> None:
 async def test_pause_and_continue(server: Server, mode: str | None) -> None:
     status, body = await server.ask("POST", "/pause_generation", {"mode": mode} if mode else {})
     assert (status, body) == (200, {"message": "Generation paused successfully.", "status": "ok"})
-    for _ in range(2):  # also when it is not paused
+    for _ in range(2):  # also without a pause
         status, body = await server.ask("POST", "/continue_generation", {})
         assert (status, body) == (200, {"message": "Generation continued successfully.", "status": "ok"})
 
@@ -576,7 +576,7 @@ async def test_an_update_in_a_session(server: Server) -> None:
 
 
 async def test_an_update_without_a_session(server: Server) -> None:
-    """SGLang 0.5.23 refuses it; a fleet opens the update implicitly, and commits it when generation continues."""
+    """SGLang 0.5.23 refuses the update; a fleet opens the update implicitly, and commits when generation continues."""
     group = await server.form()
     model = changed(server.tiny[0], seed=3, scale=0.3)
     await server.every("POST", "/pause_generation", {})

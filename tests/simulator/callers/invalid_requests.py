@@ -304,7 +304,7 @@ class Curious(Caller):
             except RlctlError:
                 pass
             else:
-                return  # it came first, and is the commander until the next attach
+                return  # the intruder came first, and is the commander until the next attach
             if rank:
                 await self._single(host, rank)
             for request in (

@@ -136,7 +136,7 @@ class Faults:
         return any(refusal.meets(changes) for refusal in self._refusals)
 
     def _cut_off(self, node: Node, update_id: str) -> None:
-        """Cut a rank's stage off after its report of its weights."""
+        """Cut a rank's stage off after a report of weights."""
         self._traps.append(Trap("answer", "CheckWeights", 1, "part", self._sim.world.chance(update_id), node.host))
 
     def stop(self) -> None:

@@ -1,10 +1,10 @@
 """The Link and Dialer ports: connections that delay, stall, break and lose messages in transit.
 
 A connection keeps its order, as TCP does. A partition delays the messages of a connection, even from an end that has
-closed since. They arrive some time after the partition ends: the sender retries ever more rarely, while new connections
-work at once. A long partition breaks the connection. A reset breaks the connection at once, and later messages are
-lost. Old connections may therefore still deliver after new connections were made: messages are late, repeated by
-retries, and overtaken.
+closed since. Delayed messages arrive some time after the partition ends: the sender retries ever more rarely, while new
+connections work at once. A long partition breaks the connection. A reset breaks the connection at once, and later
+messages are lost. Old connections may therefore still deliver after new connections were made: messages are late,
+repeated by retries, and overtaken.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A killed process never runs again, without any cleanup, as with SIGKILL. A stopped process runs its due calls when it
 continues, as with SIGSTOP. Each process counts its monotonic time from its own zero, and has its own source of
-randomness: a request to one process does not change the draws of other processes.
+randomness. A request to one process therefore does not change the draws of other processes.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class World:
         """The process without faults, for events at a given time."""
 
     def chance(self, of: str) -> random.Random:
-        """Return a source of randomness for one purpose. It depends only on the seed and its name."""
+        """Return a source of randomness for one purpose. Depends only on the seed and its name."""
         return random.Random(zlib.crc32(of.encode()) << 32 | self.seed)
 
     def spawn(self, name: str) -> Node:

@@ -64,7 +64,7 @@ async def _watched(events: AsyncGenerator[Any, None]) -> list[Any]:
 
 
 class CoordinatorHost:
-    """A coordinator's process. ``again`` is called if it could not start."""
+    """A coordinator's process. ``again`` is called after a failed start."""
 
     def __init__(self, sim: Simulation, name: str, again: Callable[[CoordinatorHost], None]) -> None:
         self.sim = sim
