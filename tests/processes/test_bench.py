@@ -19,6 +19,7 @@ IDS = {
     "broadcast_keyed",
     "small_tensors",
     "control_share",
+    "decode_check_share",
     "control_null_bucket",
     "control_null_rest",
     "second_update_groups",

@@ -344,6 +344,7 @@ class Operations:
         size = len(put.body)
         try:
             await self._drop(self._expired(), put, *run.changes_at_end, *self._audit.ended(run.operation))
+            run.changes_at_end.clear()
         except RlctlError as error:
             self._unrecorded.add(run.operation.operation_id)
             log.warning(
@@ -408,6 +409,8 @@ class Operations:
             runs = [self._runs[key] for key in late]
             ended = [change for run in runs for change in (*run.changes_at_end, *self._audit.ended(run.operation))]
             await self._journal.write([*(_put(run.record) for run in runs), *ended])
+            for run in runs:
+                run.changes_at_end.clear()
             self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:

@@ -17,7 +17,7 @@ from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.engine import Call
-from rlctl.ports import new_uuid7
+from rlctl.ports import Delete, Put, new_uuid7
 from rlctl.sdk import aio
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
@@ -32,6 +32,33 @@ from rlctl.v1.results_pb2 import (
     OPERATION_STATE_OK,
     OPERATION_STATE_PARTIAL,
 )
+
+
+async def test_an_update_writes_to_the_journal_five_times(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+    journal = fleet.server.coordinator._journal
+    write_through, writes = journal.write, []
+
+    async def record(changes: Sequence[Put | Delete]) -> None:
+        writes.append(sorted({f"-{each.kind}" if isinstance(each, Delete) else each.kind for each in changes}))
+        await write_through(changes)
+
+    monkeypatch.setattr(journal, "write", record)
+    plan = await begin(fleet, version="step-2")
+    await write(fleet, plan, "w2")
+    assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_OK
+    assert writes == [
+        ["model", "operation", "update"],  # begun
+        ["operation"],  # the write of the source, and its end
+        ["operation"],
+        ["model", "update"],  # published
+        ["-update", "audit", "operation"],
+    ]
 
 
 async def test_the_first_version_is_the_checkpoint_of_the_launch(fleet: InProcessFleet) -> None:

@@ -12,6 +12,7 @@ FIGURES: list[Figure] = [
     broadcast.KEYED,
     small_tensors.FIGURE,
     overhead.CONTROL,
+    overhead.DECODE_CHECK,
     control.BUCKET,
     control.REST,
     overhead.GROUPS,

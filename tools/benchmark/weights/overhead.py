@@ -1,4 +1,4 @@
-"""control_share, second_update_groups, extra_memory_in_place: the cost of an update beside the transfer."""
+"""control_share, decode_check_share, second_update_groups, extra_memory_in_place: costs beside the transfer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def _control(setting: Setting) -> Reading:
         ratios(control, [sample.total_s for sample in samples]),
         control_ms=median(control) * 1e3,
         update_ms=median([sample.total_s for sample in samples]) * 1e3,
+    )
+
+
+def _decode_check(setting: Setting) -> Reading:
+    rounds = setting.once(tp1)
+    checked = [sample.total_s for sample in rounds.checked]
+    added = [max(0.0, with_s - plain.total_s) for with_s, plain in zip(checked, rounds.plain, strict=True)]
+    return Reading.of(
+        ratios(added, checked),
+        added_ms=median(added) * 1e3,
+        update_ms=median(checked) * 1e3,
     )
 
 
@@ -51,6 +62,13 @@ CONTROL = Figure(
     "ratio",
     _control,
     at_most=0.03,
+)
+DECODE_CHECK = Figure(
+    "decode_check_share",
+    "time that the decode check adds to an update ÷ the update with the check",
+    "ratio",
+    _decode_check,
+    at_most=0.1,
 )
 STALL = Figure(
     "trainer_stall",

@@ -43,7 +43,7 @@ class Rounds:
 
     Attributes:
         nbytes: size of the weights.
-        bare, plain, verified, keyed: the sides' samples, round by round.
+        bare, plain, verified, keyed, checked: the sides' samples, round by round.
         formed: groups formed by the first update, and by all later updates together.
     """
 
@@ -52,6 +52,7 @@ class Rounds:
     plain: Sequence[Sample]
     verified: Sequence[Sample]
     keyed: Sequence[Sample]
+    checked: Sequence[Sample]
     formed: tuple[int, int]
 
 
@@ -75,16 +76,17 @@ def _rounds(setting: Setting, *, tp_size: int) -> Rounds:
             "bare": lambda: Sample(fleet.peers.broadcast(flat)),
             "plain": lambda: _update(fleet, "none"),
             "verified": lambda: _update(fleet, "expected"),
-            "keyed": lambda: _update(fleet, "expected", "keyed"),
+            "keyed": lambda: _update(fleet, "expected", digest="keyed"),
+            "checked": lambda: _update(fleet, "none", decode_check=True),
         }
         samples = interleaved(setting.rounds, sides)
         return Rounds(fleet.source.nbytes, **samples, formed=(first, _groups_formed(fleet) - first))
 
 
-def _update(fleet: Running, verify: str, digest: str = "") -> Sample:
+def _update(fleet: Running, verify: str, *, digest: str = "", decode_check: bool = False) -> Sample:
     with collectives.timed() as sending, peaks(fleet.engines) as extra:
         fleet.peers.watch()
-        update = fleet.update(verify=verify, digest=digest)
+        update = fleet.update(verify=verify, digest=digest, decode_check=decode_check)
         ranks = fleet.peers.watched()
     control_s = update.total_s - collectives.busy_s(sending, ranks)
     receiving_s = max(max(end for _, end in taken) - min(start for start, _ in taken) for taken, _ in ranks)
