@@ -60,13 +60,15 @@ class Nameless(Caller):
                 partial = begin.may_be_partial and way.random() < 0.5
             self.sim.observer.nameless.update(contents(tag).values())
             self.sim.observer.note(f"a nameless trainer writes {tag}, {'' if paused else 'not '}paused")
-            await self._send(_Writing(self, tag, ranks, chance, parts=way if partial else None))
+            writing = _Writing(self, tag, ranks, chance, parts=way if partial else None)
+            await self._send(writing)
             self.sim.observer.may_end_early.pop(model, None)
             end = chance.random()
-            if partial and end < 0.9:
+            if writing.said_partial or (partial and end < 0.9):
                 # The tensors that were not written are the base version's: the first stage that serves the version
                 # defines the content for all.
                 self.sim.observer.published.pop((model, sequence), None)
+            if partial and end < 0.9:
                 commit = update_pb2.CommitWeightUpdateRequest(header=self._at(model, chance), partial=True)
                 await self.call("CommitWeightUpdate", commit, 60.0)
             elif end < 0.5:
@@ -169,6 +171,7 @@ class _Writing:
         self._kind = verbs_pb2.UPDATE_KIND_UNSPECIFIED
         if chance.random() < 0.1:
             self._kind = chance.choice((verbs_pb2.UPDATE_KIND_FULL, verbs_pb2.UPDATE_KIND_PARTIAL))
+        self.said_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL
         self._label = tag if chance.random() < 0.2 else ""
         self._together = chance.random() < 0.7
 
