@@ -253,9 +253,9 @@ class Receiver:
         """
         if self.kind == "full":
             return self.missing()
-        begun = self._begun | self.written
-        together = (names for names in self._shards.together if not begun.isdisjoint(names))
-        return sorted(begun.union(*together) - self.written)
+        started = self._begun | self.written
+        atomic_lists = (names for names in self._shards.together if not started.isdisjoint(names))
+        return sorted(started.union(*atomic_lists) - self.written)
 
     def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
         """End a receive with GROUP_FAILED (or CANCELLED, see :meth:`copy`). Refuse more until :meth:`begin`.

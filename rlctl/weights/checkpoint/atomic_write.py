@@ -125,8 +125,8 @@ def sweep(directory: Path) -> None:
     as NFS).
     """
     for path in directory.glob(f".*{_BUILDING}{_host()}-*") if _host() else ():
-        with contextlib.suppress(OSError), _holding(path) as held:
-            if held and time.time() - path.stat().st_mtime > _BEGUN_S:
+        with contextlib.suppress(OSError), _holding(path) as acquired:
+            if acquired and time.time() - path.stat().st_mtime > _BEGUN_S:
                 discard(path)
 
 
@@ -169,8 +169,8 @@ def recover(place: Path) -> None:
     """
     if not place.exists() and _before(place).exists():
         rename(_before(place), place)
-    left = [path for path in place.parent.iterdir() if path.name.startswith(f".{place.name}{_BUILDING}")]
-    for path in (*left, _before(place)):
+    builds = [path for path in place.parent.iterdir() if path.name.startswith(f".{place.name}{_BUILDING}")]
+    for path in (*builds, _before(place)):
         discard(path)
 
 
@@ -245,8 +245,8 @@ def alone(directory: Path, patience: Patience) -> Iterator[None]:
     OSError.
     """
     while True:
-        with _holding(directory) as held:
-            if held is not False:
+        with _holding(directory) as acquired:
+            if acquired is not False:
                 yield
                 return
         patience.check(f"while somebody else was at {directory}")

@@ -120,9 +120,9 @@ class Checkpoint:
 
         Raises CHECKPOINT_NOT_FOUND for an unknown tensor, or a file that was changed after the opening.
         """
-        found = self._find(name)
-        found.file.check_unchanged()
-        tensor = torch.empty(found.meta.shape, dtype=found.meta.dtype)
+        entry = self._find(name)
+        entry.file.check_unchanged()
+        tensor = torch.empty(entry.meta.shape, dtype=entry.meta.dtype)
         self.read_into([(name, Slice(), tensor)])
         return tensor
 
@@ -131,14 +131,14 @@ class Checkpoint:
 
         Raises CHECKPOINT_NOT_FOUND as :meth:`read`, FIELD_INVALID for a slice outside the tensor.
         """
-        found = self._find(name)
-        meta, part = found.meta, Slice(dim, start, length)
+        entry = self._find(name)
+        meta, part = entry.meta, Slice(dim, start, length)
         if not part.fits(meta.shape):
             raise Reason.FIELD_INVALID.error(
                 f"{name}: no slice [{start}, {start + length}) of dimension {dim} in shape {meta.shape}",
                 field=self._field,
             )
-        found.file.check_unchanged()
+        entry.file.check_unchanged()
         tensor = torch.empty(part.shape(meta.shape), dtype=meta.dtype)
         self.read_into([(name, part, tensor)])
         return tensor
@@ -164,8 +164,8 @@ class Checkpoint:
         """See :class:`StoredWeights`; ``threads`` as for :func:`rlctl.weights.checkpoint.parallel_read.read_parts`."""
         parts = []
         for name, part, into in wanted:
-            found = self._find(name)
-            parts.append(Part(found.file, found.offset, found.meta, part, into))
+            entry = self._find(name)
+            parts.append(Part(entry.file, entry.offset, entry.meta, part, into))
         touched = {id(part.file): part.file for part in parts}.values()
         for file in touched:
             file.check_contents()
@@ -203,10 +203,10 @@ def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> 
     """Read a checkpoint's ``config.json``, or the file ``name`` in its place. Raises CHECKPOINT_NOT_FOUND."""
     directory = Path(path)
     try:
-        found = directory.is_dir()
+        exists = directory.is_dir()
     except (OSError, ValueError) as error:  # an invalid file name, or a directory without access
         raise _not_found(directory, f"it cannot be looked at: {error}", field) from error
-    if not found:
+    if not exists:
         raise _not_found(directory, "there is no such directory", field)
     return _read_json(directory / name, field)
 

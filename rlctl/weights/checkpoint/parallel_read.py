@@ -93,13 +93,13 @@ def _jobs(part: Part) -> Iterator[Callable[[], int]]:
     # A view of the memory in three dimensions. If strides allow no view, the part is read into separate memory first.
     try:
         target = into.view(outer, length, inner)
-        aside = None
+        scratch = None
     except RuntimeError:
-        aside = torch.empty(outer, length, inner, dtype=into.dtype, device=into.device)
-        target = aside
+        scratch = torch.empty(outer, length, inner, dtype=into.dtype, device=into.device)
+        target = scratch
     buffer_bytes = BUFFER_BYTES if into.device.type == "cpu" else DEVICE_BUFFER_BYTES
     blocks = _blocks(outer, cut, inner * size, start, length, buffer_bytes)
-    if aside is None:
+    if scratch is None:
         for index in range(0, len(blocks), 16):
             yield _Buffered(part, target, blocks[index : index + 16], cut, start, None)
     else:

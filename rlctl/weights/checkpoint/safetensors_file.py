@@ -134,7 +134,7 @@ class TensorFile:
         return header, _LENGTH.size + length
 
     def _tensors(self, header: Mapping[str, Any], begin: int) -> tuple[dict[str, TensorMeta], dict[str, int]]:
-        found: list[tuple[int, int, TensorMeta]] = []
+        tensors: list[tuple[int, int, TensorMeta]] = []
         for name, entry in header.items():
             json_files.text(name)
             try:
@@ -150,16 +150,16 @@ class TensorFile:
             meta = TensorMeta(name, parse_dtype(DTYPES[dtype], self._field), shape)
             if meta.nbytes != end - start:
                 raise ValueError(f"{name} has {end - start} bytes instead of {meta.nbytes}")
-            found.append((start, end, meta))
-        found.sort(key=lambda tensor: tensor[:2])
+            tensors.append((start, end, meta))
+        tensors.sort(key=lambda tensor: tensor[:2])
         position = 0
-        for start, end, meta in found:
+        for start, end, meta in tensors:
             if start != position:
                 raise ValueError(f"{meta.name} begins at byte {start} of the tensors, {position} comes next")
             position = end
         if begin + position != self.size:
             raise ValueError(f"it has {self.size} bytes, its header promises {begin + position}")
-        return {meta.name: meta for _, _, meta in found}, {meta.name: begin + start for start, _, meta in found}
+        return {meta.name: meta for _, _, meta in tensors}, {meta.name: begin + start for start, _, meta in tensors}
 
     def _unreadable(self, cause: str) -> RlctlError:
         return Reason.CHECKPOINT_NOT_FOUND.error(f"{self.path}: {cause}", field=self._field)

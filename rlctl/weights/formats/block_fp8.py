@@ -73,9 +73,9 @@ def block_size_of(config: Mapping[str, Any]) -> BlockSize | None:
     if not isinstance(settings, Mapping):
         raise _unsupported(f"quantization_config is {settings!r}")
     size = settings.get("weight_block_size")
-    wanted = {"quant_method": ("fp8",), "activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
-    wanted |= {"scale_fmt": ("float", None), "expert_dtype": ("fp8", None)}
-    for name, allowed in wanted.items():
+    supported = {"quant_method": ("fp8",), "activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
+    supported |= {"scale_fmt": ("float", None), "expert_dtype": ("fp8", None)}
+    for name, allowed in supported.items():
         if settings.get(name) not in allowed:
             raise _unsupported(f"{name} is {settings.get(name)!r}")
     if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
@@ -147,20 +147,22 @@ class BlockFp8:
             block = block or block_size_of(reference.config)
             reference = reference.metas.values()
         self._block = block or BlockSize()
-        wanted = by_name(reference, field="reference")
-        scales = scales_of(wanted)
-        given = by_name(source.metas(), field="weights")
-        dropped = left_out(spares_of(source), wanted)
-        given = {name: meta for name, meta in given.items() if name not in dropped}
-        self._source = only(source, given)
+        reference_metas = by_name(reference, field="reference")
+        scales = scales_of(reference_metas)
+        metas = by_name(source.metas(), field="weights")
+        dropped = left_out(spares_of(source), reference_metas)
+        metas = {name: meta for name, meta in metas.items() if name not in dropped}
+        self._source = only(source, metas)
         self._scales = {
-            name: wanted[scales[name]] for name, meta in given.items() if name in scales and meta.dtype != CODES
+            name: reference_metas[scales[name]]
+            for name, meta in metas.items()
+            if name in scales and meta.dtype != CODES
         }
         for name, scale in self._scales.items():
-            if given[name].shape != wanted[name].shape or scale.shape != self._block.scales(given[name].shape):
+            if metas[name].shape != reference_metas[name].shape or scale.shape != self._block.scales(metas[name].shape):
                 raise Reason.FIELD_INVALID.error(
-                    f"{name} of shape {given[name].shape} has no scales of shape {scale.shape} for blocks of "
-                    f"{self._block.rows} by {self._block.columns}; the reference has {wanted[name].shape}",
+                    f"{name} of shape {metas[name].shape} has no scales of shape {scale.shape} for blocks of "
+                    f"{self._block.rows} by {self._block.columns}; the reference has {reference_metas[name].shape}",
                     field="weights",
                 )
             if scale.dtype not in SCALE_DTYPES:

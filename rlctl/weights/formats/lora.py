@@ -97,13 +97,13 @@ def targets(config: AdapterConfig, modules: Iterable[str], *, field: str) -> lis
     ``modules`` are all modules of the model. Raises CHECKPOINT_MISMATCH, with the target, for an unknown target.
     """
     names = list(modules)
-    found: set[str] = set()
+    selected: set[str] = set()
     for target in config.target_modules:
         matches = [name for name in names if name == target or name.endswith(f".{target}")]
         if not matches:
             raise Reason.CHECKPOINT_MISMATCH.error(f"the model has no linear layer {target!r}", field=field)
-        found.update(matches)
-    return sorted(found)
+        selected.update(matches)
+    return sorted(selected)
 
 
 def names_of(module: str) -> tuple[str, str]:
@@ -126,15 +126,15 @@ def expected(
     :func:`targets`, and FIELD_INVALID for a rank larger than a layer.
     """
     check(config, field=field)
-    found = {}
+    matrices = {}
     for module in targets(config, layers, field=field):
         outputs, inputs = layers[module]
         if config.lora_rank > max(inputs, outputs):
             raise Reason.FIELD_INVALID.error(
                 f"rank {config.lora_rank} is larger than layer {module}, {inputs} to {outputs}", field=field
             )
-        found[module] = metas_of(module, config.lora_rank, inputs, outputs, torch.float32)
-    return found
+        matrices[module] = metas_of(module, config.lora_rank, inputs, outputs, torch.float32)
+    return matrices
 
 
 def open_adapter(path: str, *, field: str = "path") -> tuple[AdapterConfig, Checkpoint]:

@@ -95,7 +95,7 @@ def interface_of(host: str) -> str:
         return ""
     if address.version == 6:
         return _ipv6_interfaces().get(address.packed.hex(), "")
-    return next((name for name, found in _ipv4_addresses().items() if found == str(address)), "")
+    return next((name for name, ipv4 in _ipv4_addresses().items() if ipv4 == str(address)), "")
 
 
 def own_address(host: str, field: str = "host") -> str:
@@ -123,31 +123,31 @@ def address_on(interface: str, *, field: str = "interface") -> str:
     Raises FIELD_INVALID with ``field`` and the existing addresses if no address matches.
     """
     addresses = {str(ipaddress.IPv6Address(bytes.fromhex(raw))): name for raw, name in _ipv6_interfaces().items()}
-    found = {**{address: name for name, address in _ipv4_addresses().items()}, **addresses}
+    interfaces = {**{address: name for name, address in _ipv4_addresses().items()}, **addresses}
     network = None
     if "/" in interface:
         try:
             network = ipaddress.ip_network(interface, strict=False)
         except ValueError as error:
             raise Reason.FIELD_INVALID.error(f"{interface} is no network: {error}", field=field) from None
-    for address, name in found.items():
+    for address, name in interfaces.items():
         # An address of the other family is in no network of this family.
         if name == interface if network is None else ipaddress.ip_address(address) in network:
             return address
-    there = ", ".join(f"{name} {address}" for address, name in found.items())
+    there = ", ".join(f"{name} {address}" for address, name in interfaces.items())
     raise Reason.FIELD_INVALID.error(f"this machine has no address on {interface}; there are: {there}", field=field)
 
 
 def _ipv4_addresses() -> dict[str, str]:
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            found[name] = str(ipaddress.IPv4Address(answer[20:24]))
-    return found
+            addresses[name] = str(ipaddress.IPv4Address(answer[20:24]))
+    return addresses
 
 
 def _ipv6_interfaces() -> dict[str, str]:

@@ -53,11 +53,11 @@ def send(
     the first byte, a dtype that a cast would ruin), GROUP_FAILED. The outcome is DIRTY after the first sent byte.
     Errors of the source itself pass through.
     """
-    sent = SentInPassing(source, buckets, group, digest)
+    transfer = SentInPassing(source, buckets, group, digest)
     started = time.perf_counter()
-    for _ in sent.tensors():
+    for _ in transfer.tensors():
         pass
-    return SendStats(sent.bytes, time.perf_counter() - started)
+    return SendStats(transfer.bytes, time.perf_counter() - started)
 
 
 class SentInPassing:
@@ -71,11 +71,11 @@ class SentInPassing:
         self, source: WeightSource, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None
     ) -> None:
         """Prepare the send. Raises FIELD_INVALID for a dtype that a cast would ruin."""
-        given = {meta.name: meta.dtype for meta in source.metas()}
+        dtypes = {meta.name: meta.dtype for meta in source.metas()}
         for meta in (meta for bucket in buckets for meta in bucket.metas):
-            if not castable(given.get(meta.name, meta.dtype), meta.dtype):
+            if not castable(dtypes.get(meta.name, meta.dtype), meta.dtype):
                 raise unfit(
-                    f"{meta.name} is {given[meta.name]}, and {meta.dtype} was announced: that takes more than a cast"
+                    f"{meta.name} is {dtypes[meta.name]}, and {meta.dtype} was announced: that takes more than a cast"
                 )
         self.bytes = 0
         self.stable = is_stable(source)

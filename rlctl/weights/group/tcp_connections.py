@@ -36,8 +36,8 @@ KiB is about as good, 1 MiB shows no gain (docs/benchmarks.md).
 
 def resolve(host: str, port: int) -> set[Endpoint]:
     """Return every endpoint of a host and port. Raises OSError if the name does not resolve."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return {(str(info[4][0]), port) for info in found}
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {(str(info[4][0]), port) for info in infos}
 
 
 def gloo_endpoint(blob: bytes) -> Endpoint | None:
@@ -95,12 +95,12 @@ def find(*, accepted_at: Collection[Endpoint] = (), made_to: Collection[Endpoint
 
     ``accepted_at`` has endpoints of this process's listeners, ``made_to`` endpoints of peers.
     """
-    found = []
+    connections = []
     for number in _descriptors():
         with suppress(OSError), closing(_handle(number)) as handle:
             if _plain(handle.getpeername()) in made_to or _plain(handle.getsockname()) in accepted_at:
-                found.append(Connection(number, os.fstat(handle.fileno()).st_ino))
-    return found
+                connections.append(Connection(number, os.fstat(handle.fileno()).st_ino))
+    return connections
 
 
 def of_group(endpoints: Mapping[int, Endpoint], rank: int) -> list[Connection]:

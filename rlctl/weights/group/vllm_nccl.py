@@ -110,12 +110,12 @@ def unique_id(store: tuple[str, int], name: str, timeout_s: float) -> bytes:
     limit = datetime.timedelta(seconds=timeout_s)
     try:
         client = TCPStore(*store, None, False, timeout=limit, wait_for_workers=False)
-        found: bytes = client.get(unique_id_key(name))
+        id_bytes: bytes = client.get(unique_id_key(name))
     except RuntimeError as error:
         raise Reason.GROUP_FAILED.error(f"group {name}: its source did not come within {timeout_s:g} s") from error
-    if len(found) != UNIQUE_ID_BYTES:
-        raise Reason.GROUP_FAILED.error(f"group {name}: {len(found)} bytes are no unique id of NCCL's")
-    return found
+    if len(id_bytes) != UNIQUE_ID_BYTES:
+        raise Reason.GROUP_FAILED.error(f"group {name}: {len(id_bytes)} bytes are no unique id of NCCL's")
+    return id_bytes
 
 
 class _Forming(Forming):

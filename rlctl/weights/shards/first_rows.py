@@ -19,11 +19,11 @@ DEFAULT_ROWS = 100
 
 def rows_of(request: CheckWeightsRequest, meta: TensorMeta) -> int:
     """Return the number of rows to read. Raises FIELD_INVALID if the rows have too many values."""
-    asked = request.rows if request.HasField("rows") else DEFAULT_ROWS
+    requested = request.rows if request.HasField("rows") else DEFAULT_ROWS
     if not meta.shape:
         return 1
     width = math.prod(meta.shape[1:])
-    rows = min(asked, meta.shape[0])
+    rows = min(requested, meta.shape[0])
     if rows * width > MOST_VALUES:
         raise Reason.FIELD_INVALID.error(
             f"{rows} rows of {meta.name} have {rows * width} values; at most {MOST_VALUES} are returned",
@@ -52,7 +52,7 @@ def first_rows(request: CheckWeightsRequest, shard: Shard) -> TensorValues | Non
 
 def values_of(meta: TensorMeta, local: torch.Tensor, place: tuple[int, int] | None = None) -> TensorValues:
     """Return a rank's values of a tensor; ``place`` is the cut dimension and the first index."""
-    told = TensorValues(
+    values = TensorValues(
         name=meta.name,
         dtype=dtype_name(meta.dtype),
         full_shape=Shape(dims=meta.shape),
@@ -60,5 +60,5 @@ def values_of(meta: TensorMeta, local: torch.Tensor, place: tuple[int, int] | No
         values=local.to("cpu", torch.float32).flatten().tolist(),
     )
     if place is not None:
-        told.dim, told.start = place
-    return told
+        values.dim, values.start = place
+    return values

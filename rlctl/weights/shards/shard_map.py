@@ -99,9 +99,9 @@ class ShardMap:
         """
         names = self.select(stored, ignore=ignore, only=only)
         stored.check_unchanged()
-        wanted = [(name, self.shards[name].slice, self.part_in_place(name)) for name in names]
+        parts = [(name, self.shards[name].slice, self.part_in_place(name)) for name in names]
         try:
-            stored.read_into(wanted)
+            stored.read_into(parts)
         except RlctlError as error:
             error.outcome = common_pb2.OUTCOME_DIRTY
             raise
@@ -113,12 +113,12 @@ class ShardMap:
         """Return the names that :meth:`load` would read, in order, with the same checks, without a read."""
         chosen = self.shards.keys() if only is None else only
         reference = {name: meta for name, meta in self.reference.items() if name in chosen}
-        found = {
+        metas = {
             name: meta
             for name, meta in stored.metas.items()
             if name in reference or (only is None and name not in ignore)
         }
-        compare(found, reference, what=f"the checkpoint {stored.path}")
+        compare(metas, reference, what=f"the checkpoint {stored.path}")
         return reference.keys()
 
     def part_in_place(self, name: str) -> torch.Tensor:
@@ -188,11 +188,11 @@ def model_digest(
 
 def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) -> ModelDigestResult:
     spreads = Gathering(shards.shards, exchange).spreads
-    held = [shards.shards[name] for name in sorted(shards.shards)]
+    local_shards = [shards.shards[name] for name in sorted(shards.shards)]
     sums: list[Sum] = []
     # An error at one rank is raised at every rank. Otherwise the other ranks would wait.
     try:
-        sums = keyed_sums(key, held, stop)
+        sums = keyed_sums(key, local_shards, stop)
     except RlctlError as error:
         stop.set(error)
     except torch.OutOfMemoryError as error:
@@ -200,20 +200,20 @@ def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) 
     except Exception as error:  # noqa: BLE001
         stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
     agree_to_go_on(exchange, stop)
-    mine = {shard.meta.name: each.words for shard, each in zip(held, sums, strict=True)}
-    found = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(mine).encode())]
+    mine = {shard.meta.name: each.words for shard, each in zip(local_shards, sums, strict=True)}
+    rank_sums = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(mine).encode())]
     digests: dict[str, str] = {}
     inconsistent: list[str] = []
     for name, spread in spreads.items():
         total = identity(key, spread.meta)
         for piece in spread.pieces:
-            copies = {Sum.of(*found[rank][name]) for rank in piece.holders}
+            copies = {Sum.of(*rank_sums[rank][name]) for rank in piece.holders}
             if len(copies) > 1:
                 inconsistent.append(name)
-            total += Sum.of(*found[piece.holders[0]][name])
+            total += Sum.of(*rank_sums[piece.holders[0]][name])
         digests[name] = total.hex()
     for name in set(inconsistent):
-        mixture = json.dumps([digests[name], [answer.get(name) for answer in found]])
+        mixture = json.dumps([digests[name], [answer.get(name) for answer in rank_sums]])
         digests[name] = hashlib.sha256(mixture.encode()).hexdigest()[: len(digests[name])]
     owner = owners(spreads, exchange.size)
     share = {name: digest for name, digest in digests.items() if owner[name] == exchange.rank}
@@ -241,33 +241,33 @@ class _Digesting:
         # Every rank has read its weights: a later stop does not matter.
         self._go_on()
         answers = self._exchange.all_gather_bytes(json.dumps({"copies": copies, "owned": owned}).encode())
-        found = [json.loads(answer) for answer in answers]
+        rank_digests = [json.loads(answer) for answer in answers]
         digests: dict[str, str] = {}
         inconsistent: list[str] = []
         for name, spread in self._spreads.items():
-            seen = [
-                [found[rank]["copies"][name] for rank in piece.holders]
+            piece_digests = [
+                [rank_digests[rank]["copies"][name] for rank in piece.holders]
                 for piece in spread.pieces
                 if spread.whole or len(piece.holders) > 1
             ]
-            digests[name] = seen[0][0] if spread.whole else found[self._owner[name]]["owned"][name]
-            if any(len(set(same)) > 1 for same in seen):
+            digests[name] = piece_digests[0][0] if spread.whole else rank_digests[self._owner[name]]["owned"][name]
+            if any(len(set(same)) > 1 for same in piece_digests):
                 inconsistent.append(name)
-                mixture = json.dumps([digests[name], seen])
+                mixture = json.dumps([digests[name], piece_digests])
                 digests[name] = hashlib.sha256(mixture.encode()).hexdigest()
         share = {name: digests[name] for name in digests if self._owner[name] == self._exchange.rank}
         return ModelDigestResult(combine(digests), share, digests, sorted(inconsistent))
 
     def _digest_copies(self) -> dict[str, str]:
         """Digest parts with copies at other ranks, and tensors that are whole here."""
-        wanted: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
+        tensors: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         for name, spread in self._spreads.items():
             mine = [piece for piece in spread.pieces if self._exchange.rank in piece.holders]
             if mine and (spread.whole or len(mine[0].holders) > 1):
-                wanted[name] = (self._shards[name].local, spread.meta.dtype)
-        digests = {name: self._known[name] for name in wanted if name in self._known and self._spreads[name].whole}
+                tensors[name] = (self._shards[name].local, spread.meta.dtype)
+        digests = {name: self._known[name] for name in tensors if name in self._known and self._spreads[name].whole}
         self._go_on()
-        return digests | tensor_digests({name: wanted[name] for name in wanted.keys() - digests.keys()})
+        return digests | tensor_digests({name: tensors[name] for name in tensors.keys() - digests.keys()})
 
     def _digest_cut_up(self) -> dict[str, str]:
         """Digest this rank's share of the divided tensors; gather for the other ranks' shares."""

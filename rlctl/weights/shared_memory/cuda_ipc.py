@@ -69,18 +69,18 @@ def open_cuda(handle: bytes, size: int, device: torch.device, field: str) -> tor
         if code:
             raise Reason.SEGMENT_NOT_FOUND.error(f"CUDA cannot open the handle: {_words(code)}", field=field)
         memory = _DeviceMemory(pointer.value or 0, size, device, "cudaIpcCloseMemHandle")
-        base, found = ctypes.c_void_p(), ctypes.c_size_t()
-        code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(found), pointer)
-        if not code and found.value < size:
-            raise Reason.FIELD_INVALID.error(f"{found.value} bytes are behind the handle, not {size}", field=field)
+        base, allocated = ctypes.c_void_p(), ctypes.c_size_t()
+        code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(allocated), pointer)
+        if not code and allocated.value < size:
+            raise Reason.FIELD_INVALID.error(f"{allocated.value} bytes are behind the handle, not {size}", field=field)
         return torch.as_tensor(memory, device=device)
 
 
 def refuse_beyond_allocation(pointer: int, size: int, field: str) -> None:
     """Raise FIELD_INVALID if an allocation has less than ``size`` bytes from a pointer on."""
-    base, found = ctypes.c_void_p(), ctypes.c_size_t()
-    code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(found), ctypes.c_void_p(pointer))
-    if not code and (base.value or 0) + found.value < pointer + size:
+    base, allocated = ctypes.c_void_p(), ctypes.c_size_t()
+    code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(allocated), ctypes.c_void_p(pointer))
+    if not code and (base.value or 0) + allocated.value < pointer + size:
         raise Reason.FIELD_INVALID.error(f"less than {size} bytes are behind the handle", field=field)
 
 

@@ -154,9 +154,9 @@ def open_memory(name: str, size: int, field: str, size_field: str) -> SharedMemo
     """
     check_name(name, field)
     with _opened(name, field) as descriptor:
-        found = os.fstat(descriptor).st_size
-        if found != size or size < HEADER_BYTES:
-            raise Reason.FIELD_INVALID.error(f"{name} is {found} bytes large, not {size}", field=size_field)
+        file_size = os.fstat(descriptor).st_size
+        if file_size != size or size < HEADER_BYTES:
+            raise Reason.FIELD_INVALID.error(f"{name} is {file_size} bytes large, not {size}", field=size_field)
         if os.pread(descriptor, len(_MAGIC), 0) != _MAGIC:
             raise Reason.FIELD_INVALID.error(f"{name} is not a segment of this version", field=field)
         try:

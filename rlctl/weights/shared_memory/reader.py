@@ -169,9 +169,9 @@ class SegmentReader:
     def _look_after(self) -> None:
         """Forget segments whose owners are gone: their memory is freed after the last mapping."""
         while not self._closed.wait(WATCH_S):
-            gone = [name for name in self.mapped if abandoned(name)]
+            names = [name for name in self.mapped if abandoned(name)]
             with self._lock:
-                for name in gone:
+                for name in names:
                     self._mappings.pop(name, None)
                 if not self._mappings:
                     self._watch = None

@@ -118,16 +118,16 @@ def _shared(message: verbs_pb2.TensorSegment) -> SharedStorage:
 
 
 def _cuda(message: verbs_pb2.TensorSegment) -> CudaStorage:
-    told = message.torch_cuda_memory
+    memory = message.torch_cuda_memory
     storage = CudaStorage(
         device=message.device,
-        handle=told.handle,
-        offset=told.offset,
+        handle=memory.handle,
+        offset=memory.offset,
         size=message.size,
-        ref_counter=told.ref_counter,
-        ref_counter_offset=told.ref_counter_offset,
-        event=told.event,
-        event_sync_required=told.event_sync_required,
+        ref_counter=memory.ref_counter,
+        ref_counter_offset=memory.ref_counter_offset,
+        event=memory.event,
+        event_sync_required=memory.event_sync_required,
     )
     check_cuda(storage)
     return storage
@@ -180,8 +180,8 @@ def at(segments: Sequence[Segment], node: str, device: str, rank: int = 0) -> li
             f"{', '.join(places)}",
             field="segments",
         )
-    found = by_name((meta for segment in mine for meta, _ in segment.tensors), field="segments.tensors")
-    lacking = sorted({meta.name for segment in segments for meta, _ in segment.tensors} - found.keys())
+    metas = by_name((meta for segment in mine for meta, _ in segment.tensors), field="segments.tensors")
+    lacking = sorted({meta.name for segment in segments for meta, _ in segment.tensors} - metas.keys())
     if lacking:
         raise Reason.FIELD_INVALID.error(
             f"the segments for {device} of {node} lack {len(lacking)} tensors of the request: {', '.join(lacking[:5])}",

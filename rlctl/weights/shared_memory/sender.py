@@ -79,8 +79,8 @@ class SegmentSender:
     @property
     def room(self) -> int:
         """Bytes that this sender's segments may take in host memory, with the existing segments."""
-        held = self._pool.nbytes if self._pool.device_id == CPU else 0
-        return free_bytes() + held
+        pool_bytes = self._pool.nbytes if self._pool.device_id == CPU else 0
+        return free_bytes() + pool_bytes
 
     def reaches(self, worker: common_pb2.WorkerCoordinates) -> bool:
         """Return whether a rank can map these segments: by the identity of host and device, never by name or index."""
@@ -130,14 +130,14 @@ class SegmentSender:
                     for index, meta in enumerate(bucket.metas):
                         tensor = _next(tensors, meta)
                         views[index][1].copy_(tensor)  # casts in one pass, from any device and layout
-                    sent = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
+                    segment = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
                 except BaseException:
                     views.clear()  # or a kept traceback would keep the memory mapped
                     self._pool.give_back(memory)
                     raise
                 if digest is not None:
                     digesting[id(memory)] = [digesters.submit(digest.add, name, view) for name, view in views]
-                yield sent
+                yield segment
             if (extra := next(tensors, None)) is not None:
                 raise unannounced(extra[0])
             left()

@@ -59,7 +59,7 @@ class TorchMapping:
 
     def _map_shared(self, storage: SharedStorage, field: str) -> None:
         where = f"{field}.torch_shared_memory"
-        whole, found = map_other(storage.name, _HEADER_BYTES + storage.size, where, f"{field}.size")
+        whole, identity = map_other(storage.name, _HEADER_BYTES + storage.size, where, f"{field}.size")
         manager = _manager()
         try:
             # Only the first byte: torch maps it writable, for the number of references before it.
@@ -68,8 +68,8 @@ class TorchMapping:
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             raise Reason.SEGMENT_NOT_FOUND.error(f"{storage.name}: {cause}", field=where) from error
-        self._name, self._identity = storage.name, found
-        self._drop = weakref.finalize(self, _drop_shared, storage.name, found, [opened])
+        self._name, self._identity = storage.name, identity
+        self._drop = weakref.finalize(self, _drop_shared, storage.name, identity, [opened])
         self._drop.atexit = False
         del opened
         self.data = whole[_HEADER_BYTES:]

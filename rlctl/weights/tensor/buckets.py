@@ -83,22 +83,22 @@ def plan(
     """
     if bucket_bytes < 1 or large_bytes < 1:
         raise Reason.FIELD_INVALID.error(f"no buckets of {bucket_bytes} bytes and {large_bytes} for large tensors")
-    together = [[entry] if isinstance(entry, TensorMeta) else list(entry) for entry in metas]
-    by_name(meta for group in together for meta in group)
+    atomic_lists = [[entry] if isinstance(entry, TensorMeta) else list(entry) for entry in metas]
+    by_name(meta for atomic_list in atomic_lists for meta in atomic_list)
     # Contents and format by the position of the last entry.
     closed: dict[int, tuple[list[TensorMeta], bool]] = {}
     packing: list[TensorMeta] = []
     end = last = 0
-    for position, group in enumerate(together):
-        if any(meta.nbytes >= large_bytes for meta in group):
-            closed[position] = (group, False)
+    for position, atomic_list in enumerate(atomic_lists):
+        if any(meta.nbytes >= large_bytes for meta in atomic_list):
+            closed[position] = (atomic_list, False)
             continue
-        apart = bool(group) and _aligned(end, group[0]) != end
-        if packing and (apart or _end(group, end) > bucket_bytes):
+        apart = bool(atomic_list) and _aligned(end, atomic_list[0]) != end
+        if packing and (apart or _end(atomic_list, end) > bucket_bytes):
             closed[last] = (packing, True)
             packing, end = [], 0
-        packing += group
-        end, last = _end(group, end), position
+        packing += atomic_list
+        end, last = _end(atomic_list, end), position
     if packing:
         closed[last] = (packing, True)
     return [Bucket(sequence, *closed[position]) for sequence, position in enumerate(sorted(closed))]

@@ -101,13 +101,13 @@ def checkpoint_parts(module: nn.Module, verbatim: Set[str] = frozenset()) -> dic
     Raises UNSUPPORTED if the mapping computes a tensor instead of cutting it out of a parameter.
     """
     state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in _state(module)}
-    kept = {name: tensor for name, tensor in state.items() if name in verbatim}
+    unmapped = {name: tensor for name, tensor in state.items() if name in verbatim}
     others = {name: tensor for name, tensor in state.items() if name not in verbatim}
     names = {id(tensor): name for name, tensor in state.items()}
     with _Views():
-        found = _revert(module)(others)
+        mapped = _revert(module)(others)
     parts: dict[str, Part] = {}
-    for name, tensor in (kept | found).items():
+    for name, tensor in (unmapped | mapped).items():
         source = names.get(id(tensor if tensor._base is None else tensor._base))
         if source is None:
             raise Reason.UNSUPPORTED.error(
@@ -141,27 +141,33 @@ class ModuleSource:
         self._spares: dict[str, Spare] = {}
         self._parts: dict[str, tuple[tuple[int, ...], dict[str, Part]]] = {}
         parts: dict[str, dict[str, Part]] = {}
-        wanted = None if names is None else frozenset(names)
-        for name, part in checkpoint_parts(module, wanted or frozenset()).items():
-            if wanted is None or name in wanted:
+        selected = None if names is None else frozenset(names)
+        for name, part in checkpoint_parts(module, selected or frozenset()).items():
+            if selected is None or name in selected:
                 parts.setdefault(part.source, {})[name] = part
-        seen: dict[int, str] = {}
+        first_sources: dict[int, str] = {}
         for source, tensor in _state(module):
-            if source in parts and (names is not None or id(tensor) not in seen):
+            if source in parts and (names is not None or id(tensor) not in first_sources):
                 self._parts[source] = (tuple(tensor.shape), parts[source])
-                seen[id(tensor)] = source
-            if spares and id(tensor) in seen:
-                self._spare(seen[id(tensor)], source, tensor, tuple(parts[seen[id(tensor)]]), parts.get(source, {}))
+                first_sources[id(tensor)] = source
+            if spares and id(tensor) in first_sources:
+                self._spare(
+                    first_sources[id(tensor)],
+                    source,
+                    tensor,
+                    tuple(parts[first_sources[id(tensor)]]),
+                    parts.get(source, {}),
+                )
 
     def _spare(
         self, first: str, source: str, tensor: torch.Tensor, usual: tuple[str, ...], parts: dict[str, Part]
     ) -> None:
         """Register the tensor also as ``source`` and its parts; ``usual`` are its names as the tensor ``first``."""
         whole = Part(source, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
-        shape, known = self._parts[first]
-        others = {name: part for name, part in ({source: whole} | parts).items() if name not in known}
+        shape, existing = self._parts[first]
+        others = {name: part for name, part in ({source: whole} | parts).items() if name not in existing}
         self._spares |= dict.fromkeys(others, Spare(usual))
-        self._parts[first] = (shape, known | others)
+        self._parts[first] = (shape, existing | others)
 
     def spares(self) -> dict[str, Spare]:
         """Return the other possible checkpoint names of tensors, each with the usual names."""

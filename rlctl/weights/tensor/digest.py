@@ -173,11 +173,11 @@ class ModelDigest:
 
 
 def _tensors_once(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
+    yielded: set[int] = set()
     for named in (module.named_parameters(), module.named_buffers()):
         for name, tensor in named:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) not in yielded:
+                yielded.add(id(tensor))
                 yield name, tensor
 
 

@@ -75,17 +75,17 @@ def not_finite(held: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[
     """Return the names in ``dtypes`` of tensors with a value that is not finite."""
     names_not_finite = []
     for names, tensor in held:
-        sent = [name for name in names if name in dtypes]
-        if sent and not is_finite(tensor, dtypes[sent[0]]):
-            names_not_finite += sent
+        selected = [name for name in names if name in dtypes]
+        if selected and not is_finite(tensor, dtypes[selected[0]]):
+            names_not_finite += selected
     return names_not_finite
 
 
 def refusal(names: Collection[str], total: int) -> RlctlError:
     ordered = sorted(set(names))
-    shown = ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
+    examples = ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
     return Reason.WEIGHTS_NOT_FINITE.error(
-        f"{len(ordered)} of {total} tensors hold NaN or infinite values in the dtype of the checkpoint: {shown}",
+        f"{len(ordered)} of {total} tensors hold NaN or infinite values in the dtype of the checkpoint: {examples}",
         field="weights",
         metadata={"tensor": ordered[0], "count": str(len(ordered))},
     )

@@ -103,8 +103,8 @@ def keyed_sums(
 
         # Work for other devices is started in this thread, on its stream.
         used = threads if device.type == "cpu" else 1
-        for found in _mapped(digest, list(_batches(shards, indexes)), used):
-            for index, part in found.items():
+        for partial_sums in _mapped(digest, list(_batches(shards, indexes)), used):
+            for index, part in partial_sums.items():
                 sums[index] += part
     return sums
 
@@ -144,7 +144,7 @@ class _Rows:
 def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_Rows]]:
     """Yield all rows of these shards, in batches of a size that suits the device."""
     batch: list[_Rows] = []
-    left = 1.0
+    remaining = 1.0
     for index in indexes:
         shard = shards[index]
         chunk, whole = _CPU_BYTES if shard.local.device.type == "cpu" else _DEVICE_BYTES
@@ -152,12 +152,12 @@ def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_
             size = max(_LINE_BYTES, matrix.shape[1] * shard.meta.dtype.itemsize)
             rows = max(1, chunk // size)
             for at in range(0, len(matrix), rows):
-                held = matrix[at : at + rows]
-                batch.append(_Rows(index, shard, first + at, held))
-                left -= len(held) * size / whole
-                if left <= 0:
+                piece = matrix[at : at + rows]
+                batch.append(_Rows(index, shard, first + at, piece))
+                remaining -= len(piece) * size / whole
+                if remaining <= 0:
                     yield batch
-                    batch, left = [], 1.0
+                    batch, remaining = [], 1.0
     if batch:
         yield batch
 
@@ -191,9 +191,9 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
         first = part.start * meta.dtype.itemsize if part.dim == len(full) - 1 else 0
         blocks = -(-full[-1] * meta.dtype.itemsize // BLOCK)
         numbers = _row_numbers(rows, full) * blocks
-        for block, left, right in _cuts(first, data.shape[1]):
-            at = (first + left) % BLOCK
-            products.append(_product(data[:, left:right], keys.small[at : at + right - left]))
+        for block, start, end in _cuts(first, data.shape[1]):
+            at = (first + start) % BLOCK
+            products.append(_product(data[:, start:end], keys.small[at : at + end - start]))
             lines.append(numbers + block)
             owners.append(place[rows.index])
     counts = torch.tensor([len(each) for each in lines], device="cpu")
@@ -268,12 +268,12 @@ def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
 
 def _cuts(first: int, width: int) -> Iterator[tuple[int, int, int]]:
     """Split ``width`` bytes from byte ``first`` of a row at the borders of blocks: (block, from, to)."""
-    left = 0
-    while left < width:
-        block = (first + left) // BLOCK
-        right = min(width, (block + 1) * BLOCK - first)
-        yield block, left, right
-        left = right
+    start = 0
+    while start < width:
+        block = (first + start) // BLOCK
+        end = min(width, (block + 1) * BLOCK - first)
+        yield block, start, end
+        start = end
 
 
 def _product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -288,14 +288,14 @@ def _product_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], 
     data = torch.randint(-128, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
     keys = torch.randint(-64, 64, (512, LANES), dtype=torch.int8, generator=generator, device="cpu")
     data[0], data[1], keys[:, 0], keys[:, 1] = -128, 127, -64, 63
-    right = data.to(torch.int64) @ keys.to(torch.int64)
+    expected = data.to(torch.int64) @ keys.to(torch.int64)
     try:
-        found = _int8_product(data.to(device), keys.to(device)).cpu()
+        product = _int8_product(data.to(device), keys.to(device)).cpu()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # not in this build of torch
         return _float_product
-    return _int8_product if torch.equal(found.to(torch.int64), right) else _float_product
+    return _int8_product if torch.equal(product.to(torch.int64), expected) else _float_product
 
 
 def _int8_product(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

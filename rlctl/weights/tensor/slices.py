@@ -100,13 +100,13 @@ class Spread:
     def __init__(self, meta: TensorMeta, parts: Mapping[int, Slice]) -> None:
         """Create a spread from the parts by rank. Raises INTERNAL if the parts do not tile the tensor."""
         self.meta = meta
-        held: dict[Slice, list[int]] = {}
+        holders: dict[Slice, list[int]] = {}
         for rank in sorted(parts):
             part = Slice() if parts[rank].whole(meta.shape) else parts[rank]
             if part.dim is None or part.length:
-                held.setdefault(part, []).append(rank)
-        ordered = sorted(held, key=lambda part: part.start)
-        self.pieces = [Piece(part, tuple(held[part])) for part in ordered]
+                holders.setdefault(part, []).append(rank)
+        ordered = sorted(holders, key=lambda part: part.start)
+        self.pieces = [Piece(part, tuple(holders[part])) for part in ordered]
         if not self._tiled():
             raise Reason.INTERNAL.error(
                 f"{meta.name}: the ranks' slices do not make up its shape {meta.shape}: {dict(parts)}"

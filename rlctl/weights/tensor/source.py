@@ -163,8 +163,8 @@ def check_given(tensor: torch.Tensor, wire: TensorMeta) -> None:
 def refuse_lacking(names: Collection[str]) -> None:
     """Raise FIELD_INVALID if a source has not yielded announced names."""
     if names:
-        shown = ", ".join(sorted(names)[:_SHOWN])
-        raise unfit(f"the source lacks {len(names)} of the announced tensors: {shown}")
+        examples = ", ".join(sorted(names)[:_SHOWN])
+        raise unfit(f"the source lacks {len(names)} of the announced tensors: {examples}")
 
 
 def unannounced(name: str) -> RlctlError:

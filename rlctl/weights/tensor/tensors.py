@@ -109,9 +109,9 @@ def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
 
 def by_name(metas: Iterable[TensorMeta], *, field: str = "") -> Mapping[str, TensorMeta]:
     """Return the descriptions by name. Raises FIELD_INVALID for a repeated name."""
-    found: dict[str, TensorMeta] = {}
+    result: dict[str, TensorMeta] = {}
     for meta in metas:
-        if meta.name in found:
+        if meta.name in result:
             raise Reason.FIELD_INVALID.error(f"the tensor {meta.name!r} appears twice", field=field)
-        found[meta.name] = meta
-    return found
+        result[meta.name] = meta
+    return result

@@ -31,7 +31,7 @@ def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
 
     Contents are compared only if exactly two matrices have the same shape, as an embedding and its tied head do.
     """
-    found: dict[str, Spare] = {}
+    spares: dict[str, Spare] = {}
     places: dict[object, str] = {}
     alike: dict[object, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
@@ -40,13 +40,13 @@ def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
             continue
         first = places.setdefault((own.device, own.data_ptr(), own.dtype, own.shape, own.stride()), name)
         if first != name:
-            found[name] = Spare((first,), explicit=True)
+            spares[name] = Spare((first,), explicit=True)
         elif own.ndim == 2 and own is tensor:  # for a DTensor the shards of the other ranks would have to be equal, too
             alike.setdefault((own.device, own.dtype, own.shape), []).append((name, own))
     for tensors in alike.values():
         if len(tensors) == 2 and _equal(tensors[0][1], tensors[1][1]):
-            found[tensors[1][0]] = Spare((tensors[0][0],), explicit=True)
-    return found
+            spares[tensors[1][0]] = Spare((tensors[0][0],), explicit=True)
+    return spares
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -162,14 +162,14 @@ def directory_name(version: str, sequence: int) -> str:
 
 def find_version(source: Path, version: str = "", sequence: int = 0) -> Path | None:
     """Return the directory of a published version by label, sequence or both; the latest if several, None if none."""
-    wanted = _label(version)
-    found: list[tuple[int, Path]] = []
+    encoded = _label(version)
+    candidates: list[tuple[int, Path]] = []
     for path in source.iterdir() if source.is_dir() else ():
         number, dash, label = path.name.partition("-")
-        named = dash and number.isdecimal() and (not version or label == wanted)
+        named = dash and number.isdecimal() and (not version or label == encoded)
         if named and sequence in (0, int(number)) and (path / MANIFEST).is_file():
-            found.append((int(number), path))
-    return max(found)[1] if found else None
+            candidates.append((int(number), path))
+    return max(candidates)[1] if candidates else None
 
 
 def is_named(directory: Path, manifest: Manifest) -> bool:

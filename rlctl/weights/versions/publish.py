@@ -128,7 +128,7 @@ def publish_full(
     file that is too large), DISK_FULL. After an error nothing is published.
     """
     source = as_source(weights)
-    beside = files_beside(Path(files_from), blame="files_from")
+    other_files = files_beside(Path(files_from), blame="files_from")
     place = Path(source_dir) / directory_name(version, sequence)
     _refuse_late(place, sequence)
     with atomic_write.writing(place, "source_dir"), _building(place) as new:
@@ -145,8 +145,8 @@ def publish_full(
         deque(tensors, maxlen=0)  # raises for surplus tensors
         if list(plan) != [SINGLE]:
             data = index_of({meta.name: name for name, metas in plan.items() for meta in metas}, source.metas())
-            beside[INDEX] = data
-        manifest = Manifest(version, sequence, entries, files=write_files(beside, new), shards=shards)
+            other_files[INDEX] = data
+        manifest = Manifest(version, sequence, entries, files=write_files(other_files, new), shards=shards)
         return _finish(new, place, manifest)
 
 
@@ -189,10 +189,10 @@ def publish_delta(
                 if payload is not None:
                     writer.add(meta.name, payload, tensor)
             shards = writer.finish()
-            found = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
-            if about.digest not in ("", found.digest):  # no other copy of the base has these bytes
+            actual_base = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
+            if about.digest not in ("", actual_base.digest):  # no other copy of the base has these bytes
                 raise Reason.DIGEST_MISMATCH.error(f"{base.path} is not what its manifest says", field="base")
-            return _finish(new, place, Manifest(version, sequence, entries, base=found, shards=shards))
+            return _finish(new, place, Manifest(version, sequence, entries, base=actual_base, shards=shards))
     finally:
         old.close()
 
@@ -244,24 +244,24 @@ def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
 
     Other publishers may have published meanwhile; publishers on this host take turns.
     """
-    told = manifest.to_json()
-    if len(told) > MOST_BYTES:  # no pull could read it
+    encoded = manifest.to_json()
+    if len(encoded) > MOST_BYTES:  # no pull could read it
         raise Reason.FIELD_INVALID.error(
-            f"its manifest would have {len(told)} bytes, more than the {MOST_BYTES} that are read", field="weights"
+            f"its manifest would have {len(encoded)} bytes, more than the {MOST_BYTES} that are read", field="weights"
         )
-    atomic_write.write_file(new / MANIFEST, told)
+    atomic_write.write_file(new / MANIFEST, encoded)
     with atomic_write.alone(place.parent, Patience(time.monotonic() + TURN_S)):
         _refuse_late(place, manifest.sequence)
-        known = read_manifest(place)
-        if known is None and atomic_write.put_in_place(new, place, over=lambda: read_manifest(place) is None):
+        existing = read_manifest(place)
+        if existing is None and atomic_write.put_in_place(new, place, over=lambda: read_manifest(place) is None):
             return Published(place, manifest)
-        known = known or read_manifest(place)
-    if known is None or (known.digest, known.base) != (manifest.digest, manifest.base):
+        existing = existing or read_manifest(place)
+    if existing is None or (existing.digest, existing.base) != (manifest.digest, manifest.base):
         raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
-    for name in sorted((known.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut differently
-        if known.files.get(name) != manifest.files.get(name):
+    for name in sorted((existing.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut differently
+        if existing.files.get(name) != manifest.files.get(name):
             raise Reason.FIELD_INVALID.error(f"{place} is published already, with another {name}", field="files_from")
-    return Published(place, known)
+    return Published(place, existing)
 
 
 def _sequence(path: Path) -> int:
@@ -292,8 +292,8 @@ def _given(source: WeightSource, *, finite: bool) -> Iterator[torch.Tensor]:
     tensors = source.tensors()
     for meta in source.metas():
         name, tensor = next(tensors, ("nothing more", None))
-        if tensor is None or (given := TensorMeta.of(name, tensor)) != meta:
-            raise unfit(f"the source announced {meta} and gave {name if tensor is None else given}")
+        if tensor is None or (actual := TensorMeta.of(name, tensor)) != meta:
+            raise unfit(f"the source announced {meta} and gave {name if tensor is None else actual}")
         if finite and not is_finite(tensor):
             raise refusal([name], len(source.metas()))
         yield tensor
@@ -334,8 +334,8 @@ def _open_base(base: BaseVersion) -> tuple[Checkpoint, Base]:
     sequence = base.sequence or (manifest.sequence if manifest else 0)
     if not label or not sequence:
         raise Reason.FIELD_REQUIRED.error(f"{base.path} does not say which version it is", field="base")
-    said = Base(label, sequence, manifest.digest if manifest else "")
-    return open_checkpoint(str(base.path), field="base"), said
+    description = Base(label, sequence, manifest.digest if manifest else "")
+    return open_checkpoint(str(base.path), field="base"), description
 
 
 def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:
@@ -399,12 +399,12 @@ class _DeltaWriter:
 
 def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:
     """Return a published version. Raises CHECKPOINT_NOT_FOUND, and PATH_NOT_ALLOWED for links out of ``roots``."""
-    found = look_up(Path(source_dir), version, roots=roots)
-    if found is None:
+    result = look_up(Path(source_dir), version, roots=roots)
+    if result is None:
         raise Reason.CHECKPOINT_NOT_FOUND.error(
             f"version {version!r} is not published in {source_dir}", field="target_version"
         )
-    return found
+    return result
 
 
 def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:

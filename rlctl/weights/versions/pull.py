@@ -227,15 +227,15 @@ def _is_at(here: Manifest, target: Manifest) -> bool:
 
 def _plan(source: Path, version: str, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
     """Plan a copy of a version in either layout; rlctl's layout takes precedence."""
-    found = look_up(source, version, roots=roots)
+    published_target = look_up(source, version, roots=roots)
     number = slime_layout.number_of(version)
-    if found is None and number is not None:
+    if published_target is None and number is not None:
         target = slime_layout.find(source, number, roots) if number else None
         if number == 0 and base_dir and look_up(source) is None:
             target = slime_layout.version_0(base_dir)
         if target is not None:
             return _plan_slime(source, target, here, base_dir, roots)
-    return _plan_ours(source, found or published(source, version, roots), here, base_dir, roots)
+    return _plan_ours(source, published_target or published(source, version, roots), here, base_dir, roots)
 
 
 def _plan_slime(source: Path, target: Slime, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
@@ -245,21 +245,21 @@ def _plan_slime(source: Path, target: Slime, here: Published | None, base_dir: s
         deltas.append(at)
         at = _base_of(source, at, base_dir, roots)
     if here is not None and copied:
-        seed, begun, read = _Seed(here.path, here.manifest), here.manifest.origin[1:], deltas
+        seed, start, read = _Seed(here.path, here.manifest), here.manifest.origin[1:], deltas
     else:
-        seed, begun, read = _Seed(at.path, None, SOURCE if at.number else "base_dir"), (), [*deltas, at]
+        seed, start, read = _Seed(at.path, None, SOURCE if at.number else "base_dir"), (), [*deltas, at]
         if at.number == 0:
-            begun = (at.identity,)
+            start = (at.identity,)
     opens = [partial(SlimeDelta, delta) for delta in reversed(deltas)]
-    return _Plan(str(target.number), target.number, None, seed, opens, read, (target.identity, *begun))
+    return _Plan(str(target.number), target.number, None, seed, opens, read, (target.identity, *start))
 
 
 def _is_copy(here: Manifest, version: Slime, base_dir: str) -> bool:
     """Return whether the local copy is of this very version and began at the engine's present checkpoint."""
     if here.origin[:1] != (version.identity,) or here.sequence != version.number:
         return False
-    begun = here.origin[1:]
-    return not begun or (bool(base_dir) and begun == (slime_layout.version_0(base_dir).identity,))
+    start = here.origin[1:]
+    return not start or (bool(base_dir) and start == (slime_layout.version_0(base_dir).identity,))
 
 
 def _base_of(source: Path, delta: Slime, base_dir: str, roots: Roots | None) -> Slime:
@@ -267,9 +267,9 @@ def _base_of(source: Path, delta: Slime, base_dir: str, roots: Roots | None) -> 
     number = delta.delta.base
     if number == 0 and base_dir:
         return slime_layout.version_0(base_dir)
-    found = slime_layout.find(source, number, roots) if number else None
-    if found is not None:
-        return found
+    base = slime_layout.find(source, number, roots) if number else None
+    if base is not None:
+        return base
     if number:
         cause = f"version {number}, which is not published: {slime_layout.directory_of(source, number)} is not there"
         next_step = "Keep the versions back to the newest complete one, or publish a complete one."
@@ -302,15 +302,17 @@ def _chain(
             return _Seed(at.path, at.manifest), deltas[::-1]
         deltas.append(at)
         # The delta's writer may have used another label; two versions may have the same sequence.
-        found = look_up(source, base.version, base.sequence, roots) or look_up(source, "", base.sequence, roots)
-        if found is not None:
-            if not found.manifest.is_base_of(at.manifest):
+        published_base = look_up(source, base.version, base.sequence, roots) or look_up(
+            source, "", base.sequence, roots
+        )
+        if published_base is not None:
+            if not published_base.manifest.is_base_of(at.manifest):
                 raise Reason.CHECKPOINT_MISMATCH.error(
-                    f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; {found.path} has "
-                    f"{found.manifest.digest[:16]}",
+                    f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; "
+                    f"{published_base.path} has {published_base.manifest.digest[:16]}",
                     field=SOURCE,
                 )
-            at = found
+            at = published_base
         elif here is not None and here.manifest.is_base_of(at.manifest):
             return _Seed(here.path, here.manifest), deltas[::-1]
         elif base_dir:
@@ -401,11 +403,11 @@ class _Replay:
         self._patience = patience
         self.bytes_read = 0
         self._digests: dict[str, str] = {}
-        found = {name: meta for file in files for name, meta in file.metas.items()}
+        metas = {name: meta for file in files for name, meta in file.metas.items()}
         if plan.seed.manifest is not None:
-            _compare(found, plan.seed.manifest, plan.seed.path)
+            _compare(metas, plan.seed.manifest, plan.seed.path)
         for delta in deltas:
-            delta.check(found, plan.seed.path)
+            delta.check(metas, plan.seed.path)
 
     def write(self, new: Path, threads: int) -> Manifest:
         """Write all files of the target but the manifest; return the manifest. Raises OSError."""
@@ -438,18 +440,18 @@ class _Replay:
         path, manifest = self._seed.path, self._seed.manifest
         named = manifest.files if manifest is not None else {}
         if not named:
-            found = files_beside(path, blame=self._seed.field)
+            contents = files_beside(path, blame=self._seed.field)
             if [file.path.name for file in self._files] != [SINGLE]:
-                found[INDEX] = read_regular(path / INDEX)
-            return found
+                contents[INDEX] = read_regular(path / INDEX)
+            return contents
         try:
-            found = {name: read_regular(path / name) for name in named}
+            contents = {name: read_regular(path / name) for name in named}
         except OSError as error:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
         for name, expected in named.items():
-            if hashlib.sha256(found[name]).hexdigest() != expected.sha256:
+            if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
                 raise Reason.DIGEST_MISMATCH.error(f"{path / name} is not what its checksum says", field=SOURCE)
-        return found
+        return contents
 
     def _tensor(self, output: _Output, meta: TensorMeta) -> int:
         self._patience.check("before everything was pulled")

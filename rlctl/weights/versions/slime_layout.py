@@ -191,16 +191,16 @@ def _facts(index: Path, metadata: Mapping[str, Any], number: int) -> DeltaFacts:
         raise _damaged(index, f"its metadata.version is {version}, its directory is version {number}")
     if base >= number:
         raise _damaged(index, f"its metadata.base_version is {base}, which is not before version {number}")
-    for name, known in (
+    for name, supported in (
         ("delta_encoding", _ENCODINGS),
         ("compression_format", ("zstd",)),
         ("checksum_format", tuple(_CHECKSUMS)),
     ):
-        if texts[name] not in known:
+        if texts[name] not in supported:
             raise Reason.UNSUPPORTED.error(
                 f"{index}: metadata.{name} is {texts[name]!r}",
                 field=SOURCE,
-                next_step=f"Publish with {name} {' or '.join(known)}.",
+                next_step=f"Publish with {name} {' or '.join(supported)}.",
             )
     return DeltaFacts(base, texts["delta_encoding"], texts["checksum_format"])
 
@@ -273,12 +273,12 @@ class SlimeDelta:
             raise self._cannot_apply(name, str(error)) from error
         checksum = self._hash()
         checksum.update(data.numpy().data)
-        if (found := checksum.hexdigest()) != (expected := file.metadata[name]):
+        if (actual := checksum.hexdigest()) != (expected := file.metadata[name]):
             raise Reason.DIGEST_MISMATCH.error(
                 f"{name} is not what its checksum says after {self.path}",
                 field=SOURCE,
                 next_step=f"Either {file.path} is damaged, or the delta was made to another base.",
-                metadata={"expected": expected, "found": found},
+                metadata={"expected": expected, "found": actual},
             )
         return data, size
 
