@@ -105,4 +105,4 @@ def test_a_coordinator_that_is_gone_is_a_failure(cli: Cli) -> None:
     ran = cli("--endpoint", "127.0.0.1:1", "doctor")
     assert ran.code == 1
     assert "failure  127.0.0.1:1" in ran.out
-    assert "→ Is it up?" in ran.out
+    assert "→ `rlctl up` starts a fleet" in ran.out

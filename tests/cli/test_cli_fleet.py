@@ -337,7 +337,7 @@ def test_an_operation_can_be_cancelled(rlctl: LiveFleet) -> None:
 
 def test_an_empty_fleet_says_so(make_fleet: Callable) -> None:
     with make_fleet() as rlctl:
-        assert "none is registered" in rlctl("status").out
+        assert "no stage is registered" in rlctl("status").out
         assert rlctl("pause").code == 7
 
 
@@ -427,7 +427,9 @@ def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
     stage.engine_failure.given_up = True
     stage.report.ranks.add(alive=True)
     shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}
-    assert shown["Starts again"] == f"no, it has failed too often; `rlctl restart {stage.registration.slot}` starts it"
+    assert shown["Starts again"] == (
+        f"no, the engine has failed too often; `rlctl restart {stage.registration.slot}` starts it"
+    )
     headers, (row,) = stages_table([stage], wide=False).shown()
     assert row[headers.index("RANKS")] == "0/1", "its report is from before"
     assert [line[-2] for table in stage_view(stage).tables(False) if table.title == "Ranks" for line in table.rows] == [
@@ -435,7 +437,7 @@ def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
     ]
     stage.state, stage.report.lease_held = STAGE_STATE_UNREACHABLE, True
     shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}
-    assert shown["Serving lease"] == "not known: it has not run out yet"
+    assert shown["Serving lease"] == "not known: the lease has not run out yet"
 
 
 def test_what_the_ranks_of_an_unreachable_stage_are_is_not_known() -> None:

@@ -96,7 +96,7 @@ def test_what_cannot_be_read_of_a_fleet_is_told_and_nothing_is_done(cli: Cli, wr
     file.write_bytes(written)
     ran = cli("down", "--name", "lab", "--dry-run")
     assert ran.code == 1
-    assert f"what {file} says of fleet 'lab' cannot be read" in ran.err
+    assert f"the state of fleet 'lab' in {file} cannot be read" in ran.err
     assert file.read_bytes() == written
     assert fleet_state.up() == []
 
@@ -122,7 +122,7 @@ def test_a_fleet_of_another_user_is_not_taken_down(cli: Cli, monkeypatch: pytest
     monkeypatch.setattr(os, "kill", kill)
     ran = cli("down", "--name", "lab", "-o", "json")
     assert ran.code == 1
-    assert ran.error["message"] == f"supervisor {FLEET.pid} is another user's; nothing was done"
+    assert ran.error["message"] == f"supervisor {FLEET.pid} belongs to another user; nothing was done"
     assert fleet_state.read("lab") == FLEET
 
 

@@ -68,7 +68,7 @@ def probe(endpoint: str, limit_s: float) -> None:
             raise _time_was_up(endpoint, limit_s) from None
         raise Reason.UNREACHABLE.error(
             f"no coordinator answers at {endpoint}: {error.strerror or error}",
-            next_step="Is it up? `rlctl up` starts a fleet; --endpoint or RLCTL_ENDPOINT names another one.",
+            next_step="`rlctl up` starts a fleet; --endpoint or RLCTL_ENDPOINT names another coordinator.",
         ) from None
 
 

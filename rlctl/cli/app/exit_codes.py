@@ -47,7 +47,7 @@ _MEANINGS = {
     Exit.UNKNOWN: "the outcome of at least one target is not known",
     Exit.UNREACHABLE: "the coordinator cannot be reached",
     Exit.TIMEOUT: "the time was up while waiting",
-    Exit.CONFLICT: "refused: the fleet is not in a state for it, or somebody else is in charge",
+    Exit.CONFLICT: "refused: the fleet's state does not allow the call, or the caller has been fenced",
     Exit.INTERRUPTED: "ended by SIGINT (Ctrl-C)",
     Exit.TERMINATED: "ended by SIGTERM",
 }

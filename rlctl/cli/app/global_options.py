@@ -74,7 +74,7 @@ def global_options(*, root: bool = False) -> list[click.Option]:
         ),
         GlobalOption(["-q", "--quiet"], is_flag=True, help="Errors only on stderr."),
         GlobalOption(["-v", "--verbose"], is_flag=True, help="Request ids and gRPC's own log on stderr."),
-        GlobalOption(["-y", "--yes"], is_flag=True, help="Ask nothing."),
+        GlobalOption(["-y", "--yes"], is_flag=True, help="Ask for no confirmation."),
         GlobalOption(["--dry-run"], is_flag=True, help="Check everything, change nothing, say what would be done."),
     ]
 

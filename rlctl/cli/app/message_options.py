@@ -103,7 +103,7 @@ def assign(message: Message, field: Field, value: Any) -> None:
     for step in field.path:
         chosen = message.WhichOneof(step.containing_oneof.name) if step.containing_oneof is not None else None
         if chosen not in (None, step.name):
-            raise click.BadParameter(f"it excludes --{chosen.replace('_', '-')}", param_hint=field.flag)
+            raise click.BadParameter(f"{field.flag} excludes --{chosen.replace('_', '-')}", param_hint=field.flag)
         if step is not descriptor:
             message = getattr(message, step.name)
     try:

@@ -194,7 +194,9 @@ class Settings:
             click.confirm(question, abort=True, err=True)
         elif not unasked:
             raise Reason.FIELD_REQUIRED.error(
-                "it would be asked whether to go on, and nobody can answer here", field="--yes", next_step="Add --yes."
+                "the command needs a confirmation, and there is no terminal to ask on",
+                field="--yes",
+                next_step="Add --yes.",
             )
 
     def command(self, *, request_id: str = "", slots: Sequence[str] = ()) -> str:

@@ -16,9 +16,9 @@ from rlctl.cli.render.printer import show
 @click.argument("operation_id", metavar="ID")
 @pass_settings
 def cancel(settings: Settings, operation_id: str) -> None:
-    """Give up an operation that has had no effect yet.
+    """Cancel an operation that has had no effect yet.
 
-    Targets that have not started do not; the others end as they would have. Prints the operation as it ended.
+    Commands that have not started are dropped; running commands complete. Prints the operation as it ended.
     """
     with bounded(settings) as fleet:
         operation_id = whole_id(fleet, operation_id)

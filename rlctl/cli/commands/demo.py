@@ -19,7 +19,7 @@ import click
     default="torch",
     show_default=True,
     type=click.Choice(["torch", "sglang", "vllm"]),
-    help="What generates; sglang, vllm: two real servers of it (tools/engines install NAME).",
+    help="Engine; sglang, vllm: two real servers (tools/engines install NAME).",
 )
 @click.option(
     "--tp",

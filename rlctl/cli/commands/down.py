@@ -30,7 +30,7 @@ def down(settings: Settings, name: str | None) -> None:
     name = settings.fleet_name(name)
     running = fleet_state.read(name)
     if running is None and (file := fleet_state.state_file(name)).exists():
-        raise click.ClickException(f"what {file} says of fleet {name!r} cannot be read; nothing was done")
+        raise click.ClickException(f"the state of fleet {name!r} in {file} cannot be read; nothing was done")
     if running is None:
         raise click.BadParameter(
             f"no fleet {name!r} is up on this machine; fleets that are up: {listed(fleet_state.up())}",
@@ -58,7 +58,7 @@ def down(settings: Settings, name: str | None) -> None:
         except ProcessLookupError:
             pass  # the supervisor has ended by itself
         except PermissionError:
-            raise click.ClickException(f"supervisor {running.pid} is another user's; nothing was done") from None
+            raise click.ClickException(f"supervisor {running.pid} belongs to another user; nothing was done") from None
     limit_s = settings.timeout_s or STOP_S
     deadline = time.monotonic() + limit_s
     while running.alive:

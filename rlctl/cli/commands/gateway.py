@@ -15,15 +15,15 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
 
 @click.command()
 @click.option("--coordinator", required=True, metavar="ADDRESS", help="The fleet's coordinator.")
-@click.option("--dialect", default="sglang", show_default=True, help="What it speaks: sglang, slime, omni, vllm.")
+@click.option("--dialect", default="sglang", show_default=True, help="HTTP dialect: sglang, slime, omni, vllm.")
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any.")
-@click.option("--model", default="", help="Model of requests that name none.  [default: the fleet's only one]")
+@click.option("--model", default="", help="Model of requests that name no model.  [default: the fleet's only one]")
 @click.option(
     "--policy",
     default="consistent_hashing",
     show_default=True,
     type=click.Choice(["consistent_hashing", "least_connections", "round_robin"]),
-    help="Which of the stages that may serve a request does.",
+    help="Rule for the choice of a request's stage.",
 )
 @click.option(
     "--admission", default="latest", show_default=True, help="Versions to generate at: latest, any, max_staleness=K."
@@ -33,7 +33,7 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
     default="return",
     show_default=True,
     type=click.Choice(["return", "continue"]),
-    help="Samples that a pause or an abort cuts: given to the caller, or gone on with.",
+    help="Samples that a pause or an abort cuts: returned to the caller, or continued.",
 )
 @click.option(
     "--tokenizer",
@@ -42,7 +42,7 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
     help="For chats; needed where versions come over groups.  [default: the latest version's checkpoint]",
 )
 @click.option(
-    "--request-timeout", default="10m", show_default=True, type=DURATION, help="Most time of one request, waiting too."
+    "--request-timeout", default="10m", show_default=True, type=DURATION, help="Time limit of a request, with its wait."
 )
 @click.option("--max-inflight", default=8192, show_default=True, type=click.IntRange(1), help="Most samples at a time.")
 @click.option(
@@ -53,23 +53,25 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
     "slime_paths",
     multiple=True,
     metavar="MODULE.CLASS",
-    help="The same under slime's name; several with spaces between them.  [repeatable]",
+    help="--middleware-path under slime's name; separated by spaces.  [repeatable]",
 )
 @click.option(
     "--router-backend",
     default="",
     type=click.Choice(["", "sglang-router"]),
     metavar="sglang-router",
-    help="Run this Rust gateway in front, its workers the stages that serve.",
+    help="Run this Rust router in front of the gateway, with the serving stages as workers.",
 )
-@click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")
-@click.option("--router-pairs", is_flag=True, help="The model has prefill and decode engines: it picks one of each.")
-@click.option("--router-policy", default="cache_aware", show_default=True, help="Its policy.")
+@click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Address of the router.")
+@click.option("--router-pairs", is_flag=True, help="For prefill and decode engines: the router picks a pair.")
+@click.option("--router-policy", default="cache_aware", show_default=True, help="Policy of the router.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
 @click.option(
     "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
 )
-@click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
+@click.option(
+    "--drain", default="30s", show_default=True, type=DURATION, help="Time for running requests when the gateway ends."
+)
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @ACCESS_OPTION
 @click.option(

@@ -268,13 +268,13 @@ generate = Command(
         click.Option(["--model"], default="", metavar="NAME", help="Model to generate with.  [default: any]"),
         click.Option(["--adapter"], default="", metavar="NAME", help="LoRA adapter of the model.  [default: none]"),
         click.Option(["--rid"], default="", metavar="ID", help="Request id of your choice, for `rlctl abort --rid`."),
-        click.Option(["--stream"], is_flag=True, help="Print what is new as it comes."),
+        click.Option(["--stream"], is_flag=True, help="Print output as it arrives."),
         click.Option(["--logprobs"], is_flag=True, help="Print the log probability of every output token."),
         click.Option(
             ["--top-logprobs-num"],
             type=click.IntRange(min=0),
             default=0,
-            help="Also those of this many most likely tokens at each position.",
+            help="Also the log probabilities of this many most likely tokens at each position.",
         ),
         click.Option(
             ["--min-version-seq"],
@@ -287,19 +287,19 @@ generate = Command(
             type=EngineFieldType(),
             multiple=True,
             metavar="NAME=VALUE",
-            help="A further field of the engine's, in its own name; the value is JSON, or a text.  [repeatable]",
+            help="Request field in the engine's own name; the value is JSON, or a text.  [repeatable]",
         ),
         click.Option(
             ["--engine-meta"],
             is_flag=True,
-            help="Return what the engine itself says of each sample; see it with -o json.",
+            help="Return the engine's own metadata of each sample, shown with -o json.",
         ),
         *map(message_options.option, _sampling_fields()),
     ],
     callback=pass_settings(_run),
     help="""Generate from prompts, side by side, on the routable stages in turn.
 
-    The text goes to stdout; who served it, at which version and why it ended goes to stderr. -o json prints the whole
-    response, or an array of them for several prompts. While no stage is routable it waits and says for what; 60 s for
-    all of it unless --timeout says otherwise, then exit code 6.""",
+    The text goes to stdout; slot, version and finish reason go to stderr. -o json prints the whole response, or an
+    array of responses for several prompts. While no stage is routable, the command waits and prints the cause. It
+    ends with exit code 6 after 60 s, or after --timeout.""",
 )

@@ -75,7 +75,7 @@ def _operations(name: str) -> click.Command:
         name,
         params=[
             click.Option(["--verb"], type=VerbType(), metavar="NAME", help="Only this verb, PauseGeneration say."),
-            click.Option(["--state"], type=click.Choice(STATES), help="Only those in this state."),
+            click.Option(["--state"], type=click.Choice(STATES), help="Only operations in this state."),
             click.Option(["--limit"], type=click.IntRange(1, 1000), default=50, show_default=True, help="At most."),
         ],
         callback=pass_settings(_list_operations),

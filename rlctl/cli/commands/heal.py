@@ -25,8 +25,8 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 def heal(settings: Settings, slots: tuple[str, ...], checkpoint: str) -> None:
     """Bring stages to the published version without the trainer.
 
-    Without names, every stage that is STALE or DIRTY. What they hold afterwards must have the digest that was
-    published; only then are they served from.
+    Without names: every stage that is STALE, DIRTY or quarantined, or lacks an adapter. A stage serves again only
+    after its weights have the published digest.
     """
     settings.mutating = not settings.dry_run
     with bounded(settings) as fleet:

@@ -87,7 +87,7 @@ def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in.  [repeatable]"
         ),
-        click.option("--node", default=socket.gethostname, help="Name of this host, as others know it."),
+        click.option("--node", default=socket.gethostname, help="Name of this host, as other hosts know it."),
     )
     return _with(command, options)
 
@@ -220,7 +220,9 @@ def coordinator(
 @click.command()
 @click.option("--slot", required=True, help="Stable name of the stage in the fleet.")
 @click.option("--model", default="actor", show_default=True, help="Model that it serves.")
-@click.option("--coordinator", default="", help="Address of the coordinator; without it one must attach by itself.")
+@click.option(
+    "--coordinator", default="", help="Address of the coordinator; without it, a coordinator must attach by itself."
+)
 @click.option(
     "--follower",
     "followers",
@@ -234,7 +236,7 @@ def coordinator(
     default="",
     help="Address of the data port; by default a free port on the host of --rollout-listen.",
 )
-@click.option("--advertise", default="", help="Host under which others reach this one.")
+@click.option("--advertise", default="", help="Host name under which other hosts reach this process.")
 @click.option("--weight-version", default="", help="Label of the model's first version.")
 @click.option("--frozen", is_flag=True, help="The model never receives weights.")
 @click.option(
@@ -242,7 +244,7 @@ def coordinator(
     default="regular",
     show_default=True,
     type=click.Choice(["regular", "prefill", "decode", "encoder"]),
-    help="What the engine is for.",
+    help="Requests that the engine serves.",
 )
 @ACCESS_OPTION
 @click.option(

@@ -19,8 +19,13 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
 @click.option(
     "--router", "routers", multiple=True, metavar="URL", help="slime-style router to register with.  [repeatable]"
 )
-@click.option("--advertise", default="", metavar="HOST", help="Host under which routers reach this one.")
-@click.option("--coordinator", default="", metavar="ADDRESS", help="It drives the vLLM: admin verbs are refused here.")
+@click.option("--advertise", default="", metavar="HOST", help="Host name under which routers reach the sidecar.")
+@click.option(
+    "--coordinator",
+    default="",
+    metavar="ADDRESS",
+    help="Coordinator that drives the vLLM; the sidecar then refuses admin verbs.",
+)
 @click.option(
     "--route",
     default="auto",
@@ -32,12 +37,18 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
 @click.option(
     "--vllm-arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of the launched vLLM.  [repeatable]"
 )
-@click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Its tensor-parallel ranks.")
+@click.option(
+    "--tp-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tensor-parallel ranks of the launched vLLM.",
+)
 @DEVICE_OPTION
 @click.option("--python", default="", help="Interpreter that vLLM is installed for.  [default: RLCTL_VLLM_VENV's]")
 @click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Until it must be ready.")
 @click.option("--token-file", default="", help="Token that admin verbs ask for. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
-@click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
+@click.option("--insecure", is_flag=True, help="Bind an address that other hosts can reach, without a token.")
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @LOG_FORMAT_OPTION
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")

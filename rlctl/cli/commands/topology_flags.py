@@ -73,7 +73,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the file and the flags to a command, as ``file`` and the parameters of :func:`flags`."""
     declared = (
         click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[FILE]"),
-        click.option("--hf-checkpoint", metavar="DIR", help="Checkpoint of models that name none."),
+        click.option("--hf-checkpoint", metavar="DIR", help="Checkpoint of models that name no checkpoint."),
         click.option(
             "--rollout-num-gpus", "num_gpus", type=click.IntRange(1, MOST), help="GPUs of all groups (ranks, on a CPU)."
         ),
@@ -85,7 +85,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--rollout-external", "external", is_flag=True, help="Attach to engines that run already."),
         click.option(
             ADDRESSES, "external_addresses", multiple=True, metavar="HOST:PORT...",
-            help="Their addresses.  [repeatable]",
+            help="Addresses of the external engines.  [repeatable]",
         ),
         click.option(
             "--prefill-num-servers", type=click.IntRange(1, MOST),
@@ -93,7 +93,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--router-policy", type=click.Choice(POLICIES), help="How gateways pick an engine."),
         click.option(
-            "--gateways", metavar="HOST", help="Give every model that names none an HTTP gateway on this host.",
+            "--gateways", metavar="HOST", help="Give every model that names no gateway an HTTP gateway on this host.",
         ),
         click.option(
             "--sglang-*", "sglang_", metavar="[VALUE]", expose_value=False, multiple=True,
@@ -106,21 +106,21 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--model", help="Without a file: the model that the engines serve.  [default: actor]"),
         click.option(
             "--device", type=click.Choice(DEVICES),
-            help="What the ranks compute on, where the file does not say; auto: GPUs, if any.  [default: auto]",
+            help="Device of the ranks, where the file does not say; auto: GPUs, if any.  [default: auto]",
         ),
         click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
-        click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes.  [default: local]"),
+        click.option("--launcher", type=click.Choice(LAUNCHERS), help="Launcher of the processes.  [default: local]"),
         click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or that here]"),
         click.option(
-            "--placement-group", metavar="NAME", help="Name or id of a placement group there, which engines go into.",
+            "--placement-group", metavar="NAME", help="Name or id of a placement group for the engines.",
         ),
         click.option(
             "--bundles", type=NUMBERS, default=(), metavar="0,1,4-7",
-            help="Its bundles that may be used, in this order.  [default: all, by node]",
+            help="Bundles of the placement group for engines, in this order.  [default: all, by node]",
         ),
         click.option(
-            "--bundle-share", type=click.FloatRange(0.01, 1), help="How much of its bundle a rank takes.  [default: 1]",
+            "--bundle-share", type=click.FloatRange(0.01, 1), help="Share of a bundle for a rank.  [default: 1]",
         ),
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE",

@@ -22,11 +22,11 @@ from rlctl.cli.render.tables import prose
 @click.option("--json-schema", is_flag=True, help="Print the JSON Schema of such files, for editors, instead.")
 @pass_settings
 def validate(settings: Settings, /, file: Path | None, json_schema: bool, **given: Any) -> None:
-    """Check a topology file, and the flags that go with it. Starts nothing, asks nobody.
+    """Check a topology file and its flags, without starting or calling a process.
 
-    Every problem has its line, its key, what was expected. Arguments of engines are checked against the engine that is
-    installed here. What this version cannot run is an error with its reason; `plan` shows it all the same. Exit code 2
-    when there is an error; warnings do not count.
+    Every problem has its line, its key and the expected value. Arguments of engines are checked against the engine
+    that is installed here. A setting that this version cannot run is an error with its reason; `plan` still shows the
+    setting. Exit code 2 when there is an error; warnings do not count.
     """
     from rlctl.cli.render import values
     from rlctl.topology.json_schema import schema

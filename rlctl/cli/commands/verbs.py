@@ -138,8 +138,8 @@ def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) 
     def farewell() -> None:
         if settings.mutating:
             click.echo(
-                f"\nStopped waiting; what was sent goes on. request_id: {settings.request_id}\n"
-                f"  How it stands: rlctl get operation {settings.request_id}\n"
+                f"\nStopped waiting; the operation goes on. request_id: {settings.request_id}\n"
+                f"  Show it: rlctl get operation {settings.request_id}\n"
                 f"  Wait for it again: {settings.command(request_id=settings.request_id)}",
                 err=True,
             )

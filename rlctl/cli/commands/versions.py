@@ -97,6 +97,6 @@ def _only(fleet: Fleet) -> str:
     names = [model.name for model in fleet.status().models if model.updatable]
     if len(names) != 1:
         raise Reason.FIELD_REQUIRED.error(
-            f"which model? There are: {', '.join(names) or 'none that can be updated'}", field="model"
+            f"--model is required; models that can be updated: {', '.join(names) or 'none'}", field="model"
         )
     return names[0]

@@ -49,7 +49,7 @@ class ConditionType(ParamType):
     required=True,
     type=ConditionType(),
     metavar="routable|version=LABEL",
-    help="routable: every enabled stage may be generated on. version=LABEL: and the version LABEL is what they serve.",
+    help="routable: every enabled stage is routable. version=LABEL: every enabled stage is routable at version LABEL.",
 )
 @click.option("--model", default="", metavar="NAME", help="Only the stages of this model.")
 @click.option("--slot", "slots", multiple=True, metavar="SLOT", help="Only this stage.  [repeatable]")
@@ -58,7 +58,7 @@ def wait(settings: Settings, condition: Condition, model: str, slots: tuple[str,
     """Wait until stages are routable, or at a version.
 
     A coordinator that cannot be reached is tried again until the time is up: 5 minutes unless --timeout says
-    otherwise. Exit code 6 when the time was up, 5 when nobody answered until then.
+    otherwise. Exit code 6 when the time was up, 5 when no coordinator answered.
     """
     limit_s = settings.timeout_s or WAIT_S
     deadline = time.monotonic() + limit_s
@@ -71,7 +71,7 @@ def wait(settings: Settings, condition: Condition, model: str, slots: tuple[str,
                         for _ in events:
                             now = fleet.status()
                             stages = _counted(now, model, slots)
-                            why = condition(now, stages) if stages else "no stage of it is registered"
+                            why = condition(now, stages) if stages else "no such stage is registered"
                             if not why:
                                 show(settings, roster.stages_view(stages))
                                 return

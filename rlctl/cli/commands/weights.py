@@ -14,12 +14,12 @@ from rlctl.contract.errors import Reason
 
 @click.command("abort", cls=Command)
 @click.option("--model", default="", metavar="NAME", help="Model whose update is open.  [default: the only one]")
-@click.option("--reason", default="aborted by an operator", show_default=True, help="Why, for the record.")
+@click.option("--reason", default="aborted by an operator", show_default=True, help="Reason, kept with the operation.")
 @pass_settings
 def weights_abort(settings: Settings, model: str, reason: str) -> None:
-    """End the open weight update of a model without a version, whoever holds it.
+    """Abort the open weight update of a model, also the update of a trainer that is still alive.
 
-    Targets past their first byte are DIRTY afterwards, the others are as before.
+    No version is published. Targets that have received a byte are DIRTY afterwards; the other targets are unchanged.
     """
     with bounded(settings) as fleet:
         opened = {each.name: each.update_id for each in fleet.status(model).models if each.update_id}
@@ -29,7 +29,7 @@ def weights_abort(settings: Settings, model: str, reason: str) -> None:
             )
         if len(opened) > 1:
             raise Reason.FIELD_REQUIRED.error(
-                f"updates of {', '.join(sorted(opened))} are open; name one with --model", field="model"
+                f"updates of {', '.join(sorted(opened))} are open; choose a model with --model", field="model"
             )
         ((name, update_id),) = opened.items()
         if settings.dry_run:

@@ -221,10 +221,10 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
             "links",
             f"slot {slot}",
             "its stage has not registered with the coordinator",
-            f"Is it started, and loaded? From its host, `rlctl status --endpoint {fleet.endpoint}` must answer.",
+            f"Start it, and let it load. From its host, `rlctl status --endpoint {fleet.endpoint}` must answer.",
         )
     if not fleet.fleet.stages and not fleet.admitted:
-        yield warning("links", "stages", "none is registered", "Start engines: `rlctl up`, or `rlctl stage`.")
+        yield warning("links", "stages", "no stage is registered", "Start engines: `rlctl up`, or `rlctl stage`.")
 
 
 def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
@@ -244,7 +244,7 @@ def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
                 mend = "From this host, see route and firewall to it; in another network, set --advertise HOST."
                 yield warning("addresses", f"{stage.registration.slot} {name}", f"{address}: {why}", mend)
     if reached:
-        yield ok("addresses", "addresses", f"{reached} of {_count(fleet)} advertised ones are reached from here")
+        yield ok("addresses", "addresses", f"{reached} of {_count(fleet)} advertised addresses are reached from here")
 
 
 FLEET_CHECKS: Sequence[Callable[[FleetReadings], Iterator[Finding]]] = (

@@ -254,7 +254,7 @@ def check_port(host: HostReadings) -> Iterator[Finding]:
         yield warning(
             "port",
             DEFAULT_ENDPOINT,
-            "something listens there that `rlctl up` did not start",
+            "a process that `rlctl up` did not start listens there",
             "If it is no coordinator: `fleet.listen` in the topology, or `rlctl coordinator --listen`, takes another.",
         )
 

@@ -91,7 +91,8 @@ def _advice(settings: Settings, error: RlctlError, code: Exit) -> Iterator[str]:
         slots = operations.retriable(error.operation)
         verb = VERBS.get(error.operation.verb)
         if slots and verb is not None:
-            yield f"Try again what did not confirm: {settings.command(slots=() if verb.in_update else slots)}"
+            retry = settings.command(slots=() if verb.in_update else slots)
+            yield f"Try again at the targets that did not confirm: {retry}"
     elif code in (Exit.UNKNOWN, Exit.UNREACHABLE, Exit.TIMEOUT):
         yield f"Retry safely, it runs at most once: {again}"
 

@@ -43,7 +43,7 @@ def fleet_view(fleet: Fleet, endpoint: str) -> View:
         about = f"Fleet at {endpoint}, epoch {fleet.header.fleet_epoch}"
         models = models_table(fleet, wide)
         if not fleet.stages:
-            return [facts([("Stages", "none is registered")], title=about)]
+            return [facts([("Stages", "no stage is registered")], title=about)]
         return [Table(models.headers, models.rows, models.optional, about), stages_table(fleet.stages, wide)]
 
     return View(fleet, tables, lambda: [_slot(stage) for stage in fleet.stages])
@@ -207,7 +207,7 @@ def _stage_tables(stage: Stage) -> list[Table]:
 
 def _lease(stage: Stage) -> str:
     if stage.report.lease_held and not _known(stage):
-        return "not known: it has not run out yet"
+        return "not known: the lease has not run out yet"
     return values.yes(stage.report.lease_held)
 
 
@@ -216,7 +216,7 @@ def _starts_again(stage: Stage) -> str:
     if not failure.reason:
         return ""
     if failure.given_up:
-        return f"no, it has failed too often; `rlctl restart {_slot(stage)}` starts it"
+        return f"no, the engine has failed too often; `rlctl restart {_slot(stage)}` starts it"
     return values.moment(failure.retry_time) or "starting now, or not restarted"
 
 

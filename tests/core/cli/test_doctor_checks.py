@@ -76,7 +76,7 @@ def test_a_sound_host_has_nothing_to_mend(check: Callable[[HostReadings], Iterat
         (of_host.check_limits, {"limits": {"n": -1, "u": 1000, "l": -1}}, WARNING, "1000 processes", "ulimit -u"),
         (of_host.check_limits, {"rdma": True}, WARNING, "64 KiB of locked memory", "memlock"),
         (of_host.check_proxies, {"environment": {"HTTP_PROXY": "p:1"}}, WARNING, "127.0.0.1, localhost", "no_proxy="),
-        (of_host.check_port, {"listens": True, "fleets": ["[::1]:9"]}, WARNING, "something listens", "--listen"),
+        (of_host.check_port, {"listens": True, "fleets": ["[::1]:9"]}, WARNING, "did not start listens", "--listen"),
         (of_host.check_state, {"state": ("/s", Space(GIB, 10 * MIB))}, FAILURE, "no more operations", "Free"),
         (of_host.check_state, {"state": ("/s", Space(GIB, 500 * MIB))}, WARNING, "500 MiB", "Free"),
         (of_host.check_state, {"state": ("/s", Space(GIB, GIB, False))}, FAILURE, "written", "XDG_STATE_HOME"),
@@ -200,7 +200,7 @@ SILENT = {"a": Answer(error="TIMED_OUT")}
             "describe stage a",
         ),
         (of_fleet.check_links, fleet_of(stage("a"), admitted=["a", "b"]), WARNING, "not registered", "10.0.0.1:5080"),
-        (of_fleet.check_links, fleet_of(), WARNING, "none is registered", "rlctl up"),
+        (of_fleet.check_links, fleet_of(), WARNING, "no stage is registered", "rlctl up"),
         (
             of_fleet.check_addresses,
             fleet_of(stage("a"), reached={f"127.0.0.1:{1000 + ord('a')}": "Connection refused"}),
@@ -227,7 +227,7 @@ def test_what_is_wrong_with_a_fleet_is_seen_and_can_be_mended(
 def test_the_addresses_of_a_failed_stage_are_not_looked_for() -> None:
     lost = fleet_of(CRASHED, stage("b"), reached=dict.fromkeys(("127.0.0.1:1097", "10.0.0.9:2097"), "refused"))
     (finding,) = of_fleet.check_addresses(lost)
-    assert (finding.verdict, finding.seen) == (OK, "2 of 2 advertised ones are reached from here")
+    assert (finding.verdict, finding.seen) == (OK, "2 of 2 advertised addresses are reached from here")
 
 
 def test_a_certificate_that_is_valid_for_long_is_ok() -> None:
@@ -248,8 +248,8 @@ def test_the_time_of_a_look_is_no_difference_of_clocks() -> None:
 
 
 def test_a_coordinator_that_does_not_answer_is_a_failure_with_the_next_step_of_its_error() -> None:
-    finding = of_fleet.unreachable("h:1", Reason.UNREACHABLE.error("no coordinator answers", next_step="Is it up?"))
-    assert (finding.verdict, finding.seen, finding.mend) == (FAILURE, "no coordinator answers", "Is it up?")
+    finding = of_fleet.unreachable("h:1", Reason.UNREACHABLE.error("no coordinator answers", next_step="Start it."))
+    assert (finding.verdict, finding.seen, finding.mend) == (FAILURE, "no coordinator answers", "Start it.")
 
 
 def test_sizes_are_read_at_a_glance() -> None:
