@@ -1,4 +1,4 @@
-"""The operations of the fleet: accepted once, journaled before the first command, kept with their outcomes."""
+"""The operations of the fleet: accepted once, journaled before the first command, retained with their outcomes."""
 
 from __future__ import annotations
 
@@ -37,66 +37,65 @@ from rlctl.v1.results_pb2 import (
 log = logging.getLogger(__name__)
 
 RETAINED = 10_000
-"""Ended operations that are kept, in memory and in the journal."""
+"""Number of ended operations to retain, in memory and in the journal."""
 
 RETAINED_BYTES = 64 << 20
-"""Of them all, as they are journaled; in memory they take six times that. One to a thousand stages of eight ranks has
-300 kB.
+"""Limit of the journaled bytes of all ended operations. Memory usage is six times as high. An operation of a thousand
+stages of eight ranks has 300 kB.
 """
 
 
 def _nothing() -> None:
-    """To give up an operation that cannot be given up, or has ended."""
+    """Cancel nothing: the operation cannot be cancelled, or has ended."""
 
 
 class Run:
-    """One accepted operation while it runs, and afterwards."""
+    """An accepted operation, running or ended."""
 
     def __init__(self, record: OperationRecord) -> None:
         self.record = record
         self.ended = asyncio.Event()
         self.begun_at = 0.0
-        """When it was accepted, on the clock's ``now``."""
+        """Time of the acceptance, on the clock's ``now``."""
         self.ended_at = float("inf")
-        """When it ended, on the clock's ``now``."""
+        """Time of the end, on the clock's ``now``."""
         self.traceparent = ""
-        """W3C trace context of the call that started it."""
+        """W3C trace context of the call that started the operation."""
         self.task: asyncio.Task[None] | None = None
         self.cancel: Callable[[], None] = _nothing
-        """Gives up what is under way; see :meth:`give_up`."""
+        """Cancels running work; see :meth:`give_up`."""
         self.given_up = False
-        """Somebody has: what has not begun does not begin any more."""
+        """Whether the operation is cancelled. Work that has not begun then does not begin."""
         self.refused: RlctlError | None = None
-        """Why it was not accepted after all: the journal did not take it."""
+        """Error of the journal that has prevented the acceptance."""
         self.changes_at_end: list[Put | Delete] = []
-        """Changes of the journal that are written with the end of the operation."""
+        """Journal changes to write with the end of the operation."""
         self.timelines: list[Callable[[Timeline], None]] = []
-        """What adds the phases of a weight update or a heal, until it has ended."""
+        """Functions that add the phases of a weight update or a heal, until the operation has ended."""
         self._changed = asyncio.Condition()
         self._places: dict[str, int] = {}
-        """Where a target's result stands, once there is one; strangers last."""
+        """Order of the results, by target, from the first result on. Stages that are no targets come last."""
         self._filed: list[int] = []
-        """Places of those that are filed."""
+        """Places of the filed results."""
         if self.operation.state != OPERATION_STATE_RUNNING:
             self.ended.set()
 
     def give_up(self) -> None:
-        """Give it up where it has not started."""
+        """Cancel the parts that have not started."""
         self.given_up = True
         self.cancel()
 
     def refuse_given_up(self) -> None:
-        """Raise CANCELLED, before the first byte is sent, when it was."""
+        """Raise CANCELLED if the operation was cancelled. Called before the first byte is sent."""
         if self.given_up:
             raise Reason.CANCELLED.error("cancelled before it began", outcome=OUTCOME_NOT_SENT)
 
     @property
     def operation(self) -> Operation:
-        """The operation as it stands."""
         return self.record.operation
 
     def add(self, result: StageResult) -> None:
-        """Take in one target's result, replacing an earlier one of the same target; kept in target order."""
+        """Add or replace the result of a target, in target order."""
         if not self._places:
             self._places = {name: index for index, name in enumerate(self.operation.targets)}
         place = self._places.setdefault(result.slot, len(self._places))
@@ -104,7 +103,7 @@ class Run:
         index = bisect.bisect_left(self._filed, place)
         if index < len(self._filed) and self._filed[index] == place:
             filed[index].CopyFrom(result)
-        elif index == len(self._filed):  # costs less than to insert
+        elif index == len(self._filed):  # cheaper than an insert
             self._filed.append(place)
             filed.append(result)
         else:
@@ -112,11 +111,12 @@ class Run:
             filed.insert(index, result)
 
     def conclude(self, *, update: bool = False, cause: RlctlError | None = None) -> None:
-        """Set the final state and error from the targets' results; a target without one is UNKNOWN. ``cause``: why
-        there may be such targets; without it that is a defect.
+        """Set the final state and error from the targets' results. A target without a result becomes UNKNOWN.
+
+        ``cause``: error of targets without a result. Without a cause a missing result is a defect.
         """
         operation = self.operation
-        filed = list(operation.stage_results)  # each time that it is walked through makes a thousand objects
+        filed = list(operation.stage_results)  # each iteration over the field makes a thousand objects
         missing = set(operation.targets).difference(result.slot for result in filed)
         if missing:
             unfiled = cause or Reason.INTERNAL.error("no result was filed for this target")
@@ -129,7 +129,7 @@ class Run:
             operation.error.CopyFrom(error)
 
     def write_timeline(self) -> None:
-        """Bring the record's timeline up to date. A failure is logged: it ends no operation."""
+        """Bring the record's timeline up to date. A failure is logged and does not end the operation."""
         if self.timelines:
             self.record.ClearField("timeline")
             for write in self.timelines:
@@ -139,7 +139,7 @@ class Run:
                     log.exception("%s %s has a partial timeline", self.operation.verb, self.operation.operation_id)
 
     async def end(self) -> None:
-        """Nothing more will come of it: tell those who wait or watch, and keep its record only."""
+        """Notify waiting callers of the end, and keep the record only."""
         self.cancel = _nothing
         self._places, self._filed = {}, []
         self.ended.set()
@@ -147,7 +147,7 @@ class Run:
             self._changed.notify_all()
 
     async def watch(self) -> AsyncIterator[Operation]:
-        """The operation now and after every change, until it has ended."""
+        """Yield the operation now and at its end."""
         while True:
             snapshot = Operation()
             snapshot.CopyFrom(self.operation)
@@ -160,7 +160,7 @@ class Run:
 
 
 class Operations:
-    """Every operation by id."""
+    """All operations, by id."""
 
     def __init__(
         self,
@@ -179,19 +179,20 @@ class Operations:
         self._clock = clock
         self._runs: dict[str, Run] = {}
         self._ended: dict[str, int] = {}
-        """Bytes of those that have ended, by id, in that order."""
+        """Bytes of the ended operations, by id, in the order of the ends."""
         self._ended_bytes = 0
         self._unrecorded: set[str] = set()
-        """Those of them whose end is not in the journal yet."""
+        """Ended operations whose end is not in the journal yet."""
         self._holders: dict[str, str] = {}
         self._joined: dict[str, str] = {}
-        """Operation by the request id of a call that joined it."""
+        """Operation of each joined call, by the call's request id."""
         self._forgotten = ""
-        """The newest id that was dropped: ids are UUIDv7 and sort by time."""
+        """Newest dropped id. Ids are UUIDv7 and sort by time."""
 
     async def load(self) -> None:
-        """Take in what the journal holds. What was running when the coordinator died has an unknown outcome; nothing
-        but that remains of the updates that were open.
+        """Load the journal. Operations that ran when the previous coordinator ended become UNKNOWN.
+
+        Records of open updates are deleted.
         """
         for _, body in self._journal.read("forgotten"):
             self._forgotten = body.decode()
@@ -203,9 +204,9 @@ class Operations:
             if record.operation.state == OPERATION_STATE_RUNNING:
                 record.operation.state = OPERATION_STATE_UNKNOWN
                 published = phases.get(key) == UPDATE_PHASE_PUBLISHED
-                came = "; its version had been published" if published else ""
+                note = "; its version had been published" if published else ""
                 record.operation.error.CopyFrom(
-                    Reason.LINK_LOST.error(f"the coordinator was restarted while the operation ran{came}").detail()
+                    Reason.LINK_LOST.error(f"the coordinator was restarted while the operation ran{note}").detail()
                 )
                 record.operation.done_time.CopyFrom(self._clock.wall())
                 changes.append(Put("operation", key, record.SerializeToString()))
@@ -219,8 +220,10 @@ class Operations:
             await self._journal.write(changes)
 
     def known(self, request_id: str, request: Message) -> Run | None:
-        """The run that this request started before. Raises REQUEST_ID_REUSED when its body was another, and
-        REQUEST_ID_EXPIRED for an id that is no newer than one that was forgotten.
+        """Return the operation that this request started or joined before, or None.
+
+        Raises REQUEST_ID_REUSED if the earlier body differs, REQUEST_ID_EXPIRED for an id that is no newer than a
+        dropped id.
         """
         run = self._runs.get(self._joined.get(request_id, request_id))
         if run is None and request_id and request_id <= self._forgotten:
@@ -247,12 +250,13 @@ class Operations:
         update_id: str = "",
         changes: Sequence[Put] = (),
     ) -> Run:
-        """Accept an operation: journal it, then do ``work`` in a task of its own, which no caller's leaving cancels.
-        ``changes`` are journaled in the same transaction.
+        """Accept an operation: journal the record with ``changes`` in one transaction, then run ``work`` in a task.
 
-        ``work`` fills in the results; what it raises ends the operation FAILED. An exclusive operation is refused
-        with OPERATION_CONFLICT while another one holds one of its targets. Raises REQUEST_ID_REUSED when something
-        else was accepted under its id since the caller looked.
+        A disconnect of the caller does not cancel the task. ``work`` adds the results. An error of ``work`` ends the
+        operation FAILED, CANCELLED after :meth:`give_up`, or UNKNOWN if a result is UNKNOWN or the error is a defect.
+
+        Raises OPERATION_CONFLICT for an exclusive operation while an exclusive operation runs on a target, and
+        REQUEST_ID_REUSED if an operation was accepted under the id since the caller's check.
         """
         operation_id = request.header.request_id or self.new_id()  # type: ignore[attr-defined]
         if self.known(operation_id, request) is not None:
@@ -284,7 +288,7 @@ class Operations:
         except BaseException as error:
             del self._runs[operation_id]
             self._release(operation_id)
-            # A repeat may have attached to it meanwhile: it is refused as well, and may be made again.
+            # A repeat may have joined the operation meanwhile. The repeat is refused as well, and may be sent again.
             run.operation.state = OPERATION_STATE_FAILED
             run.refused = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
             run.operation.error.CopyFrom(run.refused.detail())
@@ -294,15 +298,15 @@ class Operations:
         return run
 
     def new_id(self) -> str:
-        """A fresh id that is newer than all that were forgotten, also when the wall clock has been set back since."""
-        made = self._clock.new_id()
-        if made > self._forgotten:
-            return made
+        """Return a new id that is newer than all dropped ids, also if the wall clock has been set back."""
+        uuid = self._clock.new_id()
+        if uuid > self._forgotten:
+            return uuid
         milliseconds = f"{int(self._forgotten.replace('-', '')[:12], 16) + 1:012x}"
-        return f"{milliseconds[:8]}-{milliseconds[8:]}{made[13:]}"
+        return f"{milliseconds[:8]}-{milliseconds[8:]}{uuid[13:]}"
 
     def hypothetical(self, verb: str, targets: Sequence[Slot], excluded: Sequence[ExcludedStage] = ()) -> Run:
-        """A run that was only checked: it has ended, nothing was done, and nobody will hear of it again."""
+        """Return the ended, unrecorded operation of a request that was only validated."""
         operation = Operation(
             header=self._roster.header(),
             operation_id=self.new_id(),
@@ -363,7 +367,7 @@ class Operations:
             await run.end()
 
     def _named(self, run: Run) -> dict[str, str | int]:
-        """The fields of the log lines of an operation."""
+        """Return the fields of an operation's log lines."""
         operation = run.operation
         return {
             "operation": operation.operation_id,
@@ -374,7 +378,7 @@ class Operations:
         }
 
     async def drop_expired(self) -> int:
-        """Drop what is over the limits of retention; returns how many operations. Raises JOURNAL_FAILED."""
+        """Drop operations above the limits of retention. Returns the number. Raises JOURNAL_FAILED."""
         expired = self._expired()
         if expired:
             await self._drop(expired)
@@ -383,7 +387,7 @@ class Operations:
     async def _drop(self, expired: Sequence[str], *changes: Put | Delete) -> None:
         """Delete operations from the journal, together with other changes, then from memory."""
         ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
-        # Ids of a clock that goes ahead must not make those of all other callers look old.
+        # An id of a fast clock must not make the ids of all other callers look old.
         now = self.new_id()
         forgotten = max((each for each in ids if each <= now), default="")
         drops: list[Put | Delete] = [Delete("operation", key) for key in expired]
@@ -394,7 +398,7 @@ class Operations:
         self._forgotten = max(self._forgotten, forgotten)
 
     def _forget(self, expired: Sequence[str]) -> None:
-        """Another operation that ended at the same time may have forgotten them already."""
+        """Drop operations from memory. The end of a concurrent operation may have dropped some already."""
         self._unrecorded.difference_update(expired)
         for key in expired:
             run = self._runs.pop(key, None)
@@ -403,7 +407,7 @@ class Operations:
                 self._joined.pop(call.request_id, None)
 
     async def record_ended(self) -> None:
-        """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        """Record the ends that the journal has refused before. Raises JOURNAL_FAILED if the journal still fails."""
         late = sorted(self._unrecorded)
         if late:
             runs = [self._runs[key] for key in late]
@@ -414,7 +418,7 @@ class Operations:
             self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:
-        """Let another call be answered with an operation; a repeat of it is too."""
+        """Record that a further call, and repeats of the call, get an operation as answer."""
         request_id: str = request.header.request_id  # type: ignore[attr-defined]
         if request_id in ("", run.operation.operation_id) or request_id in self._joined:
             return
@@ -423,23 +427,23 @@ class Operations:
         try:
             await self._journal.write([_put(run.record)])
         except BaseException:
-            # It was not answered, and a repeat of it may find another operation after a restart.
+            # The call gets no answer. After a restart a repeat may get a different operation.
             del self._joined[request_id]
             run.record.joined.remove(call)
             raise
 
     def get(self, operation_id: str) -> Run:
-        """The run of this id. Raises OPERATION_NOT_FOUND."""
+        """Return the operation of an operation id or a joined request id. Raises OPERATION_NOT_FOUND."""
         run = self._runs.get(self._joined.get(operation_id, operation_id))
         if run is None:
             raise Reason.OPERATION_NOT_FOUND.error(f"no operation {operation_id!r} is on record", field="operation_id")
         return run
 
     def newest_first(self, verb: str, state: OperationState.ValueType, before: str = "") -> list[Run]:
-        """Runs by the time of their acceptance on the coordinator's clock, newest first.
+        """Return operations by the time of acceptance on the coordinator's clock, newest first.
 
-        ``before``: a :func:`page_token`; the runs that come after that one in the list.
-        Raises FIELD_INVALID for a token that no list has given.
+        ``before``: a :func:`page_token`. The page begins after the operation of the token.
+        Raises FIELD_INVALID for an invalid token.
         """
         start = _parsed_token(before) if before else None
         runs = (run for run in self._runs.values() if verb in ("", run.operation.verb))
@@ -447,17 +451,17 @@ class Operations:
         return sorted((run for run in matching if start is None or _accepted(run) < start), key=_accepted, reverse=True)
 
     def running(self) -> list[Operation]:
-        """The operations that have not ended."""
+        """Return the operations that have not ended."""
         return [run.operation for key, run in self._runs.items() if key not in self._ended]
 
     async def stop(self, within_s: float) -> None:
-        """Wait for what runs, for so long."""
+        """Wait for running operations, at most ``within_s``."""
         running = [run.task for run in self._runs.values() if run.task and not run.task.done()]
         if running:
             await asyncio.wait(running, timeout=within_s)
 
     def refuse_held(self, targets: Sequence[Slot]) -> None:
-        """Raise OPERATION_CONFLICT when an exclusive operation is running on one of these stages."""
+        """Raise OPERATION_CONFLICT if an exclusive operation is running on one of the stages."""
         for slot in targets:
             holder = self._holders.get(slot.name)
             if holder is not None:
@@ -494,13 +498,13 @@ class Operations:
 
 
 def page_token(run: Run) -> str:
-    """The position of a run in the list of operations, which outlives its record."""
+    """Return the position of an operation in the list of operations. The token outlives the record."""
     nanoseconds, operation_id = _accepted(run)
     return f"{nanoseconds}/{operation_id}"
 
 
 def _accepted(run: Run) -> tuple[int, str]:
-    # Not the id alone: clients make ids, by clocks of their own.
+    # The id alone is not enough: clients make ids with their own clocks.
     return run.operation.create_time.ToNanoseconds(), run.operation.operation_id
 
 
@@ -514,8 +518,8 @@ def _parsed_token(token: str) -> tuple[int, str]:
 
 
 def body_hash(request: Message, request_id: str = "") -> bytes:
-    """SHA-256 over what a request asks for under an id, without what may differ between repeats and between calls that
-    join one operation (timeout, epoch, the engine that a call is for).
+    """Return the SHA-256 of a request's content under an id. Excluded are fields that may differ between repeats, and
+    between calls that join the same operation: timeout, epoch, and the engine of the call.
     """
     body = type(request)()
     body.CopyFrom(request)
@@ -530,7 +534,7 @@ def body_hash(request: Message, request_id: str = "") -> bytes:
 
 
 def _line(run: Run) -> tuple[int, str]:
-    """What the log says of an operation that has ended: its outcome, how long it took, at how many targets, and why."""
+    """Return the log line of an ended operation: level, outcome, time, number of targets and error."""
     operation = run.operation
     state = OperationState.Name(operation.state).removeprefix("OPERATION_STATE_")
     good = sum(result.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED) for result in operation.stage_results)
@@ -547,7 +551,7 @@ def _line(run: Run) -> tuple[int, str]:
 
 
 def _hashes(record: OperationRecord, request_id: str) -> list[bytes]:
-    """What was asked under an id that started an operation, or joined it."""
+    """Return the hashes of the bodies under an id that started or joined an operation."""
     if request_id == record.operation.operation_id:
         return [record.request_sha256]
     return [call.request_sha256 for call in record.joined if call.request_id == request_id]

@@ -1,6 +1,6 @@
-"""The end of an update: finish at every target, flush, verify, publish, admit, resume.
+"""The end of an update: complete at every target, flush, verify, publish, admit, resume.
 
-Nothing of a version is served before it is published; after that the update is finished, whatever happens.
+No stage serves a version before the publish. After the publish the update always finishes.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from rlctl.v1.verbs_pb2 import (
 log = logging.getLogger(__name__)
 
 Levels = Mapping[str, Level]
-"""At which level each target is verified, by slot."""
+"""Verification level of each target, by slot."""
 
 ADMISSION_S = 10.0
-"""Time that a grant may take to a stage and its report back."""
+"""Longest wait for a grant to reach a stage and for the stage's next report."""
 
 
 NOT_CONFIRMED = "did not confirm"
 
 
 class Commit:
-    """Finishes one update whose targets have been written into."""
+    """Finishes an update with written targets."""
 
     def __init__(self, update: Update, context: Context) -> None:
         self._update = update
@@ -74,12 +74,12 @@ class Commit:
         self._clock = context.clock
         self._paused_s = 0.0
         self._fingerprints = b""
-        self._decode: frozenset[str] = frozenset()  # slots of which decode was compared with prefill
+        self._decode: frozenset[str] = frozenset()  # slots that passed the decode check
 
     async def commit(self, expected: Expected) -> None:
-        """Complete, flush, verify, publish, admit, resume, batch by batch. Raises when the version was not published.
+        """Complete, flush, verify, publish, admit, resume, batch by batch. Raises if the version is not published.
 
-        Shadow copies are complete and verified before anything is paused; what is in place is one batch.
+        Shadow copies are complete and verified before the first pause. An in-place update is a single batch.
         """
         update = self._update
         levels = await self._written(expected)
@@ -101,8 +101,10 @@ class Commit:
             self._conclude()
 
     async def commit_batch(self, expected: Expected) -> None:
-        """Complete, flush, verify, publish, admit and resume the present batch of an update that rolls in place; with
-        the last one it is finished. Raises when the version was not published, or what broke the rolling.
+        """Complete, flush, verify, publish, admit and resume the present batch of a rolling in-place update.
+
+        The last batch finishes the update. Raises if the version is not published, or the failure that ends the
+        rolling.
         """
         update = self._update
         levels = await self._written(expected)
@@ -111,8 +113,9 @@ class Commit:
             self._conclude()
 
     async def break_off(self, error: Exception) -> None:
-        """End an update that rolls after the batches that serve its version: the rest is STALE or DIRTY. Also for a
-        defect: nobody else would take the version before it out of service.
+        """End a rolling update after the batches that serve the version. The other stages become STALE or DIRTY.
+
+        A defect ends the update too, since otherwise the previous version would remain in service.
         """
         update = self._update
         self._log_unfinished(error)
@@ -120,7 +123,7 @@ class Commit:
             await self._close(update.model.record.model_digest, typed(error))
         except RlctlError as again:
             self._log_unfinished(again)
-            # What became of them could not be recorded; that they have read the weights is no answer to the commit.
+            # The end at these targets is not recorded. APPLIED for a read of the weights says nothing about the commit.
             done = {slot.name for slot in update.done}
             read = [
                 r.slot for r in self._run.operation.stage_results if r.outcome == OUTCOME_APPLIED and r.slot not in done
@@ -133,12 +136,12 @@ class Commit:
             self._run.operation.error.CopyFrom(typed(error).detail())
 
     def _conclude(self, cause: RlctlError | None = None) -> None:
-        """``cause``: what broke it off, also for targets that could not even be told."""
+        """``cause``: failure that ended the update early. Targets without a result get it as their error."""
         self._stamp()
         whole = len(self._present(self._update.done)) == len(self._update.frozen)
         self._run.conclude(update=True, cause=cause)
         if not whole or self._left_out() or any(r.HasField("warning") for r in self._run.operation.stage_results):
-            # What became of the others may be unknown, but they are quarantined, and the version is published.
+            # Other targets may be UNKNOWN, but these are quarantined, and the version is published.
             self._run.operation.state = OPERATION_STATE_PARTIAL
 
     async def _roll(
@@ -149,58 +152,61 @@ class Commit:
         expected: Expected,
         digest: str,
     ) -> list[Slot]:
-        """Bring a batch (all targets, unless the update rolls) to the version; those that are left to be brought to it.
+        """Bring a batch (all targets, unless the update rolls) to the version. Returns the remaining targets.
 
-        From the first batch that serves it the version is published; what fails later only ends the rolling.
+        The first batch that serves the version publishes it. A later failure only ends the rolling.
         """
         update = self._update
         slots = await self._stop(batch) if update.staged else batch
-        held: list[Slot] = []
+        withheld: list[Slot] = []
         if update.published:
-            held = [slot for slot in slots if not slot.record.HasField("quarantine")]
-            await self._peers.hold_back(held, "its batch of a rolling update is not verified yet")
-        good, found = await self._complete(slots, levels, expected)
+            withheld = [slot for slot in slots if not slot.record.HasField("quarantine")]
+            await self._peers.hold_back(withheld, "its batch of a rolling update is not verified yet")
+        good, batch_digest = await self._complete(slots, levels, expected)
         update.done += good
         failed = [slot for slot in batch if slot not in good]
         for slot in batch:
             slot.restoring = slot in failed
-        await self._roster.lift_quarantine([slot for slot in held if slot in good])
+        await self._roster.lift_quarantine([slot for slot in withheld if slot in good])
         if waiting:
             await update.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
         if len(update.done) + len(waiting) < update.quorum:
             if not update.published:
                 self._refuse_short(len(update.done) + len(waiting))
-            waiting = []  # what did not go well is not tried on the rest
+            waiting = []  # do not repeat a failure at the remaining targets
         if waiting and not update.done:
             return waiting
         if waiting:
             with update.timeline.phase(PHASE_KIND_PUBLISH):
                 async with self._silencing([*good, *self._at_admitted()]):
-                    await self._publish(good, digest or found, beside=update.model.admitted)
+                    await self._publish(good, digest or batch_digest, beside=update.model.admitted)
         else:
             with update.timeline.phase(PHASE_KIND_PUBLISH):
-                await self._close(digest or found)
+                await self._close(digest or batch_digest)
         await self._serve(good)
         return waiting
 
     async def _close(self, digest: str, error: RlctlError | None = None) -> None:
-        """No version but this one is served any more: not by the targets that did not confirm, not by anybody else.
-        ``error``: why those that it has not come to are left out.
+        """Publish the version as the only admitted version. No other stage of the model serves afterwards.
+
+        ``error``: result for targets that the update has not reached.
         """
         update = self._update
-        if update.published:  # whatever fails from here on: nobody is granted the version before again
+        if update.published:  # no grant includes the previous version again, also after a failure below
             versions.close(update.model)
         async with self._silencing(update.done):
             good = self._present(update.done)
             if not update.published:
                 self._refuse_short(len(good))
-            left = [slot for slot in update.frozen if slot not in good]
+            unconfirmed = [slot for slot in update.frozen if slot not in good]
             stopped = error or Reason.CANCELLED.error("the update ended before it came to this target")
-            # That one has read the weights is no answer to the commit.
-            said = {result.slot for result in self._run.operation.stage_results if result.outcome != OUTCOME_APPLIED}
-            answered = said - update.missed
-            for result in await update.step(AbortUpdateRequest(reason=NOT_CONFIRMED), left, cleanup=True):
-                if result.slot not in answered:
+            # APPLIED for a read of the weights says nothing about the commit.
+            failed_slots = {
+                result.slot for result in self._run.operation.stage_results if result.outcome != OUTCOME_APPLIED
+            }
+            filed = failed_slots - update.missed
+            for result in await update.step(AbortUpdateRequest(reason=NOT_CONFIRMED), unconfirmed, cleanup=True):
+                if result.slot not in filed:
                     update.file(result, stopped)
             try:
                 await self._publish(good, digest)
@@ -210,7 +216,7 @@ class Commit:
                         slot.late = slot.late or (slot.model == update.model.record.name and slot not in good)
 
     async def _serve(self, good: Sequence[Slot]) -> None:
-        """Wait until targets that hold the published version serve it, and let them generate."""
+        """Wait until targets with the published version are admitted, then continue generation."""
         try:
             await self._await_admission(good)
             await self._resume_after(good)
@@ -234,9 +240,9 @@ class Commit:
             raise self._update.short_of_quorum(count, self._cause())
 
     async def restore(self, expected: Expected) -> None:
-        """Complete, flush, verify, admit, resume, for targets that are brought to a version that is published already.
+        """Complete, flush, verify, admit and resume targets of a heal, at a version that is already published.
 
-        Raises when one did not confirm.
+        Raises if a target does not confirm.
         """
         levels = await self._written(expected)
         good, _ = await self._complete(self._update.targets, levels, expected)
@@ -250,17 +256,19 @@ class Commit:
         self._stamp()
 
     async def _written(self, expected: Expected) -> Levels:
-        """Once all targets have been written into: at which level each is verified."""
+        """Return the verification levels, once all targets are written."""
         self._fingerprints = expected.fingerprints
-        # A delta may have turned out to differ in nothing from its base.
+        # A delta may be equal to its base.
         if not self._update.written and self._update.record.request.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
         await self._update.ready()
         return self._update.levels(expected)
 
     async def _seal(self, levels: Levels, expected: Expected) -> tuple[list[Slot], str]:
-        """Complete and verify the shadow copies while generation goes on: the targets that are PREPARED, and the digest
-        that they all have, or "". What fails here has touched nothing that is served.
+        """Complete and verify the shadow copies while engines generate. A failure here leaves the served weights
+        untouched.
+
+        Returns the verified targets, and their common digest or "".
         """
         update = self._update
         results = await update.step(SealUpdateRequest(), update.targets)
@@ -279,16 +287,16 @@ class Commit:
         return [slot for slot in sealed if slot.name not in wrong], verdict.digest
 
     async def _stop(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Pause targets before what serves is touched: those that are."""
+        """Pause targets before a change of the served weights. Returns the targets without a failure."""
         paused = await self._update.pause(slots)
         return self._keep(slots, [result for result in paused if result.outcome != OUTCOME_APPLIED])
 
     async def _complete(self, slots: Sequence[Slot], levels: Levels, expected: Expected) -> tuple[list[Slot], str]:
-        """Finish targets, flush, verify: those that confirmed, and the digest that they all have, or ""."""
+        """Commit, flush and verify targets. Returns the targets that confirmed, and their common digest or ""."""
         update = self._update
         options = update.record.request.options
         commit = CommitUpdateRequest(version=update.record.plan.version, adapters=options.adapters)
-        # A flush where the commit has failed costs entries that could have been kept, and nothing else.
+        # A flush after a failed commit costs cache entries, and nothing else.
         committed, *flushed = await update.in_order(update.step(commit, slots), *self._flushing(slots))
         good = await self._flushed(self._keep(slots, committed), flushed)
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
@@ -306,9 +314,7 @@ class Commit:
 
     @contextlib.asynccontextmanager
     async def _silencing(self, good: Sequence[Slot]) -> AsyncIterator[None]:
-        """A stage of the model that is not among those that confirmed could go on serving the old version: inside,
-        none does.
-        """
+        """Silence the other stages of the model. Otherwise a stage could continue to serve the old version."""
         model = self._update.model
         others = [s for s in self._roster.slots.values() if s.model == model.record.name and s not in good]
         try:
@@ -319,33 +325,34 @@ class Commit:
             self._peers.speak(model)
 
     def _at_admitted(self) -> list[Slot]:
-        """Stages that say that they are at a version which may be served beside the one that is being published. Of the
-        others one may still serve what was served beside it earlier, under a coordinator before this one.
+        """Return the stages that report an admitted version, which may be served beside the new version.
+
+        Any other stage may still serve a version that a previous coordinator admitted.
         """
         model = self._update.model
         slots = [slot for slot in self._roster.slots.values() if slot.model == model.record.name]
         return [slot for slot in slots if slot.report is not None and slot.report.weight_version in model.admitted]
 
     def _present(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those that are still filled by what has confirmed. One that was restarted since has other weights."""
-        gone = [slot for slot in slots if self._roster.slots.get(slot.name) is not slot]
+        """Return the slots whose process is the one that confirmed. A restarted stage has different weights."""
+        replaced = [slot for slot in slots if self._roster.slots.get(slot.name) is not slot]
         error = Reason.INCARNATION_FENCED.error("it was restarted after it had confirmed", outcome=OUTCOME_UNKNOWN)
-        self._spoil({slot.name: error for slot in gone})
-        return [slot for slot in slots if slot not in gone]
+        self._spoil({slot.name: error for slot in replaced})
+        return [slot for slot in slots if slot not in replaced]
 
     def _left_out(self) -> bool:
-        """Whether a stage that is there was left out because it could not take this update."""
+        """Whether the target set excludes a present stage that could not take this update."""
         return any(excluded.state not in ABSENT for excluded in self._update.record.plan.excluded)
 
     def _keep(self, slots: Sequence[Slot], results: Sequence[StageResult]) -> list[Slot]:
-        """File results; the slots of which none failed."""
+        """Add results. Returns the slots without a failure."""
         for result in results:
             self._run.add(result)
         failed = {result.slot for result in results if result.outcome != OUTCOME_APPLIED}
         return [slot for slot in slots if slot.name not in failed]
 
     def _flushing(self, slots: Sequence[Slot]) -> list[Coroutine[Any, Any, list[StageResult]]]:
-        """The steps that leave no KV entry of the old weights."""
+        """Return the steps that drop all KV entries of the old weights."""
         options = self._update.record.request.options
         if options.HasField("flush_cache") and not options.flush_cache:
             return []
@@ -354,14 +361,14 @@ class Commit:
             slot for slot in slots if PAUSE_MODE_IN_PLACE in (options.pause, slot.report and slot.report.pause_mode)
         ]
         if frozen:
-            # Their requests would go on with KV entries of the old weights, which nobody asked for: recompute them.
+            # Frozen requests would continue with KV entries of the old weights, contrary to the flush: recompute these.
             steps.append(self._update.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), frozen))
         steps.append(self._update.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)]))
         return steps
 
     async def _flushed(self, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
-        """Those that have done all of :meth:`_flushing`. The state of the others, whose commit went well, does not say
-        that they may not serve.
+        """Return the slots that have run all steps of :meth:`_flushing`. The other slots are quarantined: their commit
+        succeeded, so their state alone would let these serve.
         """
         flat = [result for step in results for result in step]
         failed = {r.slot: from_detail(r.error) for r in flat if r.outcome != OUTCOME_APPLIED}
@@ -379,13 +386,13 @@ class Commit:
         return good, verdict.digest
 
     async def _without(self, slots: list[Slot], wrong: Mapping[str, RlctlError]) -> list[Slot]:
-        """Those that are not wrong; the others are quarantined, and their results say why."""
+        """Return the slots that are not wrong. The wrong slots are quarantined, with the cause in their results."""
         self._spoil(wrong)
         await self._roster.quarantine({slot: wrong[slot.name].detail() for slot in slots if slot.name in wrong})
         return [slot for slot in slots if slot.name not in wrong]
 
     def _certify(self, slots: Sequence[Slot], levels: Levels) -> None:
-        """Say in the results of targets that have confirmed how far they were verified."""
+        """Add the verification to the results of targets that have confirmed."""
         names = {slot.name for slot in slots}
         for result in self._run.operation.stage_results:
             if result.outcome == OUTCOME_APPLIED and result.slot in names:
@@ -402,7 +409,7 @@ class Commit:
                 rank.evidence = EVIDENCE_VERIFIED
 
     def _evidence(self) -> common_pb2.Verification:
-        """The weakest, of each kind, among the targets that have confirmed."""
+        """Return the weakest verification, of each kind, among the targets that have confirmed."""
         return verification_levels.weakest(
             [
                 result.verification
@@ -412,7 +419,7 @@ class Commit:
         )
 
     def _spoil(self, errors: Mapping[str, RlctlError]) -> None:
-        """Targets that had committed and turned out wrong: their results say so."""
+        """Add errors to the results of committed targets that are wrong."""
         for result in list(self._run.operation.stage_results):
             error = errors.get(result.slot)
             if error is not None:
@@ -431,7 +438,10 @@ class Commit:
     async def _publish(
         self, good: Sequence[Slot], digest: str, beside: Sequence[common_pb2.WeightVersion] = ()
     ) -> None:
-        """Publish the version, once, and trust these targets again. ``beside``: versions that may be served as well."""
+        """Publish the version, once, and lift the quarantine of these targets after a full update.
+
+        ``beside``: versions that remain admitted.
+        """
         update = self._update
         trusted = good if update.full else []
         evidence = self._evidence()
@@ -469,7 +479,7 @@ class Commit:
         self._run.operation.dropped_adapters.extend(dropped)
 
     async def _weaken(self, evidence: common_pb2.Verification) -> None:
-        """Journal the version's evidence anew where a later batch has less of it than the batches before."""
+        """Journal a weaker verification of the version, if a later batch reached less than the batches before."""
         model = self._update.model
         if not evidence.held or evidence == model.record.verification:
             return
@@ -480,18 +490,19 @@ class Commit:
         self._roster.changed()
 
     async def _await_admission(self, good: Sequence[Slot]) -> None:
-        """Wait until the stages say that they have been admitted: whoever reads the fleet next sees it.
+        """Wait until the stages report their admission, so that the fleet shows the admission after the update.
 
-        One that does not say so in time has not got the grant; the next one will reach it, and till then it is
-        UPDATING and serves nothing.
+        A stage without such a report in time has not received the grant. The stage is UPDATING and serves nothing until
+        the next grant.
         """
         with self._update.timeline.phase(PHASE_KIND_ADMIT), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ADMISSION_S):
                 await self._roster.until(lambda: all(slot.report is None or not slot.report.update_id for slot in good))
 
     async def _resume_after(self, good: Sequence[Slot]) -> None:
-        """What was not done is a warning at its target, which nothing is routed to: it could generate, or not, against
-        what its trainer was told.
+        """Continue generation, or hand over the pause. A failure becomes a warning and a quarantine of the target.
+
+        Without the quarantine a target could generate, or not generate, contrary to the trainer's result.
         """
         if self._update.record.request.options.after == AFTER_UPDATE_STAY_PAUSED:
             results = await self._update.hand_over_pause(good)
@@ -503,7 +514,7 @@ class Commit:
         await self._roster.quarantine({slot: failed[slot.name] for slot in good if slot.name in failed})
 
     def _warn(self, failed: Mapping[str, ErrorDetail]) -> None:
-        """Say at targets what of the end failed."""
+        """Add warnings to the results of targets."""
         for target in self._run.operation.stage_results:
             if target.slot in failed and not target.HasField("warning"):
                 target.warning.CopyFrom(failed[target.slot])
@@ -512,19 +523,19 @@ class Commit:
         if self._paused_s:
             self._run.operation.pause_time.CopyFrom(duration(self._paused_s))
         for result in self._run.operation.stage_results:
-            slot = self._roster.slots.get(result.slot)  # it may have left the fleet since
+            slot = self._roster.slots.get(result.slot)  # None: deregistered since
             if result.outcome == OUTCOME_APPLIED and slot is not None and slot.report is not None:
                 result.state = slot.report.state
                 result.weight_version.CopyFrom(self._update.record.plan.version)
 
 
 def _has_cache(slot: Slot) -> bool:
-    """Whether a stage may hold KV entries."""
+    """Whether a stage may have KV entries."""
     report = slot.report
     return report is not None and (report.cache_in_doubt or common_pb2.MEMORY_TAG_KV_CACHE not in report.released)
 
 
 def _replace_ranks(result: StageResult, answer: StageResult) -> None:
-    """Let a target's result say what each of its ranks holds of the tensor that differs."""
+    """Replace the rank results of a target by each rank's part of the tensor that differs."""
     del result.rank_results[:]
     result.rank_results.extend(answer.rank_results)

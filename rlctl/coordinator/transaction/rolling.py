@@ -1,8 +1,8 @@
-"""An update that rolls in place: batch by batch, each in a pass of the sources (or reading from disk) of its own.
+"""Rolling in-place updates: batch by batch, with a pass of the sources (or a read from disk) for each batch.
 
-A batch is paused, written, verified and admitted before the next one hears of the update. From the first that serves
-the version it is published: what fails later leaves the rest STALE, or DIRTY where it was written, and the operation
-PARTIAL.
+A batch is paused, written, verified and admitted before the next batch gets a command. The first batch that serves the
+version publishes the version. After a later failure the other stages are STALE, or DIRTY if written, and the operation
+is PARTIAL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, CommitBatchRequest, C
 
 
 class Rolling:
-    """From batch to batch."""
+    """Commits rolling in-place updates batch by batch."""
 
     def __init__(self, context: Context, groups: GroupBook, planner: Planner) -> None:
         self._roster = context.roster
@@ -32,8 +32,9 @@ class Rolling:
         self._planner = planner
 
     async def see_through(self, update: Update, commit: Commit, written: Callable[[], Awaitable[None]]) -> None:
-        """Batch by batch to the end. ``written`` returns when the present one is, and is to be committed. Raises what
-        failed before the version was published.
+        """Commit all batches. Raises a failure before the publish.
+
+        ``written`` returns once the present batch is written and decided.
         """
         try:
             await written()
@@ -49,8 +50,10 @@ class Rolling:
             await update.leave_groups(self._groups.unformed(update.record.plan))
 
     def decide(self, update: Update, request: CommitBatchRequest | CommitWeightUpdateRequest) -> None:
-        """Decide for the version, given what the sources say of it. Raises FIELD_REQUIRED when the level to verify at
-        needs a digest, DIGEST_MISMATCH when another batch was sent other weights.
+        """Decide for the version, with the digests that the sources state.
+
+        Raises FIELD_REQUIRED if the verification level needs a digest, DIGEST_MISMATCH if an earlier batch received
+        different weights.
         """
         expected = Expected(
             request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
@@ -58,17 +61,20 @@ class Rolling:
         refuse_other_key(expected, update.record.plan.digest_key)
         update.levels(expected)
         if update.rolls_in_place and update.published:
-            known = update.model.record.model_digest
-            if known and expected.digest and expected.digest != known:
+            digest = update.model.record.model_digest
+            if digest and expected.digest and expected.digest != digest:
                 raise Reason.DIGEST_MISMATCH.error(
-                    f"the sources sent {expected.digest[:16]}, to the batches that serve the version {known[:16]}",
+                    f"the sources sent {expected.digest[:16]}, to the batches that serve the version {digest[:16]}",
                     field="expected_digest",
                     next_step="Leave the weights as they are until the update has ended.",
                 )
         update.owner.decide(expected=expected)
 
     async def commit_batch(self, update: Update, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
-        """Decide a batch for the version, and wait for the plan of the next one, or the update, which ends without."""
+        """Decide a batch for the version and wait for the commit of the batch.
+
+        Returns the plan of the next batch, or the operation if the update has ended.
+        """
         plan = update.record.plan
         async with update.planning:
             if request.batch > plan.batch.number:
@@ -86,7 +92,7 @@ class Rolling:
         return update.run if update.ended else plan
 
     def refuse_more(self, update: Update) -> None:
-        """Raise ILLEGAL_STATE when another batch follows the present one."""
+        """Raise ILLEGAL_STATE if a further batch follows."""
         batch = update.record.plan.batch
         if update.rolls_in_place and not batch.last:
             raise Reason.ILLEGAL_STATE.error(
@@ -95,7 +101,7 @@ class Rolling:
             )
 
     def _known(self, update: Update) -> Expected:
-        """What the sources say of the weights, and what the batches hold that serve the version."""
+        """Return the digests that the sources state, with the digest of the batches that serve the version."""
         return replace(update.owner.expected, held=update.model.record.model_digest if update.published else "")
 
     async def _next_batch(self, update: Update) -> None:

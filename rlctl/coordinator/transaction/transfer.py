@@ -28,7 +28,7 @@ from rlctl.v1.verbs_pb2 import (
 )
 
 RETURN_S = 5.0
-"""Time for a broken link to be made again; on a busy machine links break though nobody is gone."""
+"""Time for a broken link to return. On a busy machine links break although all processes run."""
 
 Write = UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest
 
@@ -53,9 +53,9 @@ class Transfer:
         *,
         patient_s: float = 0.0,
     ) -> None:
-        """Join every rank of the targets into a group, once each has found that it can.
+        """Join every rank of the targets into a group, once each rank reports that it can join.
 
-        ``patient_s``: how long a store that cannot be reached may take to come: clients open theirs after they asked.
+        ``patient_s``: longest wait for an unreachable store. Clients may open their store after the request.
         """
         process_groups.place(request, targets)
         model = targets[0].model
@@ -68,9 +68,9 @@ class Transfer:
     async def receive(
         self, update: Update, request: Write, run: Run, timeout_s: float, *, attempt: int | None = None
     ) -> None:
-        """Let targets of an update take in what its sources send; one request after the other.
+        """Let targets receive tensors of an update, one request after the other.
 
-        ``attempt``: the one that was under way when the request came; None: it comes now.
+        ``attempt``: the attempt at the arrival of the request. None: the present attempt.
         """
         plan = update.record.plan
         attempt = plan.attempt if attempt is None else attempt
@@ -90,14 +90,14 @@ class Transfer:
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             if run.given_up:
                 update.fail_write()
-                together = self._together(update.reached_by(request), run, group_names)
-                together.leave()  # or its source would wait in them for those that never come
-                await together.left()
+                fanout = self._together(update.reached_by(request), run, group_names)
+                fanout.leave()  # otherwise the source would wait in the groups
+                await fanout.left()
                 run.refuse_given_up()
             try:
                 await update.ready()
             except RlctlError:
-                # One that is gone by now costs an attempt, as if it had gone a moment later.
+                # A target that is lost before the write costs an attempt, as a target that is lost in the write does.
                 update.fail_write()
                 for result in update.unprepared:
                     run.add(result)
@@ -106,11 +106,11 @@ class Transfer:
                 targets = update.reached_by(request)
                 verb = of_request(request).name
                 with update.timeline.step(verb, targets, lambda: update.transports) as record:
-                    together = self._together(targets, run, group_names, record)
-                    await together.run(request, timeout_s, aside=update.aside)
+                    fanout = self._together(targets, run, group_names, record)
+                    await fanout.run(request, timeout_s, aside=update.aside)
             finally:
                 results = run.operation.stage_results
-                # A client that names no update may mean another one's: it harms none that has begun.
+                # A client that names no update may mean a different update. A stray write does not harm a begun update.
                 stray = update.record.request.implicit and update.received and _in_no_group(results)
                 if not stray:
                     update.received += results
@@ -122,18 +122,18 @@ class Transfer:
     def _together(
         self, targets: Sequence[Slot], run: Run, group_names: Sequence[str], record: OnResult = lambda _: None
     ) -> Together:
-        """What targets do for an operation; a cancellation makes them leave."""
+        """Return the collective fan-out of an operation. A cancellation makes the targets leave the groups."""
 
         def on_result(result: StageResult) -> None:
             run.add(result)
             record(result)
 
-        together = Together(self._fanout, self._clock, targets, run.operation.operation_id, group_names, on_result)
-        run.cancel = together.leave
-        return together
+        fanout = Together(self._fanout, self._clock, targets, run.operation.operation_id, group_names, on_result)
+        run.cancel = fanout.leave
+        return fanout
 
     async def retry(self, update: Update, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
-        """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
+        """Plan a further attempt without the lost targets. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET, NO_TARGETS."""
         plan = update.record.plan
         async with update.planning:
             if request.failed_attempt < plan.attempt:
@@ -145,10 +145,10 @@ class Transfer:
         plan, begin = update.record.plan, update.record.request
         self._refuse_retry(update, request)
         lost = await self._lost(update)
-        self._refuse_retry(update, request)  # it may have been decided meanwhile
-        left = update.left - len(lost)
-        if left < update.quorum:
-            raise update.short_of_quorum(left, f"gone: {', '.join(names(lost))}")
+        self._refuse_retry(update, request)  # the owner may have decided meanwhile
+        num_remaining = update.left - len(lost)
+        if num_remaining < update.quorum:
+            raise update.short_of_quorum(num_remaining, f"gone: {', '.join(names(lost))}")
         if len(lost) == len(update.targets) and not update.waiting:
             raise Reason.NO_TARGETS.error(
                 f"nobody is left in the last batch; gone: {', '.join(names(lost))}",
@@ -179,14 +179,14 @@ class Transfer:
         return plan
 
     async def _lost(self, update: Update) -> list[Slot]:
-        """The targets that another attempt is in vain for. Where too few would be left, those of broken links are given
-        some time to come back.
+        """Return the targets that a further attempt must exclude. If too few would remain, targets with broken links
+        first get some time to return.
         """
 
         def lost(*, away: bool = True) -> list[Slot]:
             plan, received = update.record.plan, update.received
-            gone = [slot for slot in update.targets if _is_gone(slot, plan, received)]
-            return [slot for slot in gone if away or not _is_away(slot)]
+            lost_targets = [slot for slot in update.targets if _is_gone(slot, plan, received)]
+            return [slot for slot in lost_targets if away or not _is_away(slot)]
 
         def enough(lost: Sequence[Slot]) -> bool:
             return update.left - len(lost) >= update.quorum
@@ -209,14 +209,14 @@ class Transfer:
 
 
 def _in_no_group(results: Sequence[StageResult]) -> bool:
-    """Whether a write came over a group that no target is in: no source waits there, and nobody took anything in."""
+    """Whether no target is in the group of a write. No source then waits in the group, and no tensor was received."""
     return bool(results) and all(
         result.outcome == OUTCOME_REJECTED and result.error.reason == Reason.GROUP_NOT_FOUND.name for result in results
     )
 
 
 def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:
-    """Whether another attempt is in vain for a target: it cannot be reached, was restarted, or lost a rank."""
+    """Whether a further attempt must exclude a target: unreachable, restarted, or without one of its ranks."""
     planned = next(target.incarnation for target in plan.targets if target.slot == slot.name)
     if _is_away(slot) or slot.record.incarnation != planned:
         return True
@@ -225,12 +225,12 @@ def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[Sta
 
 
 def _is_away(slot: Slot) -> bool:
-    """Whether there is no link to a target; there may be one again in a moment."""
+    """Whether a target has no link at present. The link may return in a moment."""
     return slot.state in ABSENT or slot.commander is None or slot.commander.lost
 
 
 def _what_is_known(slot: Slot, received: Sequence[StageResult]) -> StageResult:
-    """What is on record of a target that was left out of further attempts."""
+    """Return the result of a target that further attempts exclude."""
     for result in received:
         if result.slot == slot.name and result.outcome not in (OUTCOME_APPLIED, OUTCOME_REJECTED):
             return result

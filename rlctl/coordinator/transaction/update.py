@@ -1,7 +1,7 @@
-"""One weight update from its first step to its last: prepare, write, commit or abort.
+"""A weight update from the first step to the last: prepare, write, commit or abort.
 
-The order is the promise: pause → prepare → write → commit at every target → flush → verify → publish → admit → resume.
-Nothing of the version is served before it is published; after that the update is finished, whatever happens.
+The order is a promise: pause → prepare → write → commit at every target → flush → verify → publish → admit → resume.
+No stage serves the version before the publish. After the publish the update always finishes.
 """
 
 from __future__ import annotations
@@ -71,34 +71,34 @@ _GENERATING = (common_pb2.STAGE_STATE_PAUSED, common_pb2.STAGE_STATE_READY)
 _ENDING = (CommitUpdateRequest, AbortUpdateRequest)
 
 CLEANUP_S = 30.0
-"""Time for steps that must be tried although the update's own time is up: abort, resume."""
+"""Time for steps that must be tried after the update's own deadline: abort, resume."""
 
 
 class Update:
-    """One weight update, or the heal of one stage: its targets, its steps, and its state.
+    """A weight update, or the heal of a stage: targets, steps and state.
 
     Attributes:
-        run: the operation of the update, which its results are added to.
-        owner: its lease and decision; not of a heal.
-        frozen: the targets as they were when the update began.
-        targets: the targets that no attempt has lost; of an update that rolls in place, those of the present batch.
-        waiting: targets of the batches after the present one.
+        run: the operation that receives the results.
+        owner: lease and decision. A heal has no owner.
+        frozen: the target set, as frozen by the begin.
+        targets: targets that no attempt has lost. In a rolling in-place update: targets of the present batch.
+        waiting: targets of later batches.
         done: targets that have confirmed.
         resume: names of targets that generate again afterwards.
         paused_at: time of the first pause (of the present batch), on the clock's ``now``.
-        adapter: the adapter that is updated; None: the weights are.
-        reference: a stage that is no target and holds the weights that the targets should hold, or None.
+        adapter: the adapter to update; None: the update is of the weights.
+        reference: a stage outside the targets that has the weights that the targets should have, or None.
         received: answers of targets to the writes of the present attempt.
         broken: a write of the present attempt has failed.
-        missed: names of targets that did not take in all that was sent to them.
+        missed: names of targets that did not receive all tensors.
         unprepared: answers of targets that could not be paused or prepared.
         abandoned: groups of earlier updates that targets may still be in.
-        planning: held while another attempt or the next batch is planned.
+        planning: lock for the planning of a further attempt or of the next batch.
         batch_done: set once the present batch is committed, or the update has ended.
-        ended: the update is not open any more.
-        timeline: its phases.
-        writing: locks by transport, or by stage where each stage is fed alone. A write holds its lock, so that several
-            sources write one after the other. No target has two transports: different transports do not wait.
+        ended: the update is no longer open.
+        writing: locks by transport, or by stage for transports that feed each stage alone. A write takes its lock, so
+            that several sources write one after the other. No target has two transports, so different transports
+            never wait for each other.
     """
 
     run: Run
@@ -158,52 +158,51 @@ class Update:
 
     @property
     def update_id(self) -> str:
-        """Which update."""
         return self.record.plan.update_id
 
     @property
     def elapsed_s(self) -> float:
-        """Time that it has taken; of a staged update, that of its pause: the transfer kept no request waiting."""
+        """Return the time since the begin. In a staged update: since the pause, as the transfer delays no request."""
         since = self.paused_at if self.staged and self.paused_at is not None else self._opened_at
         return self._clock.now() - since
 
     @property
     def full(self) -> bool:
-        """Whether it writes every parameter."""
+        """Whether the update writes every parameter."""
         return self.record.request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
 
     @property
     def staged(self) -> bool:
-        """Whether it lands in shadow copies while generation goes on."""
+        """Whether the update fills shadow copies while engines generate."""
         return self.record.request.apply == APPLY_MODE_STAGED and self.adapter is None
 
     @property
     def aside(self) -> bool:
-        """Whether generation goes on until the commit: a staged update, and an adapter's."""
+        """Whether engines generate until the commit: in a staged update, and in an update of an adapter."""
         return self.staged or self.adapter is not None
 
     @property
     def rolls_in_place(self) -> bool:
-        """Whether its targets are written batch by batch, each in a pass of the sources of its own."""
+        """Whether the targets are written batch by batch, with a pass of the sources for each batch."""
         return bool(self.record.request.rollout.max_unavailable) and not self.staged
 
     @property
     def published(self) -> bool:
-        """Whether its version is, so that it can only be finished."""
+        """Whether the version is published. The update then always finishes."""
         return self.record.phase == UPDATE_PHASE_PUBLISHED
 
     @property
     def left(self) -> int:
-        """Number of targets that have confirmed or may still, of all batches."""
+        """Return the number of targets, in all batches, that have confirmed or still may."""
         return len({*self.targets, *self.waiting, *self.done})
 
     @property
     def written(self) -> bool:
-        """Whether its targets were prepared in the present attempt."""
+        """Whether the present attempt has prepared its targets, or is preparing these."""
         return self._preparing is not None
 
     def reached_by(self, request: Message) -> list[Slot]:
-        """The targets that a request is for: of what forms groups and writes, those that are fed that way."""
+        """Return the targets reached by the request's transport and groups."""
         transports = self._transports_of(request)
         planned, members = self.transports, self._members_of(request)
         return [
@@ -213,21 +212,28 @@ class Update:
         ]
 
     def turns_of(self, request: Message) -> list[asyncio.Lock]:
-        """What is to be held while targets take in what a request announces, in one order for all."""
+        """Return the locks to take before a write, in the same order for all requests."""
         transports = self._transports_of(request)
         alone = set() if ALONE.isdisjoint(transports) else self._alone & (self._members_of(request) or self._alone)
-        return [self.writing[turn] for turn in (*(each for each in transports if each not in ALONE), *sorted(alone))]
+        return [
+            self.writing[turn]
+            for turn in (*(transport for transport in transports if transport not in ALONE), *sorted(alone))
+        ]
 
     def _members_of(self, request: Message) -> set[str]:
-        """The stages in the plan's groups that a request is for, or the reader of its segments; none: it names none."""
+        """Return the stages in the request's planned groups, or the readers of the request's segments.
+
+        Empty: the request names no stage.
+        """
         if isinstance(request, UpdateWeightsFromTensorRequest):
             return {segment.reader.slot for segment in request.segments} - {""}
         names = _group_names(request)
         return {m.slot for group in self.record.plan.groups if group.group_name in names for m in group.members}
 
     def _transports_of(self, request: Message) -> Sequence[common_pb2.Transport.ValueType]:
-        """The transports of the targets that a request is for; none: it has nothing to do with any. Groups that are not
-        the plan's, but of a client's own, are those of every target that is fed over groups.
+        """Return the transports of a request. Empty: the request depends on no transport.
+
+        A client may name a group that is not in the plan. Such a group reaches every target that is fed over groups.
         """
         match request:
             case UpdateWeightsFromTensorRequest():
@@ -241,29 +247,29 @@ class Update:
 
     @property
     def transports(self) -> dict[str, common_pb2.Transport.ValueType]:
-        """How tensors reach each target, by slot; one that is healed counts as fed over a group."""
+        """Return the transport of each target, by slot. A target of a heal counts as fed over a group."""
         planned = {target.slot: target.transport for target in self.record.plan.targets}
         return {slot.name: planned.get(slot.name, common_pb2.TRANSPORT_TORCH_GLOO) for slot in self.targets}
 
     @property
     def quorum(self) -> int:
-        """Number of targets that must confirm."""
+        """Return the number of targets that must confirm."""
         return self.record.request.options.quorum or len(self.frozen)
 
     # Write.
 
     @contextlib.asynccontextmanager
     async def taken_in(self) -> AsyncIterator[None]:
-        """Once all that was sent until now has been taken in or has failed; inside, nothing more is."""
+        """Wait for the end of all running writes. No write starts inside the context."""
         async with contextlib.AsyncExitStack() as writing:
             for lock in self.writing.values():
                 await writing.enter_async_context(lock)
             yield
 
     async def leave_groups(self, names: Sequence[str]) -> None:
-        """Let the targets forget groups, breaking what waits in them.
+        """Let the targets leave groups. This ends waits inside the groups.
 
-        One that a rank may still be in stays on record, to be left by the next update.
+        A group that may still have a rank stays on record. The next update leaves the group.
         """
         for name in names:
             results = await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
@@ -271,7 +277,7 @@ class Update:
                 self.model.record.groups.remove(name)
 
     async def ready(self) -> None:
-        """Pause and prepare the targets, once, however many writes ask for it. Raises when one refused."""
+        """Pause and prepare the targets, once for all writes. Raises if a target refuses."""
         self._refuse_ended()
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._prepare())
@@ -288,8 +294,9 @@ class Update:
             raise Reason.CANCELLED.error(f"update {self.update_id} has ended")
 
     def start_over(self, lost: Sequence[Slot]) -> Callable[[], None]:
-        """Another attempt, without the targets that are lost: the others are prepared anew before they are written.
-        Returns what undoes that, and everything that has happened to the plan since.
+        """Start a further attempt without the lost targets. The other targets are prepared again before a write.
+
+        Returns a function that undoes the start and all later changes of the plan.
         """
         plan = BeginWeightUpdateResponse()
         plan.CopyFrom(self.record.plan)
@@ -307,7 +314,7 @@ class Update:
         return undo
 
     def next_batch(self) -> None:
-        """Take the next batch of an update that rolls in place. The batch is planned afterwards."""
+        """Select the next batch of a rolling in-place update. The groups of the batch are planned afterwards."""
         self.timeline.turn()
         size = self.record.request.rollout.max_unavailable
         self.targets, self.waiting = self.waiting[:size], self.waiting[size:]
@@ -320,24 +327,26 @@ class Update:
         batch.slots.extend(slot.name for slot in self.targets)
 
     def open_batch(self) -> None:
-        """Open the present batch, which is planned now, for writes and for its decision."""
+        """Open the present batch, once planned, for writes and a decision."""
         self.received, self.broken = [], False
         self.owner.next_batch()
         done, self.batch_done = self.batch_done, asyncio.Event()
         done.set()
 
     def fail_write(self) -> None:
-        """Note that a write of the present attempt has failed."""
+        """Record a failed write of the present attempt. The lease of a silent owner then ends earlier."""
         self.broken = True
         self.owner.shorten(self._clock.now())
 
     @property
     def is_written_to(self) -> bool:
-        """Whether a client that cannot renew its lease is alive: one of its writes is under way."""
+        """Whether a write of an implicit update is running. Such a client cannot renew a lease: the write shows that
+        the client is alive.
+        """
         return self.record.request.implicit and any(lock.locked() for lock in self.writing.values())
 
     def leave_out(self) -> None:
-        """Drop the targets that did not take in all that was sent to them. Raises QUORUM_NOT_MET."""
+        """Drop the targets that did not receive all tensors. Raises QUORUM_NOT_MET."""
         failed = [result for result in self.received if not acknowledged(result, update=True)]
         for result in failed:
             self.run.add(result)
@@ -357,23 +366,24 @@ class Update:
     async def _prepare_in_place(self) -> None:
         running = self._generating(self.targets)
         if self._pause_mode != PAUSE_MODE_UNSPECIFIED:
-            # Each stage carries them out in this order. Where the pause is refused nothing is lost by the other one: it
-            # writes nothing, and is aborted.
+            # Each stage runs the pause before the prepare. A prepare after a refused pause does no harm: the prepare
+            # writes nothing, and the update is aborted.
             self._all_applied(_flat(await self.in_order(self._pause(running), *self._prepares())))
             return
         self._all_applied(_flat(await self.in_order(*self._prepares())))
-        # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
+        # No request was active. From here on the pause, not the open update, keeps requests away, also if the update
+        # fails.
         self._all_applied(await self._pause(running))
 
     async def pause(self, slots: Sequence[Slot]) -> list[StageResult]:
-        """Stop generation where it goes on, and remember that it is to go on again; the results of those."""
+        """Pause the stages that generate, and record that these are to continue. Returns results of the pauses."""
         async with self._roster.leaving(slots):
             return await self._pause(self._generating(slots))
 
     def _generating(self, slots: Sequence[Slot]) -> list[Slot]:
         awake = [slot for slot in slots if slot.state != STAGE_STATE_ASLEEP]
         running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
-        # In a further attempt most are paused already, and those that were paused by us are held.
+        # In a further attempt this update has paused most stages already. ``held`` marks these.
         self.resume |= {slot.name for slot in awake if slot in running or slot.held}
         return running
 
@@ -387,19 +397,19 @@ class Update:
         return pause_mode(self.record.request)
 
     def _prepares(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
-        """The steps that prepare the targets: those that digest what comes are told apart from the others."""
+        """Return the prepare steps: one for the targets that digest received tensors, one for the other targets."""
         options, transports = self.record.request.options, self.transports
         partial = self.record.request.kind == UPDATE_KIND_PARTIAL
-        apart: dict[bool, list[Slot]] = {False: [], True: []}
+        by_digesting: dict[bool, list[Slot]] = {False: [], True: []}
         for slot in self.targets:
             digests = self.adapter is None and verification_levels.digests_what_comes(
                 options, slot, transports[slot.name], self._together, partial=partial
             )
-            apart[digests].append(slot)
-        self._digesting = {slot.name for slot in apart[True]}
+            by_digesting[digests].append(slot)
+        self._digesting = {slot.name for slot in by_digesting[True]}
         return [
             self.step(self._prepare_request(digest_received=digests), slots)
-            for digests, slots in apart.items()
+            for digests, slots in by_digesting.items()
             if slots
         ]
 
@@ -422,9 +432,10 @@ class Update:
     async def step(
         self, request: Message, slots: Sequence[Slot], *, cleanup: bool = False, limit_s: float | None = None
     ) -> list[StageResult]:
-        """One verb of the update to some of its targets. ``cleanup``: it must be tried although the update has ended or
-        its time is up. ``limit_s``: longest time, where it is less than the verb's. Raises CANCELLED once the update
-        has ended.
+        """Send a verb of the update to some targets. Raises CANCELLED once the update has ended.
+
+        ``cleanup``: try the verb also after the end or deadline of the update. ``limit_s``: time limit, if shorter
+        than the verb's.
         """
         if not cleanup:
             self._refuse_ended()
@@ -451,21 +462,23 @@ class Update:
             raise
 
     async def in_order(self, *steps: Coroutine[Any, Any, list[StageResult]]) -> list[list[StageResult]]:
-        """Several steps without a round trip in between: every stage gets their commands over one stream, in this
-        order, and carries out one at a time. Each must be harmless where one before it has failed.
+        """Run several steps without a round trip in between.
+
+        Every stage gets the commands over one stream, in this order, and runs one at a time. Each step must be harmless
+        after a failure of an earlier step.
         """
         return await asyncio.gather(*steps)
 
     async def go_on(self, slots: Sequence[Slot]) -> list[StageResult]:
-        """Let stages generate again that the update has paused; under a pause by name they stay paused by that."""
+        """Continue generation at stages that the update has paused. A pause by name keeps its stages paused."""
         under = [slot for slot in slots if slot.pause is not None]
         handed_over = await self._hand_over(under) if under else []
         going = [slot for slot in slots if slot.pause is None]
         return [*await self.step(ContinueGenerationRequest(), going, cleanup=True), *handed_over]
 
     async def hand_over_pause(self, slots: Sequence[Slot]) -> list[StageResult]:
-        """From here on the pause is its owner's, as if asked for by name, and kept as such: no other update lifts it.
-        The results of those that are paused.
+        """Turn the update's pause into a recorded pause by name of the update's owner. No other update lifts such a
+        pause. Returns results of the paused stages.
         """
         await Waking(self._context).forget(slots)
         if any(slot.pause is None for slot in slots):
@@ -474,7 +487,9 @@ class Update:
         return await self._hand_over(slots)
 
     def _pause_record(self, slots: Sequence[Slot]) -> PauseRecord:
-        """The pause that the update leaves: of its whole target, or while it rolls of the batches until now."""
+        """Return the pause by name after the update. While an update rolls, the pause covers the batches until now,
+        otherwise the whole target.
+        """
         target = Target()
         target.CopyFrom(self.record.request.header.target)
         target.model = self.model.record.name
@@ -508,8 +523,10 @@ class Update:
             raise blame(self.unprepared[0])
 
     def levels(self, expected: Expected) -> dict[str, Level]:
-        """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given,
-        VERIFICATION_UNREACHABLE when nothing is left that a target could be verified by.
+        """Return the verification level of each target, by slot.
+
+        Raises FIELD_REQUIRED if a level needs a digest that is missing, VERIFICATION_UNREACHABLE if a target can reach
+        no level.
         """
         return verification_levels.levels(
             self.record.request.options,
@@ -523,24 +540,24 @@ class Update:
 
     @property
     def _together(self) -> list[Slot]:
-        """The stages that can be compared with each other: those that are written, and those that serve the version."""
+        """Return the stages to compare with each other: the present targets, and targets that serve the version."""
         return [*self.targets, *(self.done if self.published and self.model.record.model_digest else [])]
 
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:
-        """Too few targets are left, or confirmed."""
+        """Return the error for too few remaining or confirmed targets."""
         return Reason.QUORUM_NOT_MET.error(
             f"{count} of {len(self.frozen)} targets are left, {self.quorum} must confirm; {cause}"
         )
 
     async def seal_adapter(self, slots: Sequence[Slot]) -> list[StageResult]:
-        """Complete what the targets have staged. Requests with the adapter stop until the commit or the abort."""
+        """Complete the staged adapter at the targets. Requests with the adapter stop until the commit or the abort."""
         self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
         return await self.step(SealUpdateRequest(), slots)
 
     # Abort.
 
     async def abort(self, error: RlctlError) -> None:
-        """End without a version: targets past their first byte are DIRTY, the others are as they were."""
+        """End without a version. Targets past the first byte become DIRTY, other targets keep their weights."""
         self._aborted = True
         if self._preparing is not None:
             self._preparing.cancel()
@@ -557,21 +574,21 @@ class Update:
         ]
         for result in results:
             self.file(result, error)
-        # One that is READY may still have a pause of ours before it, waiting for requests to drain.
+        # A READY stage may still have a queued pause of this update that waits for requests to drain.
         for result in await self.go_on(restored):
             if result.outcome == OUTCOME_APPLIED:
                 next(r for r in self.run.operation.stage_results if r.slot == result.slot).state = result.state
 
     def file(self, result: StageResult, error: RlctlError) -> None:
-        """What the abort left at a target: DIRTY, or as it was (REJECTED); UNKNOWN when it did not answer."""
-        # Once a shadow copy is known to be dropped, what became of a step before that no longer matters.
+        """Add the result of an abort at a target: DIRTY, REJECTED (weights unchanged) or UNKNOWN (no answer)."""
+        # Failures of earlier steps do not matter once the shadow copy is dropped.
         dropped = self.aside and result.outcome == OUTCOME_APPLIED
         if result.outcome == OUTCOME_APPLIED:
             dirty = result.state == common_pb2.STAGE_STATE_DIRTY
             result.outcome = OUTCOME_DIRTY if dirty else common_pb2.OUTCOME_REJECTED
             result.error.CopyFrom(error.detail())
         elif result.outcome != OUTCOME_DIRTY:
-            # It could not be told, and may have been written into.
+            # The abort did not reach the target, which may be partly written.
             result.outcome = OUTCOME_UNKNOWN
         for earlier in self.run.operation.stage_results:
             if earlier.slot == result.slot and earlier.outcome not in (OUTCOME_APPLIED, 0):
@@ -580,7 +597,7 @@ class Update:
                 if earlier.rank_results:
                     del result.rank_results[:]
                     result.rank_results.extend(earlier.rank_results)
-        # A rank's APPLIED is that of the abort or of a step before it, not of the update.
+        # APPLIED at a rank means the abort or an earlier step, not the update.
         for rank in result.rank_results:
             if rank.outcome == OUTCOME_APPLIED:
                 rank.outcome = result.outcome
@@ -588,11 +605,11 @@ class Update:
         self.run.add(result)
 
     def put(self) -> Put:
-        """The journal entry of the update. The end of its operation deletes the entry."""
+        """Return the journal entry of the update. The end of the operation deletes the entry."""
         return Put("update", self.update_id, self.record.SerializeToString())
 
     async def record_published(self, *changes: Put) -> None:
-        """Write the update as published to the journal, in one transaction with ``changes``. Raises JOURNAL_FAILED."""
+        """Journal the update as published, in one transaction with ``changes``. Raises JOURNAL_FAILED."""
         published = UpdateRecord()
         published.CopyFrom(self.record)
         published.phase = UPDATE_PHASE_PUBLISHED
@@ -614,7 +631,7 @@ def _group_names(request: Message) -> set[str]:
 
 
 def has_left(result: StageResult) -> bool:
-    """Whether no rank of a stage is in a group that it was told to leave."""
-    gone = Reason.GROUP_NOT_FOUND.name
+    """Whether every rank of a stage has left a group, or was not in the group."""
+    not_found = Reason.GROUP_NOT_FOUND.name
     ranks = result.rank_results
-    return bool(ranks) and all(rank.outcome == OUTCOME_APPLIED or rank.error.reason == gone for rank in ranks)
+    return bool(ranks) and all(rank.outcome == OUTCOME_APPLIED or rank.error.reason == not_found for rank in ranks)

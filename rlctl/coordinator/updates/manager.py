@@ -1,4 +1,4 @@
-"""The open weight updates: begun, owned under a lease, written into, and ended by a commit, an abort or the clock."""
+"""The open weight updates: begin, lease, writes, and the end by a commit, an abort or the clock."""
 
 from __future__ import annotations
 
@@ -51,22 +51,24 @@ from rlctl.v1.verbs_pb2 import (
 )
 
 Content = Callable[[Update], Awaitable[None]]
-"""Brings the weights of an update in one call to its targets, and decides for it."""
+"""Sends the weights of an update to the targets in a single call, and decides for the version."""
 
 UPDATE_S = 600.0
 
 TRAINERS_UPDATE = "WeightUpdate"
-"""What the update of a trainer, of several calls, is recorded as."""
+"""Recorded verb of a trainer's update, which has several calls."""
 
 OWNER_S = 5.0
 """Default of :attr:`Graces.owner_s`."""
 
 STOPPED_S = 1.0
-"""Whoever sees this much too late that a lease ran out was stopped itself: what the owner said meanwhile is unread."""
+"""A coordinator that notices the end of a lease this much too late was itself stopped. Renewals of the owner may then
+be unread.
+"""
 
 LOOK_S = 10.0
-"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
-did not take is written again, too.
+"""Interval of the look at every stage. A heal source may have appeared, or an owner may be gone. Records that the
+journal has refused are written again, too.
 """
 
 
@@ -75,7 +77,7 @@ class Graces:
     """Seconds to wait for a trainer that may be dead.
 
     Attributes:
-        owner_s: for a renewal by the owner of an update after a failed write, if its lease is longer.
+        owner_s: for a renewal by the owner of an update after a failed write, if the lease is longer.
         heal_s: for the next update, before a DIRTY or quarantined stage is healed.
     """
 
@@ -96,7 +98,7 @@ class Updates:
         heal_by_hand: Collection[str],
         graces: Graces,
     ) -> None:
-        """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
+        """``heal_by_hand``: models whose stages are healed only on request."""
         self._owner_grace_s = graces.owner_s
         self._context = context
         self._roster = context.roster
@@ -112,14 +114,14 @@ class Updates:
         self._open: dict[str, Update] = {}
         self._looking: asyncio.Task[None] | None = None
 
-    # What trainers call.
+    # Calls of trainers.
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
-        """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
+        """Open an update of several calls. A repeat of the request_id gets the plan of the open update."""
         async with self._roster.model(request.model).opening:
-            known = self._operations.known(request.header.request_id, request)
-            if known is not None:
-                return self.get(known.operation.update_id).record.plan
+            existing = self._operations.known(request.header.request_id, request)
+            if existing is not None:
+                return self.get(existing.operation.update_id).record.plan
             self._planner.refuse(request)
             if not request.header.validate_only:
                 await self._end_predecessors(request)
@@ -139,7 +141,7 @@ class Updates:
         verb: str = TRAINERS_UPDATE,
         content: Content | None = None,
     ) -> Update:
-        """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
+        """Open an update for clients that name no update. With ``content``, ``request`` is the whole update."""
         async with self._roster.model(begin.model).opening:
             return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet_implicit)
 
@@ -149,7 +151,7 @@ class Updates:
         vet: Callable[[Update], None],
         adapter: Adapter | None = None,
     ) -> Update:
-        """The update that a request would open, which nobody opens. Raises what it would be refused with."""
+        """Return the update that a request would open, without opening it. Raises the same errors as a begin."""
         async with self._roster.model(begin.model).opening:
             update = self._plan(begin, None, adapter)
             vet(update)
@@ -165,18 +167,18 @@ class Updates:
         adapter: Adapter | None = None,
         vet: Callable[[Update], None] = lambda _: None,
     ) -> Run:
-        """Open an update that is the whole of a verb's ``request``; a repeat of it is the operation that it was.
+        """Open an update whose whole content is a verb's ``request``. A repeat returns the first operation.
 
-        ``vet`` may raise what keeps an update from being accepted.
+        ``vet`` may raise an error that refuses the update.
         """
         verb = of_request(request).name
         if begin.header.validate_only:
             update = await self.begin_validated(begin, vet, adapter)
             return self._operations.hypothetical(verb, update.frozen, update.record.plan.excluded)
         async with self._roster.model(begin.model).opening:
-            known = self._operations.known(begin.header.request_id, request)
-            if known is not None:
-                return known
+            existing = self._operations.known(begin.header.request_id, request)
+            if existing is not None:
+                return existing
             return (await self._begin(begin, timeout_s, request, verb, content, adapter=adapter, vet=vet)).run
 
     async def _begin(
@@ -197,27 +199,27 @@ class Updates:
         return await self._start(update, request, verb, content)
 
     def implicit_of(self, model: str) -> Update | None:
-        """The open update of a model, if it is one that clients join without naming it."""
+        """Return the open update of a model if it is implicit, else None."""
         update = self._open.get(self._roster.model(model).update_id)
         return update if update is not None and update.record.request.implicit else None
 
     async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
-        """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
+        """End the open update of an older trainer incarnation. The newer incarnation need not wait for the lease."""
 
         def is_older(update: Update) -> bool:
-            begun, verb = update.record.request, update.run.operation.verb
-            older = begun.trainer.incarnation < request.trainer.incarnation
-            return begun.model == request.model and verb == TRAINERS_UPDATE and older
+            begin, verb = update.record.request, update.run.operation.verb
+            older = begin.trainer.incarnation < request.trainer.incarnation
+            return begin.model == request.model and verb == TRAINERS_UPDATE and older
 
         for update in filter(is_older, list(self._open.values())):
-            self._planner.targets(request)  # one that is refused all the same ends nothing
+            self._planner.targets(request)  # a refused begin must not end an update
             update.owner.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MAKE_WAY_S):
                     await update.run.ended.wait()
 
     def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
-        """What a further source needs to know of an open update."""
+        """Return the plan of an open update for a further source."""
         update = self.get(request.update_id)
         sources = max(1, update.record.request.num_sources)
         if not 0 < request.source < sources:
@@ -227,12 +229,12 @@ class Updates:
         return JoinWeightUpdateResponse(header=self._roster.header(), update=update.record.plan)
 
     async def retry(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
-        """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
+        """Plan a further attempt without the lost targets. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET, NO_TARGETS."""
         update = self._own(request.update_id, request.fencing_token) or self.get(request.update_id)
         return await self._transfer.retry(update, request)
 
     async def commit(self, request: CommitWeightUpdateRequest) -> Run:
-        """Decide an update for its version."""
+        """Decide an update for the version, for its owner."""
         update = self._own(request.update_id, request.fencing_token)
         if update is None:
             return self._operations.get(request.update_id)
@@ -242,20 +244,20 @@ class Updates:
         return update.run
 
     def decide(self, update: Update, request: CommitWeightUpdateRequest) -> None:
-        """Decide an open update for its version. Raises what it could not be verified without."""
+        """Decide an open update for the version. Raises FIELD_REQUIRED if the verification needs a digest."""
         self._rolling.decide(update, request)
 
     async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
-        """Decide a batch for the version: the plan of the next one, or the update, which ends without one."""
+        """Decide a batch for the version. Returns the plan of the next batch, or the operation if the update ends."""
         update = self._own(request.update_id, request.fencing_token)
         if update is None:
             return self._operations.get(request.update_id)
         return await self._rolling.commit_batch(update, request)
 
     async def abort(self, update_id: str, fencing_token: int, reason: str, cause: RlctlError | None = None) -> Run:
-        """Decide an update against its version; token 0 is an operator's override. One that is committing finishes.
+        """Decide an update against the version. Token 0 is an operator's override. An update that commits finishes.
 
-        ``cause``: the failure that the owner aborts for, with which the operation ends; CANCELLED without one.
+        ``cause``: the owner's failure, with which the operation ends. Without a cause: CANCELLED.
         """
         update = self._own(update_id, fencing_token, override=True)
         if update is None:
@@ -268,29 +270,29 @@ class Updates:
         return update.run
 
     def renew(self, update_id: str, fencing_token: int) -> RenewLeaseResponse:
-        """Let the lease run for its full time again. Raises LEASE_EXPIRED when the update has ended."""
+        """Let the lease run for the full time again. Raises LEASE_EXPIRED if the update has ended."""
         update = self._own(update_id, fencing_token)
         if update is None:
             raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
         update.owner.renew(self._clock.now())
         return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(update.owner.lease_ttl_s))
 
-    # What happens inside.
+    # Calls of the coordinator.
 
     async def go_first(self, verb: str, slots: Sequence[Slot], within_s: float) -> None:
-        """End the heals of these stages' models that nobody has asked for, before something is done to them by name."""
+        """End the unrequested heals of these stages' models, before a verb by name."""
         for model in sorted({slot.model for slot in slots}):
             await self._healer.make_way_by_itself(model, verb, within_s)
 
     def refuse_outsider(self, slots: list[Slot], update_id: str) -> None:
-        """Raise UPDATE_IN_PROGRESS when one of these stages is in an open update other than the named one."""
+        """Raise UPDATE_IN_PROGRESS if the model of a stage has a different open update."""
         for slot in slots:
             model = self._roster.models[slot.model]
             if model.update_id and model.update_id != update_id:
                 raise in_progress(model)
 
     def refuse_target(self, slot: Slot) -> None:
-        """Raise UPDATE_IN_PROGRESS when an open update or a heal has this stage as a target."""
+        """Raise UPDATE_IN_PROGRESS if a stage is a target of an open update or a heal."""
         for update in [*self._open.values(), *self._healer.updates()]:
             if slot in (*update.targets, *update.waiting):
                 raise in_progress(update.model)
@@ -302,7 +304,7 @@ class Updates:
         await self._transfer.join_group(request, targets, run, timeout_s)
 
     def adapter_holders(self, request: UnloadAdapterRequest) -> tuple[list[Slot], list[ExcludedStage]]:
-        """The stages that an adapter is unloaded at, and those that are not there. Raises ADAPTER_NOT_FOUND."""
+        """Return the stages to unload an adapter at, and the excluded stages. Raises ADAPTER_NOT_FOUND."""
         model = self._roster.model(self._planner.only_model(request.header.target))
         slots, excluded = self._roster.select(Target(model=model.record.name))
         return adapters.holders(request, model, slots), excluded
@@ -310,7 +312,7 @@ class Updates:
     async def unload_adapter(
         self, request: UnloadAdapterRequest, targets: list[Slot], run: Run, timeout_s: float
     ) -> None:
-        """Unload an adapter; the model has it no more once a stage may have."""
+        """Unload an adapter. The model loses the adapter once a stage may have unloaded the adapter."""
         await adapters.unload(
             request,
             self._roster.models[targets[0].model],
@@ -321,21 +323,21 @@ class Updates:
         )
 
     def attempt(self, update_id: str) -> int:
-        """The attempt of an update that is under way; 0 for one that is not open."""
+        """Return the present attempt of an update; 0 if the update is not open."""
         update = self._open.get(update_id)
         return update.record.plan.attempt if update is not None else 0
 
     async def receive(self, request: Write, run: Run, timeout_s: float, attempt: int) -> None:
-        """Let the targets of an update take in what its sources send in an attempt."""
+        """Let the targets of an update receive tensors in an attempt."""
         update = self.get(request.header.fence.update_id)
         await self._transfer.receive(update, request, run, timeout_s, attempt=attempt)
 
     def is_open(self, update_id: str) -> bool:
-        """Whether an update of this id is open."""
+        """Whether an update or the update of a heal is open under this id."""
         return update_id in self._open or self._healer.is_open(update_id)
 
     def targets(self, update_id: str, request: Message) -> list[Slot]:
-        """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND, NO_TARGETS."""
+        """Return the targets of an open update that a request reaches. Raises UPDATE_NOT_FOUND, NO_TARGETS."""
         update = self.get(update_id)
         reached = update.reached_by(request)
         if not reached and update.targets:
@@ -345,15 +347,15 @@ class Updates:
         return reached
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
-        """Bring stages to the published version from a known source."""
+        """Bring stages to the published version from a heal source."""
         return await self._healer.heal(request, timeout_s)
 
     def set_healing(self, model: str, *, by_hand: bool) -> None:
-        """Who heals a model's stages from now on."""
+        """Switch the automatic heals of a model off (``by_hand``) or on."""
         self._healer.policy(model, by_hand=by_hand)
 
     def look_after(self, slot: Slot) -> None:
-        """See whether a stage has something of an update that nobody owns, or needs a heal and can get one."""
+        """Clear orphans at a stage, and heal the stage if needed and possible."""
         self._orphans.look([slot])
         self._healer.look(slot)
 
@@ -363,12 +365,11 @@ class Updates:
                 self.look_after(slot)
 
     def look_after_all(self, target: Target) -> None:
-        """Look after every stage of a target."""
         for slot in self._roster.covered(target):
             self.look_after(slot)
 
     def start(self) -> None:
-        """Look after the stages from now on."""
+        """Look after all stages every :data:`LOOK_S`."""
         self._looking = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
@@ -382,7 +383,7 @@ class Updates:
                 await self._operations.record_ended()
 
     async def stop(self) -> None:
-        """Abort what is open: its owner could not go on with a coordinator that has left."""
+        """Abort the open updates. An owner cannot continue an update at the next coordinator."""
         if self._looking is not None:
             self._looking.cancel()
         await self._healer.stop()
@@ -396,7 +397,7 @@ class Updates:
         try:
             plan, targets = self._planner.plan(request)
         except RlctlError:
-            self._look_after(request.model)  # a heal has made way for it
+            self._look_after(request.model)  # a heal may have ended for this update
             raise
         if adapter is not None:
             adapter.load_id = plan.update_id
@@ -416,7 +417,10 @@ class Updates:
         verb: str,
         content: Content | None = None,
     ) -> Update:
-        """Accept a planned update; from here on its own task sees to its end. ``content``: it is one of one call."""
+        """Accept a planned update. From here on a task of the update leads to its end.
+
+        ``content``: the update has a single call.
+        """
         begin, plan, model = update.record.request, update.record.plan, update.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
         after = versions.fenced if update.adapter is not None else versions.reserved
@@ -446,8 +450,8 @@ class Updates:
         update.accept(run)
         ttl = seconds(plan.lease_ttl)
         lease_until = self._clock.now() + ttl if content is None else update.deadline
-        leased = content is None and not begin.implicit  # others show by their writes that they are there
-        grace_s = 0.0  # an owner that may renew less often than that is alive though it is silent
+        leased = content is None and not begin.implicit  # clients of implicit updates are alive while they write
+        grace_s = 0.0  # an owner with a longer renewal interval may be silent and alive
         if leased and begin.HasField("renew_interval"):
             grace_s = max(self._owner_grace_s, 2 * seconds(begin.renew_interval))
         update.owner = Owner(model, update.deadline, ttl, lease_until, grace_s=grace_s)
@@ -462,7 +466,7 @@ class Updates:
         return update
 
     async def _see_through(self, update: Update, content: Content | None) -> None:
-        # Beside the rest, so that the lease is watched meanwhile. What is not left by the end the next update leaves.
+        # A separate task, so that the lease is watched meanwhile. The next update leaves the remaining groups.
         leaving = asyncio.create_task(update.leave_groups(update.abandoned))
         try:
             commit = (Commit if update.adapter is None else CommitAdapter)(update, self._context)
@@ -493,22 +497,25 @@ class Updates:
             self._look_after(update.model.record.name)
 
     def _let_go(self, update: Update) -> None:
-        """What was not to be served while the update was open is told by its state and its quarantine from now on."""
+        """Admit the restored version again. From now on state and quarantine decide whether a stage may serve."""
         for slot in update.frozen:
             if slot.restoring:
                 slot.restoring = False
                 self._context.peers.grant(slot)
 
     async def _written(self, update: Update, content: Content | None) -> None:
-        """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
+        """Wait until the targets (of the present batch) are written, and the owner has decided for the version."""
         if content is not None and not update.owner.decided.is_set():
             await content(update)
         await self._decision(update)
-        async with update.taken_in():  # what came of the last write is not on record before
+        async with update.taken_in():  # the result of the last write is recorded at its end
             update.leave_out()
 
     async def _decision(self, update: Update) -> None:
-        """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
+        """Wait for the owner's decision, at most to the end of the lease or the update's deadline.
+
+        Raises the verdict of a decision against the version.
+        """
         while not update.owner.decided.is_set():
             await update.owner.wait_decided(self._clock.now())
             if update.owner.decided.is_set():
@@ -525,13 +532,16 @@ class Updates:
             raise update.owner.verdict
 
     def get(self, update_id: str) -> Update:
-        """An open update. Raises UPDATE_NOT_FOUND."""
+        """Return an open update. Raises UPDATE_NOT_FOUND."""
         if update_id not in self._open:
             raise Reason.UPDATE_NOT_FOUND.error(f"no update {update_id!r} is open", field="update_id")
         return self._open[update_id]
 
     def _own(self, update_id: str, token: int, *, override: bool = False) -> Update | None:
-        """The open update, if the token is its owner's. None: it has ended. Raises UPDATE_FENCED, UPDATE_NOT_FOUND."""
+        """Return an open update for the owner of its token, or None for an ended update.
+
+        Raises UPDATE_FENCED, UPDATE_NOT_FOUND.
+        """
         update = self._open.get(update_id)
         if update is None:
             try:
@@ -545,8 +555,9 @@ class Updates:
 
 
 def vet_implicit(update: Update) -> None:
-    """Raise what keeps clients that name no update from one: they give no digest, and are better refused than told
-    after their writes.
+    """Raise if an implicit update cannot be verified without a digest, which its clients cannot give.
+
+    A refusal before the writes is better than an error after the writes.
     """
     if update.record.request.options.verify != VERIFICATION_LEVEL_EXPECTED:
         update.levels(NOTHING)
