@@ -116,10 +116,10 @@ def entries() -> dict[str, Entry]:
     """Return every command by words, read anew from ``COMMANDS`` and the verb table."""
     from rlctl.contract import verbs
 
-    found = {verb.cli: _verb_entry(verb) for verb in verbs.VERBS.values() if verb.cli and verb.fleet}
+    commands = {verb.cli: _verb_entry(verb) for verb in verbs.VERBS.values() if verb.cli and verb.fleet}
     for words, (module, line) in COMMANDS.items():
-        found[words] = Entry(words, _SECTIONS.get(words.split()[0], FLEET), line, _loader(module, words))
-    return found
+        commands[words] = Entry(words, _SECTIONS.get(words.split()[0], FLEET), line, _loader(module, words))
+    return commands
 
 
 def _loader(module: str, words: str) -> Callable[[], click.Command]:
@@ -277,8 +277,8 @@ def _output_given(arguments: Sequence[str]) -> str | None:
             return value if equals else next(iter(arguments[index + 1 :]), None)
         if argument.startswith("-o") and len(argument) > 2:
             return argument[2:]
-    given = os.environ.get("RLCTL_OUTPUT")
-    return given if given in FORMATS else None
+    output_format = os.environ.get("RLCTL_OUTPUT")
+    return output_format if output_format in FORMATS else None
 
 
 @click.group(

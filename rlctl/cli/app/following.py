@@ -29,15 +29,15 @@ def follow(
     ``lost`` is called once for each loss. Before the first item all errors of ``read`` and the connection are raised,
     later every error but UNREACHABLE.
     """
-    seen, reported = False, ""
+    yielded, reported = False, ""
     while True:
         try:
             with connected(settings) as fleet, contextlib.closing(read(fleet)) as items:
                 for item in items:
-                    seen, reported = True, ""
+                    yielded, reported = True, ""
                     yield item
         except RlctlError as error:
-            if not seen or error.reason is not Reason.UNREACHABLE:
+            if not yielded or error.reason is not Reason.UNREACHABLE:
                 raise
             if not reported:
                 lost(error)
@@ -49,11 +49,11 @@ def follow(
 def watching(settings: Settings) -> Iterator[threading.Event]:
     """Let --timeout end the block: without an error if the event was set in the block."""
     deadline = None if settings.timeout_s is None else time.monotonic() + settings.timeout_s
-    seen = threading.Event()
+    displayed = threading.Event()
     try:
         with time_limit(settings.timeout_s, "watching"):
-            yield seen
+            yield displayed
     except RlctlError as error:
         up = error.reason is Reason.DEADLINE_EXCEEDED and deadline is not None and time.monotonic() >= deadline
-        if not (up and seen.is_set()):
+        if not (up and displayed.is_set()):
             raise

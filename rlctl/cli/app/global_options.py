@@ -24,8 +24,10 @@ class GlobalOption(click.Option):
     def get_error_hint(self, ctx: click.Context | None) -> str:
         """Return the hint, with the environment variable only if the value is from the environment."""
         hint = super().get_error_hint(ctx)
-        given = ctx is None or self.name is None or ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT
-        return hint if given else hint.removesuffix(f" (env var: '{self.envvar}')")
+        from_environment = (
+            ctx is None or self.name is None or ctx.get_parameter_source(self.name) is ParameterSource.ENVIRONMENT
+        )
+        return hint if from_environment else hint.removesuffix(f" (env var: '{self.envvar}')")
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -84,8 +86,8 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        taken = {name for param in self.params for name in param.opts}
-        self.params.extend(option for option in global_options() if not taken & set(option.opts))
+        own_flags = {name for param in self.params for name in param.opts}
+        self.params.extend(option for option in global_options() if not own_flags & set(option.opts))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_options(self, ctx, formatter)

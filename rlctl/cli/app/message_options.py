@@ -65,14 +65,14 @@ def fields_of(message: Any, taken: Collection[str] = ()) -> list[Field]:
 
     A field with a name in ``taken`` gets the prefix ``--request-``.
     """
-    used, found = set(taken), []
+    used, fields = set(taken), []
     for path in _paths(message):
         flag = "--" + path[-1].name.replace("_", "-")
         if flag in used:
             flag = "--request-" + "-".join(field.name.replace("_", "-") for field in path)
         used.add(flag)
-        found.append(Field(path, flag))
-    return found
+        fields.append(Field(path, flag))
+    return fields
 
 
 def option(field: Field) -> click.Option:

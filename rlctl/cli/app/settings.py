@@ -143,8 +143,8 @@ class Settings:
             return {}
         contexts = config["contexts"]
         if name not in contexts:
-            known = ", ".join(sorted(contexts)) or "none"
-            raise _broken(source, f"there is no context {name!r}; there are: {known}")
+            context_names = ", ".join(sorted(contexts)) or "none"
+            raise _broken(source, f"there is no context {name!r}; there are: {context_names}")
         return {key: value for key, value in contexts[name].items() if value is not None}
 
     def _get(self, name: str, default: Any) -> Any:
@@ -254,12 +254,12 @@ def _broken(path: Path, why: str) -> RlctlError:
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
-    kept, skip = [], False
+    remaining, skip = [], False
     for argument in arguments:
         if skip:
             skip = False
         elif argument in options:
             skip = True
         elif argument.partition("=")[0] not in options:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

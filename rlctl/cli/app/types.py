@@ -59,14 +59,14 @@ class NumbersType(ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        found: list[int] = []
+        numbers: list[int] = []
         for part in str(value).split(","):
             match = _NUMBERS.fullmatch(part.strip())
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if first > last:
                 self.fail(f"{value!r} is not numbers such as 0,1,4-7", param, ctx)
-            found += range(first, last + 1)
-        return tuple(found)
+            numbers += range(first, last + 1)
+        return tuple(numbers)
 
 
 NUMBERS = NumbersType()
@@ -92,10 +92,10 @@ class LevelType(ParamType):
     name = "level"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = logging.getLevelNamesMapping()
+        levels = logging.getLevelNamesMapping()
         level = str(value).upper()
-        if level not in known:
-            self.fail(f"{value!r} is none of {', '.join(sorted(known, key=known.__getitem__))}", param, ctx)
+        if level not in levels:
+            self.fail(f"{value!r} is none of {', '.join(sorted(levels, key=levels.__getitem__))}", param, ctx)
         return level
 
 
@@ -118,12 +118,12 @@ class EnumType(ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = 0
+        enum_number = 0
         with contextlib.suppress(RlctlError):
-            found = number(self.enum, value, self.name)
-        if not found:
+            enum_number = number(self.enum, value, self.name)
+        if not enum_number:
             self.fail(f"{value!r} is none of {', '.join(self.offered)}", param, ctx)
-        return found
+        return enum_number
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param

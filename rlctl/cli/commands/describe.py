@@ -29,8 +29,8 @@ def describe_stage(settings: Settings, slot: str) -> None:
         if stage.registration.slot == slot:
             show(settings, roster.stage_view(stage))
             return
-    known = ", ".join(stage.registration.slot for stage in stages) or "none"
-    raise Reason.STAGE_NOT_FOUND.error(f"no stage fills slot {slot!r}; there are: {known}", field="slot")
+    slots = ", ".join(stage.registration.slot for stage in stages) or "none"
+    raise Reason.STAGE_NOT_FOUND.error(f"no stage fills slot {slot!r}; there are: {slots}", field="slot")
 
 
 @click.command("model", cls=Command)
@@ -39,8 +39,8 @@ def describe_stage(settings: Settings, slot: str) -> None:
 def describe_model(settings: Settings, name: str) -> None:
     """Show everything about a model: versions, checkpoint, open update, stages."""
     with bounded(settings) as fleet:
-        found = fleet.status(name)
-    show(settings, roster.model_view(found.models[0], found.stages))
+        status = fleet.status(name)
+    show(settings, roster.model_view(status.models[0], status.stages))
 
 
 @click.command("operation", cls=Command)

@@ -36,10 +36,10 @@ def down(settings: Settings, name: str | None) -> None:
             f"no fleet {name!r} is up on this machine; fleets that are up: {listed(fleet_state.up())}",
             param_hint="--name",
         )
-    if not running.alive and (left := running.survivors):
+    if not running.alive and (survivors := running.survivors):
         raise click.ClickException(
             f"no fleet {name!r} is up on this machine: its supervisor {running.pid} has died; still ending: "
-            + ", ".join(f"{process} (pid {pid})" for process, pid in left.items())
+            + ", ".join(f"{process} (pid {pid})" for process, pid in survivors.items())
         )
     if not running.alive:
         fleet_state.remove(name)

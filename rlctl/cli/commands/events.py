@@ -60,8 +60,8 @@ def events(settings: Settings, following: bool, limit: int, model: str) -> None:
     def lost(error: Any) -> None:
         show_event(settings, changes.of_loss(error))
 
-    with watching(settings) as seen:
-        seen.set()
+    with watching(settings) as displayed:
+        displayed.set()
         for event in follow(settings, read, lost):
             show_event(settings, event)
 

@@ -64,18 +64,21 @@ def _tables(about: dict[str, str], members: list[dict[str, str]]) -> Iterator[Ta
 
 def _resolve(name: str) -> str:
     """Return the full name of a name without the package, or of an RPC without the service. Raises FIELD_INVALID."""
-    wanted = name.removeprefix(f"{PACKAGE}.")
-    known = {full.removeprefix(f"{PACKAGE}.").lower(): full for full in comments()}
-    for candidate in (wanted, *(f"{service}.{wanted}" for service in ("CoordinatorService", "RolloutService"))):
-        if candidate.lower() in known:
-            return known[candidate.lower()]
-    values = [full for full in comments() if wanted and _value(full) == wanted.lower()]
+    relative_name = name.removeprefix(f"{PACKAGE}.")
+    full_names = {full.removeprefix(f"{PACKAGE}.").lower(): full for full in comments()}
+    for candidate in (
+        relative_name,
+        *(f"{service}.{relative_name}" for service in ("CoordinatorService", "RolloutService")),
+    ):
+        if candidate.lower() in full_names:
+            return full_names[candidate.lower()]
+    values = [full for full in comments() if relative_name and _value(full) == relative_name.lower()]
     if len(values) == 1:
         return values[0]
-    through = _through_messages(wanted)
+    through = _through_messages(relative_name)
     if through:
         return through
-    near = values or [known[each] for each in difflib.get_close_matches(wanted.lower(), known, n=3)]
+    near = values or [full_names[each] for each in difflib.get_close_matches(relative_name.lower(), full_names, n=3)]
     hint = ", ".join(each.removeprefix(f"{PACKAGE}.") for each in near)
     why = f"several values of the contract are called {name!r}" if values else f"the contract has no {name!r}"
     raise Reason.FIELD_INVALID.error(why, field="name", next_step=f"Did you mean: {hint}?" if hint else "")
@@ -122,8 +125,10 @@ def _kind(full: str) -> dict[str, str]:
 
 
 def _signature(method: MethodDescriptor) -> str:
-    asked, answered = ("stream " if streams else "" for streams in (method.client_streaming, method.server_streaming))
-    return f"({asked}{method.input_type.name}) returns ({answered}{method.output_type.name})"
+    request_prefix, response_prefix = (
+        "stream " if streams else "" for streams in (method.client_streaming, method.server_streaming)
+    )
+    return f"({request_prefix}{method.input_type.name}) returns ({response_prefix}{method.output_type.name})"
 
 
 def _members(full: str) -> Iterator[dict[str, str]]:
@@ -151,18 +156,18 @@ def _members(full: str) -> Iterator[dict[str, str]]:
 
 
 def _find_message(name: str) -> Descriptor | None:
-    found: Descriptor | None = _find(descriptor_pool.Default().FindMessageTypeByName, name)
-    return found
+    descriptor: Descriptor | None = _find(descriptor_pool.Default().FindMessageTypeByName, name)
+    return descriptor
 
 
 def _find_enum(name: str) -> EnumDescriptor | None:
-    found: EnumDescriptor | None = _find(descriptor_pool.Default().FindEnumTypeByName, name)
-    return found
+    descriptor: EnumDescriptor | None = _find(descriptor_pool.Default().FindEnumTypeByName, name)
+    return descriptor
 
 
 def _find_service(name: str) -> ServiceDescriptor | None:
-    found: ServiceDescriptor | None = _find(descriptor_pool.Default().FindServiceByName, name)
-    return found
+    descriptor: ServiceDescriptor | None = _find(descriptor_pool.Default().FindServiceByName, name)
+    return descriptor
 
 
 def _find(find: Any, name: str) -> Any:

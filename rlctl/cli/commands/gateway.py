@@ -115,7 +115,7 @@ def gateway(
     """Run HTTP dialects in front of a fleet."""
     from rlctl.runtime.server_process import announce
 
-    paths = (*middleware_paths, *(path for given in slime_paths for path in given.split()))
+    paths = (*middleware_paths, *(path for option_value in slime_paths for path in option_value.split()))
     settings = {
         "model": model,
         "policy": policy,
@@ -199,7 +199,7 @@ def _fork(
 
     host, port = split(listen, "listen")
     try:
-        held, bound = hold(host, port)
+        reserved_socket, bound = hold(host, port)
     except OSError as error:
         raise unbound(listen, error) from None
     address = join(host, bound)
@@ -207,7 +207,7 @@ def _fork(
         workers, lambda ready, number: run(address, lambda *_, **__: ready(), end_with_parent=True, number=number)
     )
     code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
-    held.close()
+    reserved_socket.close()
     server_process.end(code)
 
 

@@ -79,8 +79,8 @@ class EngineFieldType(ParamType):
 
 
 def _sampling_fields() -> list[Field]:
-    taken = {name for option in global_options() for name in option.opts} | set(_OWN)
-    return message_options.fields_of(SamplingParams.DESCRIPTOR, taken)
+    reserved_flags = {name for option in global_options() for name in option.opts} | set(_OWN)
+    return message_options.fields_of(SamplingParams.DESCRIPTOR, reserved_flags)
 
 
 def _run(
@@ -98,16 +98,16 @@ def _run(
     stream: bool,
     **sampling: Any,
 ) -> None:
-    asked: list[str | list[int]] = [*prompts, *input_ids]
-    if not asked:
+    inputs: list[str | list[int]] = [*prompts, *input_ids]
+    if not inputs:
         raise click.UsageError("give a PROMPT or --input-ids")
-    if len(asked) > 1 and (stream or rid):
+    if len(inputs) > 1 and (stream or rid):
         raise click.UsageError("--stream and --rid are for one prompt")
     params = SamplingParams()
     for field in _sampling_fields():
         message_options.assign(params, field, sampling[field.parameter])
-    wanted: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
-    wanted |= {
+    arguments: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
+    arguments |= {
         "model": model,
         "adapter": adapter,
         "return_logprob": logprobs or bool(top_logprobs_num),
@@ -118,14 +118,14 @@ def _run(
         "timeout_s": settings.timeout_s or GENERATE_S,
     }
     if settings.dry_run:
-        settings.say(f"Nothing was sent: {len(asked)} prompts, {' '.join(str(params).split()) or 'default sampling'}.")
+        settings.say(f"Nothing was sent: {len(inputs)} prompts, {' '.join(str(params).split()) or 'default sampling'}.")
         return
     with connected(settings) as fleet, _telling_what_it_waits_for(settings):
         if not stream:
-            responses = fleet.generate_batch(asked, rid=rid, **wanted)
+            responses = fleet.generate_batch(inputs, rid=rid, **arguments)
             _print(settings, responses)
             return
-        with contextlib.closing(fleet.generate_stream(asked[0], rid=rid, **wanted)) as parts:
+        with contextlib.closing(fleet.generate_stream(inputs[0], rid=rid, **arguments)) as parts:
             _print_stream(settings, parts)
 
 
@@ -139,12 +139,12 @@ class _Notices(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record on stderr, once: the SDK repeats the record during a long wait."""
-        said = record.getMessage()
-        if said == self._said:
+        message = record.getMessage()
+        if message == self._said:
             return
-        self._said = said
-        helps = dict.fromkeys(advice for why, advice in _ADVICE.items() if why in said)
-        self._settings.say(f"{said} ({', '.join(helps) or 'rlctl status'})")
+        self._said = message
+        helps = dict.fromkeys(advice for why, advice in _ADVICE.items() if why in message)
+        self._settings.say(f"{message} ({', '.join(helps) or 'rlctl status'})")
 
 
 @contextlib.contextmanager
@@ -216,11 +216,11 @@ def _versions(response: GenerateResponse, sample: Sample) -> str:
     """Return the versions of weights and adapter: step-42#7+a-3. For a sample without tokens: the stage's version."""
     if not sample.versions:
         return text.version(response.weight_version)
-    shown = (
+    versions = (
         text.version(span.version) + (f"+{span.adapter_version}" if span.adapter_version else "")
         for span in sample.versions
     )
-    return text.joined(dict.fromkeys(shown))
+    return text.joined(dict.fromkeys(versions))
 
 
 def _finish(sample: Sample) -> str:

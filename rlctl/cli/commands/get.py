@@ -58,10 +58,10 @@ class VerbType(ParamType):
     name = "verb"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = {verb.lower(): verb for verb in OPERATION_VERBS}
-        if str(value).lower() not in known:
+        verbs = {verb.lower(): verb for verb in OPERATION_VERBS}
+        if str(value).lower() not in verbs:
             self.fail(f"{value!r} is no verb; there are: {', '.join(OPERATION_VERBS)}", param, ctx)
-        return known[str(value).lower()]
+        return verbs[str(value).lower()]
 
 
 def _list_operations(settings: Settings, verb: str | None, state: str | None, limit: int) -> None:

@@ -112,9 +112,9 @@ def journal_restore(settings: Settings, backup: Path, file: Path | None, name: s
         settings.say(f"Nothing was done; {path} would be replaced.")
         return
     settings.confirm(f"Replace {path} by the backup of epoch {contents.epoch}?")
-    kept = restore(backup, path)
-    data = {"journal": str(path), "kept": str(kept or "")}
-    rows = facts([("Journal", str(path)), ("Old file", str(kept or "none"))])
+    old_file = restore(backup, path)
+    data = {"journal": str(path), "kept": str(old_file or "")}
+    rows = facts([("Journal", str(path)), ("Old file", str(old_file or "none"))])
     show(settings, View(data, lambda _: [rows], lambda: [str(path)]))
     settings.say("Start the coordinator. Stages that obey a higher epoch than it has: `rlctl take-over SLOT`.")
 

@@ -45,18 +45,18 @@ def logs(settings: Settings, process: str, lines: int, follow: bool, name: str |
 def _find(name: str, process: str) -> Path:
     """Return the log of a process. Raises a usage error that lists the existing logs."""
     directory = fleet_state.state_directory(name) / "logs"
-    there = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
-    if process not in there:
-        known = ", ".join(sorted(there)) or "none"
-        others = ", ".join(
+    log_files = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
+    if process not in log_files:
+        processes = ", ".join(sorted(log_files)) or "none"
+        other_fleets = ", ".join(
             sorted({log.parents[1].name for log in fleet_state.state_directory("").glob("*/logs/*.log")})
         )
         raise click.BadParameter(
-            f"fleet {name!r} has no log of {process!r} on this machine; there are: {known}; "
-            f"fleets with logs (--name): {others or 'none'}",
+            f"fleet {name!r} has no log of {process!r} on this machine; there are: {processes}; "
+            f"fleets with logs (--name): {other_fleets or 'none'}",
             param_hint="SLOT",
         )
-    return there[process]
+    return log_files[process]
 
 
 def _last(log: Path, lines: int) -> tuple[list[str], int]:

@@ -115,13 +115,13 @@ class Prepared:
         TOPOLOGY_INVALID is for resources that this machine lacks, FIELD_CONFLICT for settings that cannot change in the
         fleet that is up.
         """
-        if found := support.unsupported(self.plan.topology):
-            lines = "\n  ".join(map(str, found))
+        if problems := support.unsupported(self.plan.topology):
+            lines = "\n  ".join(map(str, problems))
             raise Reason.UNSUPPORTED.error(
-                lines, field=found[0].key, next_step="docs/topology.md says what can be run."
+                lines, field=problems[0].key, next_step="docs/topology.md says what can be run."
             )
-        if found := self._missing():
-            raise invalid(found)
+        if problems := self._missing():
+            raise invalid(problems)
         if self.deployed is not None and (refused := self.deployment.refusal(self.deployed)):
             raise refused
 
@@ -152,12 +152,12 @@ def _as_it_is(topology: Topology, running: fleet_state.FleetState | None) -> dic
     if running is not None and listen == running.endpoint:
         listen = present.get("listen", listen)  # the coordinator took this port for port 0
     insecure = present.get("insecure") if topology.insecure is None else topology.insecure
-    kept: dict[str, Any] = {"cluster": topology.cluster or present.get("cluster", "")}
+    ray_settings: dict[str, Any] = {"cluster": topology.cluster or present.get("cluster", "")}
     if present.get("group") and not topology.placement_group:
-        kept |= {"placement_group": present["group"], "bundles": tuple(present["bundles"]),
+        ray_settings |= {"placement_group": present["group"], "bundles": tuple(present["bundles"]),
                  "bundle_share": present["share"]}  # fmt: skip
     tls = topology.tls or present.get("tls", "")
-    return {"listen": listen, "insecure": insecure, "tls": tls, **kept}
+    return {"listen": listen, "insecure": insecure, "tls": tls, **ray_settings}
 
 
 def token(settings: Settings, plan: Plan) -> str | None:
@@ -223,8 +223,10 @@ def plan_tables(
         )  # fmt: skip
     for change in changes:
         if change.action == REMOVE:
-            gone = prepared.present[change.slot]
-            rows.append([gone.slot, change.action, "", gone.model, gone.worker_type, gone.engine, *[""] * 5])
+            removed = prepared.present[change.slot]
+            rows.append(
+                [removed.slot, change.action, "", removed.model, removed.worker_type, removed.engine, *[""] * 5]
+            )
     rows += [
         [name, "", "", plan.model_of[name], "placeholder", "", "", "", _places(cells), "", ""]
         for name, cells in plan.reserved.items()
@@ -266,8 +268,8 @@ def _bound(url: str) -> str:
 
 def _absolute(path: str) -> str:
     """Return an existing directory as an absolute path; any other text unchanged."""
-    found = Path(os.path.expanduser(path))
-    return str(found.resolve()) if path and found.is_dir() else path
+    directory = Path(os.path.expanduser(path))
+    return str(directory.resolve()) if path and directory.is_dir() else path
 
 
 def plan_view(prepared: Prepared) -> View:

@@ -39,11 +39,11 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str | None) -> Non
     if not running.deployment:
         raise Reason.OPERATION_CONFLICT.error(f"fleet {name!r} is still starting")
     deployment = Deployment.of(running.deployment)
-    known = [spec.slot for spec in deployment.engines]
+    engine_slots = [spec.slot for spec in deployment.engines]
     for slot in slots:
-        if slot not in known:
+        if slot not in engine_slots:
             raise Reason.STAGE_NOT_FOUND.error(
-                f"fleet {name!r} has no engine {slot!r}; there are: {', '.join(known) or 'none'}", field="slot"
+                f"fleet {name!r} has no engine {slot!r}; there are: {', '.join(engine_slots) or 'none'}", field="slot"
             )
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained and started again.")

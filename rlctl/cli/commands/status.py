@@ -37,9 +37,9 @@ def status(settings: Settings, model: str, watch: bool) -> None:
                 yield stages.fleet_view(fleet.status(model), settings.endpoint)
 
     if watch:
-        with watching(settings) as seen:
+        with watching(settings) as displayed:
             changes = follow(settings, views, lambda error: settings.say(f"{error.message}; trying again"))
-            show_live(settings, changes, seen)
+            show_live(settings, changes, displayed)
         return
     with bounded(settings) as fleet:
         show(settings, stages.fleet_view(fleet.status(model), settings.endpoint))

@@ -88,8 +88,8 @@ def tokens_new(
     now = time.time()
     token = "" if certificates else access_file.make_token()
     if token:
-        made = access_file.TokenHash(access_file.hash_of(token), now, None if expires is None else now + expires)
-        entry = dataclasses.replace(entry, tokens=(*entry.tokens, made))
+        token_hash = access_file.TokenHash(access_file.hash_of(token), now, None if expires is None else now + expires)
+        entry = dataclasses.replace(entry, tokens=(*entry.tokens, token_hash))
     entry = dataclasses.replace(entry, certificates=tuple(dict.fromkeys((*entry.certificates, *certificates))))
     access_file.write(file, {**entries, name: entry})
     if token:
@@ -136,12 +136,12 @@ def tokens_revoke(settings: Settings, name: str, token_id: str | None, keep_newe
         access_file.write(file, {key: each for key, each in entries.items() if key != name})
         settings.say(f"{name} is revoked.")
         return
-    kept = entry.tokens[-1:] if keep_newest else tuple(token for token in entry.tokens if token.id != token_id)
-    if len(kept) == len(entry.tokens):
-        known = ", ".join(token.id for token in entry.tokens) or "none"
-        raise Reason.FIELD_INVALID.error(f"there is nothing to revoke; {name} has tokens: {known}", field="--token")
-    access_file.write(file, {**entries, name: dataclasses.replace(entry, tokens=kept)})
-    settings.say(f"{len(entry.tokens) - len(kept)} tokens of {name} are revoked, {len(kept)} remain.")
+    remaining = entry.tokens[-1:] if keep_newest else tuple(token for token in entry.tokens if token.id != token_id)
+    if len(remaining) == len(entry.tokens):
+        token_ids = ", ".join(token.id for token in entry.tokens) or "none"
+        raise Reason.FIELD_INVALID.error(f"there is nothing to revoke; {name} has tokens: {token_ids}", field="--token")
+    access_file.write(file, {**entries, name: dataclasses.replace(entry, tokens=remaining)})
+    settings.say(f"{len(entry.tokens) - len(remaining)} tokens of {name} are revoked, {len(remaining)} remain.")
 
 
 def _rows(entry: Entry) -> list[dict[str, Any]]:

@@ -49,9 +49,9 @@ def top(settings: Settings, model: str, interval: float, samples: int | None) ->
             if number == samples:
                 return
 
-    with watching(settings) as seen:
+    with watching(settings) as displayed:
         changes = follow(settings, views, lambda error: settings.say(f"{error.message}; trying again"))
-        show_live(settings, counted(changes), seen)
+        show_live(settings, counted(changes), displayed)
 
 
 def _sample(fleet: Fleet, model: str, limit_s: float) -> Sample:

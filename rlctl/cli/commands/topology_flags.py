@@ -23,7 +23,7 @@ class TopologyCommand(Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words that click cannot: flags with SGLang's names, and lists of words."""
-        kept: list[str] = []
+        click_arguments: list[str] = []
         sglang: dict[str, str] = {}
         addresses: list[str] = []
         files: list[str] = []
@@ -44,10 +44,10 @@ class TopologyCommand(Command):
                     files.append(words.pop())  # the file, after a switch
                 sglang[name.removeprefix("--sglang-").replace("-", "_")] = _joined(words)
             else:
-                kept.append(word)
+                click_arguments.append(word)
         ctx.meta[_SGLANG] = sglang
         ctx.meta[_ADDRESSES] = addresses
-        return super().parse_args(ctx, [*kept, *files])
+        return super().parse_args(ctx, [*click_arguments, *files])
 
 
 def _words(rest: list[str]) -> list[str]:

@@ -80,25 +80,27 @@ def up(
 
         end()
     if deployment is not None:
-        wanted = Deployment.of(json.loads(deployment.read_text()))
-        supervise(settings, wanted, lambda ready: _announce(settings, ready), lock=lock, new=new)
+        desired = Deployment.of(json.loads(deployment.read_text()))
+        supervise(settings, desired, lambda ready: _announce(settings, ready), lock=lock, new=new)
     prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
-    wanted = prepared.deployment
-    refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure or bool(wanted.tls))
-    if os.environ.get("RLCTL_ACCESS_FILE") and not token(settings, prepared.plan) and not wanted.tls:
+    desired = prepared.deployment
+    refuse_insecure(
+        desired.listen, token=token(settings, prepared.plan), insecure=desired.insecure or bool(desired.tls)
+    )
+    if os.environ.get("RLCTL_ACCESS_FILE") and not token(settings, prepared.plan) and not desired.tls:
         raise Reason.FIELD_REQUIRED.error(
             "RLCTL_ACCESS_FILE is set, and the fleet has no token of its own: its processes could not call each other",
             field="RLCTL_TOKEN",
             next_step="Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or use --tls.",
         )
     if prepared.running is not None and file is None:
-        raise taken(wanted.name)
+        raise taken(desired.name)
     if prepared.running is not None and new:
         raise Reason.OPERATION_CONFLICT.error(
-            f"fleet {wanted.name!r} is up, so it cannot be started over",
+            f"fleet {desired.name!r} is up, so it cannot be started over",
             field="--new",
-            next_step=f"`rlctl down --name {wanted.name}` first.",
+            next_step=f"`rlctl down --name {desired.name}` first.",
         )
     if settings.dry_run:
         show(settings, plan_view(prepared))
@@ -110,12 +112,12 @@ def up(
     if prepared.running is not None:
         _change(settings, prepared, prepared.running)
         return
-    _await_survivors(settings, wanted.name)
-    refuse_used(wanted.listen)
+    _await_survivors(settings, desired.name)
+    refuse_used(desired.listen)
     if detach:
-        _detach(settings, wanted, new=new)
+        _detach(settings, desired, new=new)
     else:
-        supervise(settings, wanted, lambda ready: _announce(settings, ready), new=new)
+        supervise(settings, desired, lambda ready: _announce(settings, ready), new=new)
 
 
 def _await_survivors(settings: Settings, name: str) -> None:
@@ -124,17 +126,17 @@ def _await_survivors(settings: Settings, name: str) -> None:
     Raises OPERATION_CONFLICT for processes that do not end.
     """
     former = fleet_state.read(name)
-    if former is None or former.alive or not (left := former.survivors):
+    if former is None or former.alive or not (survivors := former.survivors):
         return
-    settings.say(f"supervisor {former.pid} has died; waiting for {', '.join(left)} to end")
+    settings.say(f"supervisor {former.pid} has died; waiting for {', '.join(survivors)} to end")
     limit_s = min(SURVIVE_S, settings.timeout_s or SURVIVE_S)
     deadline = time.monotonic() + limit_s
-    while left := former.survivors:
+    while survivors := former.survivors:
         if time.monotonic() > deadline:
-            pids = " ".join(map(str, left.values()))
+            pids = " ".join(map(str, survivors.values()))
             raise Reason.OPERATION_CONFLICT.error(
                 f"processes of fleet {name!r} still run {limit_s:g} s after its supervisor died: "
-                + ", ".join(f"{process} (pid {pid})" for process, pid in left.items()),
+                + ", ".join(f"{process} (pid {pid})" for process, pid in survivors.items()),
                 next_step=f"`kill {pids}`, then the same command again.",
             )
         time.sleep(LOOK_S)
@@ -151,9 +153,9 @@ def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None
     for change in changes:
         why = f" ({', '.join(change.fields)})" if change.fields else ""
         settings.say(f"{change.slot}: {change.action}{why}")
-    gone = [change.slot for change in changes if change.action == REMOVE]
-    if gone:
-        settings.confirm(f"Drain and remove {', '.join(gone)}?")
+    removed_slots = [change.slot for change in changes if change.action == REMOVE]
+    if removed_slots:
+        settings.confirm(f"Drain and remove {', '.join(removed_slots)}?")
 
     def farewell() -> None:
         there = f"How it stands: rlctl status, and {running.directory}/logs"
@@ -191,14 +193,14 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
                 start_new_session=True,
                 pass_fds=(lock,),
             )  # fmt: skip
-    said: list[str] = []
+    printed_lines: list[str] = []
     with log.open() as lines:
 
         def tell() -> None:
             for line in lines:
                 if not line.startswith(_READY):
-                    said.append(line.rstrip("\n"))
-                    settings.say(said[-1])
+                    printed_lines.append(line.rstrip("\n"))
+                    settings.say(printed_lines[-1])
 
         try:
             while True:
@@ -206,7 +208,7 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
                 tell()
                 if ended:
                     if settings.quiet:
-                        click.echo("\n".join(_failure(said)), err=True)
+                        click.echo("\n".join(_failure(printed_lines)), err=True)
                     raise SystemExit(supervisor.returncode if supervisor.returncode > 0 else 1)
                 ready = fleet_state.read(wanted.name)
                 if ready is not None and ready.pid == supervisor.pid and ready.phase == fleet_state.READY:
@@ -226,12 +228,12 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
 
 def _as_given(settings: Settings) -> list[str]:
     """Return the global options for the supervisor, as given to this command."""
-    given = {
+    global_flags = {
         "--context": settings.flags.get("context"),
         "--output": settings.output if machine_readable(settings) else None,  # the format of an error
         "--timeout": f"{settings.timeout_s:.9f}s" if settings.timeout_s else None,
     }
-    return [word for name, value in given.items() if value for word in (name, value)]
+    return [word for name, value in global_flags.items() if value for word in (name, value)]
 
 
 def _failure(said: Sequence[str]) -> Sequence[str]:

@@ -39,10 +39,10 @@ def validate(settings: Settings, /, file: Path | None, json_schema: bool, **give
     topology, problems = load(file, flags(given))
     if topology is not None and not problems.errors:
         problems.found += unsupported(topology)
-    found = problems.in_order()
-    if found or settings.output not in ("table", "wide"):
-        lines = [str(problem) for problem in found]
-        show(settings, View([problem.data for problem in found], lambda _: [prose(lines)], lambda: lines))
+    ordered_problems = problems.in_order()
+    if ordered_problems or settings.output not in ("table", "wide"):
+        lines = [str(problem) for problem in ordered_problems]
+        show(settings, View([problem.data for problem in ordered_problems], lambda _: [prose(lines)], lambda: lines))
     errors = len(problems.errors)
     if topology is None or errors:
         settings.say(values.count(errors, "error"))

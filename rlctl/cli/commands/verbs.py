@@ -37,8 +37,8 @@ class VerbCommand(Command):
         self.verb = verb
         self.text, self.answers = about(verb)
         params = targeting()
-        taken = {name for param in (*params, *global_options()) for name in param.opts} | {"--help"}
-        self.fields = message_options.fields_of(verb.request.DESCRIPTOR, taken)
+        reserved_flags = {name for param in (*params, *global_options()) for name in param.opts} | {"--help"}
+        self.fields = message_options.fields_of(verb.request.DESCRIPTOR, reserved_flags)
         super().__init__(
             verb.cli.split()[-1],
             params=[*map(message_options.option, self.fields), *params],

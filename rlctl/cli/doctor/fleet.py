@@ -88,14 +88,14 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
     took_s, after = time.monotonic() - began, time.time()
     answers: dict[str, Answer] = {}
     if fleet.stages:
-        asked = time.time()
+        sent_at = time.time()
         operation = connection.call(GetServerInfoRequest(), timeout_s=ANSWER_S, check=False)
         for result in operation.stage_results:
             info = next((rank.server_info for rank in result.rank_results if rank.HasField("server_info")), None)
             if info is None:
                 answers[result.slot] = Answer(error=values.error(result.error) or "no answer")
             else:
-                answers[result.slot] = Answer(info, ahead_s(result.header.observed_at, asked, time.time()))
+                answers[result.slot] = Answer(info, ahead_s(result.header.observed_at, sent_at, time.time()))
     addresses = [address for stage in fleet.stages for _, address in _addresses(stage)]
     with ThreadPoolExecutor(REACHERS) as pool:
         reached = dict(zip(addresses, pool.map(_unreached, addresses), strict=True))
@@ -123,8 +123,8 @@ def unreachable(endpoint: str, error: RlctlError) -> Finding:
 
 
 def check_coordinator(fleet: FleetReadings) -> Iterator[Finding]:
-    seen = f"answers in {values.elapsed(fleet.took_s)}, epoch {fleet.fleet.header.fleet_epoch}"
-    yield ok("coordinator", fleet.endpoint, seen)
+    observation = f"answers in {values.elapsed(fleet.took_s)}, epoch {fleet.fleet.header.fleet_epoch}"
+    yield ok("coordinator", fleet.endpoint, observation)
 
 
 def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
@@ -132,12 +132,12 @@ def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
     if fleet.valid_s is None:
         yield ok("certificate", "transport", "plain text")
         return
-    seen = f"expires in {fleet.valid_s / DAY_S:.0f} days"
+    observation = f"expires in {fleet.valid_s / DAY_S:.0f} days"
     if fleet.valid_s < RENEW_DAYS * DAY_S:
         mend = "Renew it: `rlctl certs issue`. Those of the servers are of the same age if they were issued together."
-        yield warning("certificate", "certificate", seen, mend)
+        yield warning("certificate", "certificate", observation, mend)
     else:
-        yield ok("certificate", "certificate", seen)
+        yield ok("certificate", "certificate", observation)
 
 
 def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
@@ -149,10 +149,10 @@ def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
         if abs(ahead) <= CLOCK_S:
             close += 1
             continue
-        seen = f"{values.elapsed(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's"
+        observation = f"{values.elapsed(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's"
         verdict = failure if abs(ahead) > FAR_CLOCK_S else warning
         mend = "Run an NTP client on both hosts, and see `timedatectl`."
-        yield verdict("clocks", f"clock of {name}", seen, mend)
+        yield verdict("clocks", f"clock of {name}", observation, mend)
     if close:
         yield ok("clocks", "clocks", f"{close} of {len(clocks)} within {CLOCK_S:g} s of this host's")
 
@@ -163,11 +163,11 @@ def check_versions(fleet: FleetReadings) -> Iterator[Finding]:
     mend = "Install one release everywhere; contracts N and N-1 work together (RELEASES.md)."
     ours = f"here rlctl {__version__}, contract {CONTRACT_VERSION}"
     for name, (version, contract) in _versions(fleet).items():
-        seen = f"rlctl {version or 'not known'}, contract {contract}; {ours}"
+        observation = f"rlctl {version or 'not known'}, contract {contract}; {ours}"
         if abs(contract - CONTRACT_VERSION) > 1:
-            yield failure("versions", name, seen, mend)
+            yield failure("versions", name, observation, mend)
         elif contract != CONTRACT_VERSION or version not in ("", __version__):
-            yield warning("versions", name, seen, mend)
+            yield warning("versions", name, observation, mend)
         else:
             same += 1
     if same:
@@ -181,11 +181,13 @@ def check_engines(fleet: FleetReadings) -> Iterator[Finding]:
         if not answer.error:
             engines[answer.info.engine][answer.info.engine_version].append(slot)
     for engine, versions in sorted(engines.items()):
-        shown = ", ".join(f"{version or 'no version'} at {_some(slots)}" for version, slots in sorted(versions.items()))
+        observation = ", ".join(
+            f"{version or 'no version'} at {_some(slots)}" for version, slots in sorted(versions.items())
+        )
         if len(versions) > 1:
-            yield warning("engines", f"engine {engine}", shown, "Start them from one environment.")
+            yield warning("engines", f"engine {engine}", observation, "Start them from one environment.")
         else:
-            yield ok("engines", f"engine {engine}", shown)
+            yield ok("engines", f"engine {engine}", observation)
 
 
 def check_links(fleet: FleetReadings) -> Iterator[Finding]:
@@ -237,9 +239,9 @@ def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
             if not why:
                 reached += 1
             elif remote and is_loopback(split(address)[0]):
-                seen = f"{address}: {why}; only its own host reaches this address"
+                observation = f"{address}: {why}; only its own host reaches this address"
                 mend = "Start it with --advertise HOST (topology: network.advertise)."
-                yield warning("addresses", f"{stage.registration.slot} {name}", seen, mend)
+                yield warning("addresses", f"{stage.registration.slot} {name}", observation, mend)
             else:
                 mend = "From this host, see route and firewall to it; in another network, set --advertise HOST."
                 yield warning("addresses", f"{stage.registration.slot} {name}", f"{address}: {why}", mend)

@@ -184,17 +184,17 @@ def check_shared_memory(host: HostReadings) -> Iterator[Finding]:
     if space is None:
         yield failure(check, SHARED_MEMORY, "there is none", mend)
         return
-    seen = f"{size(space.free)} of {size(space.total)} free"
+    observation = f"{size(space.free)} of {size(space.total)} free"
     if not space.writable:
         yield failure(check, SHARED_MEMORY, "it cannot be written to", "Make it writable for this user (mode 1777).")
     elif space.free < LEAST_SHARED:
-        yield failure(check, SHARED_MEMORY, f"it is full: {seen}", f"Remove files that no process uses. {mend}")
+        yield failure(check, SHARED_MEMORY, f"it is full: {observation}", f"Remove files that no process uses. {mend}")
     elif space.total <= CONTAINER_SHARED:
-        yield warning(check, SHARED_MEMORY, f"{seen}, as containers have it by default", mend)
+        yield warning(check, SHARED_MEMORY, f"{observation}, as containers have it by default", mend)
     elif space.free < ENOUGH_SHARED:
-        yield warning(check, SHARED_MEMORY, f"{seen}; large tensors need more", mend)
+        yield warning(check, SHARED_MEMORY, f"{observation}; large tensors need more", mend)
     else:
-        yield ok(check, SHARED_MEMORY, seen)
+        yield ok(check, SHARED_MEMORY, observation)
 
 
 def check_limits(host: HostReadings) -> Iterator[Finding]:
@@ -236,10 +236,12 @@ def check_proxies(host: HostReadings) -> Iterator[Finding]:
     led = [name for name in LOCAL if not excepted & {name, "*"}]
     names = ", ".join(proxies)
     if led:
-        seen = f"set, and no_proxy does not name {', '.join(led)}: HTTP clients ask the proxy for servers of this host"
+        observation = (
+            f"set, and no_proxy does not name {', '.join(led)}: HTTP clients ask the proxy for servers of this host"
+        )
         every = ",".join((*LOCAL, *sorted(excepted - {"", *LOCAL})))
         mend = f"export no_proxy={every} NO_PROXY={every}, with the hosts of the fleet."
-        yield warning("proxies", names, seen, mend)
+        yield warning("proxies", names, observation, mend)
     else:
         yield ok("proxies", names, f"set; no_proxy names {', '.join(LOCAL)}")
 
@@ -262,15 +264,15 @@ def check_port(host: HostReadings) -> Iterator[Finding]:
 def check_state(host: HostReadings) -> Iterator[Finding]:
     """Check the directory of journals and logs."""
     name, space = host.state
-    seen = f"{size(space.free)} free"
+    observation = f"{size(space.free)} free"
     if not space.writable:
         yield failure("state", name, "it cannot be written to", "Make it writable, or set XDG_STATE_HOME.")
     elif space.free < LEAST_DISK:
-        yield failure("state", name, f"{seen}: the journal takes no more operations", "Free space on this disk.")
+        yield failure("state", name, f"{observation}: the journal takes no more operations", "Free space on this disk.")
     elif space.free < ENOUGH_DISK:
-        yield warning("state", name, f"{seen} for journals and logs", "Free space on this disk.")
+        yield warning("state", name, f"{observation} for journals and logs", "Free space on this disk.")
     else:
-        yield ok("state", name, seen)
+        yield ok("state", name, observation)
 
 
 def check_gpus(host: HostReadings) -> Iterator[Finding]:
@@ -323,8 +325,8 @@ def _version(name: str) -> str:
 
 def _plugin(point: metadata.EntryPoint) -> Plugin:
     top = point.module.partition(".")[0]
-    found = importlib.util.find_spec(top) is not None
-    return Plugin(point.name, point.module, point.dist.version if point.dist is not None else "", found)
+    installed = importlib.util.find_spec(top) is not None
+    return Plugin(point.name, point.module, point.dist.version if point.dist is not None else "", installed)
 
 
 def _space(directory: Path) -> Space:

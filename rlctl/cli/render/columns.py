@@ -96,5 +96,5 @@ def _cell(column: Column, answers: Sequence[Message]) -> str:
     if column.over == "sum":
         return str(sum(getattr(answer, column.field) for answer in answers))
     descriptor: Any = answers[0].DESCRIPTOR
-    shown = values.field(answers[0], descriptor.fields_by_name[column.field])
-    return "" if column.optional and shown == "0" else shown
+    text = values.field(answers[0], descriptor.fields_by_name[column.field])
+    return "" if column.optional and text == "0" else text

@@ -113,19 +113,19 @@ class Changes:
 
     def of_operations(self, listed: Sequence[Operation]) -> Iterator[Event]:
         """Yield the begun and ended operations since the previous list, oldest first. The first list counts as seen."""
-        first, known = self._running is None, self._running or {}
+        first, running = self._running is None, self._running or {}
         for operation in sorted(listed, key=_begun):
-            if _begun(operation) > self._newest or operation.operation_id in known:
+            if _begun(operation) > self._newest or operation.operation_id in running:
                 if not first:
-                    if operation.operation_id not in known:
+                    if operation.operation_id not in running:
                         yield started(operation)
                     if operation.state != OPERATION_STATE_RUNNING:
                         yield ended(operation)
-                known.pop(operation.operation_id, None)
+                running.pop(operation.operation_id, None)
                 if operation.state == OPERATION_STATE_RUNNING:
-                    known[operation.operation_id] = operation
+                    running[operation.operation_id] = operation
         self._newest = max([self._newest, *map(_begun, listed)])
-        self._running = known
+        self._running = running
 
     def unlisted(self, listed: Sequence[Operation]) -> list[str]:
         """Return operations that ran at the previous list and are not in this list."""

@@ -86,10 +86,10 @@ def top_view(endpoint: str, before: Sample | None, now: Sample) -> View:
             ]
             for row in rows
         ]
-        shown = [prose([summary]), Table(_STAGES, cells, frozenset({"WHY NOT"}))]
+        sections = [prose([summary]), Table(_STAGES, cells, frozenset({"WHY NOT"}))]
         if now.running:
-            shown.append(Table(_OPERATIONS, [_operation(each, now) for each in now.running]))
-        return shown
+            sections.append(Table(_OPERATIONS, [_operation(each, now) for each in now.running]))
+        return sections
 
     return View(data, tables, lambda: [row["slot"] for row in rows])
 

@@ -246,7 +246,7 @@ def _data_of(operation: Operation) -> str:
     """Return the field of RankResult with the verb's data: the field that ranks sent, else the verb table's."""
     for result in operation.stage_results:
         for rank in result.rank_results:
-            answered = rank.WhichOneof("data")
-            if answered is not None:
-                return str(answered)
+            data_field = rank.WhichOneof("data")
+            if data_field is not None:
+                return str(data_field)
     return VERBS[operation.verb].data if operation.verb in VERBS else ""

@@ -87,9 +87,9 @@ def plain_data(data: Any) -> Any:
     if isinstance(data, Message):
         from google.protobuf.json_format import MessageToDict
 
-        told = copy.deepcopy(data)
-        _spell(told)
-        fields = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        message = copy.deepcopy(data)
+        _spell(message)
+        fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         return _in_order(data.DESCRIPTOR, fields)
     if isinstance(data, dict):
         return data

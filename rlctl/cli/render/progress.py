@@ -66,8 +66,8 @@ def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
     Raises as the reads of the fleet.
     """
     operation = fleet.operation(operation_id)
-    answered, targets = len(operation.stage_results), len(operation.targets)
-    parts = [f"{operation.verb}: {waited_s:.0f} s, {answered} of {targets} stages answered"]
+    answer_count, targets = len(operation.stage_results), len(operation.targets)
+    parts = [f"{operation.verb}: {waited_s:.0f} s, {answer_count} of {targets} stages answered"]
     return "; ".join([*parts, *timeline.running(operation), states(operation, fleet.status().stages)])
 
 

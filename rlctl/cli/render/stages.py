@@ -105,8 +105,8 @@ def why_not(stage: Stage) -> str:
         # The operator's marks are shown in every state: marks outlast the state.
         paused = f"paused {_pause(stage.pause)}" if stage.HasField("pause") else ""
         adapters = [f"adapter {pause.adapter} paused {_pause(pause)}" for pause in stage.adapter_pauses]
-        said = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused, *adapters]))
-        why = said or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
+        marks = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused, *adapters]))
+        why = marks or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
         return "; ".join(filter(None, [why, _healed(stage)]))
     return stage.not_routable.removeprefix(f"{_state(stage)}: ")
 
@@ -237,13 +237,13 @@ def _ranks(stage: Stage) -> Table:
 
 
 def _capabilities(capabilities: Capabilities) -> Table:
-    shown = [
+    supported = [
         (field.name.replace("_", " ").capitalize(), values.field(capabilities, field).replace(",", ", "))
         for field in capabilities.DESCRIPTOR.fields
         if field.name != "unsupported"
     ]
     refused = [(f"No {name}", why) for name, why in sorted(capabilities.unsupported.items())]
-    return facts([*shown, *refused], title="Capabilities")
+    return facts([*supported, *refused], title="Capabilities")
 
 
 def _slot(stage: Stage) -> str:
@@ -264,11 +264,16 @@ def _alive(stage: Stage) -> str:
 
 def _paused_adapters(stage: Stage) -> list[tuple[str, str]]:
     """Return the adapters that are paused by name, or about to be, each with the pause."""
-    done = {paused.name: short_name(PauseMode.DESCRIPTOR, paused.mode) for paused in stage.report.paused_adapters}
-    kept = {pause.adapter: _pause(pause) for pause in stage.adapter_pauses}
+    modes = {paused.name: short_name(PauseMode.DESCRIPTOR, paused.mode) for paused in stage.report.paused_adapters}
+    pauses = {pause.adapter: _pause(pause) for pause in stage.adapter_pauses}
     return [
-        (name, f"paused {done[name]} {kept.get(name, '')}".rstrip() if name in done else f"about to pause {kept[name]}")
-        for name in sorted(done.keys() | kept.keys())
+        (
+            name,
+            f"paused {modes[name]} {pauses.get(name, '')}".rstrip()
+            if name in modes
+            else f"about to pause {pauses[name]}",
+        )
+        for name in sorted(modes.keys() | pauses.keys())
     ]
 
 

@@ -168,9 +168,9 @@ def _notes_apart(headers: list[str], rows: list[list[str]], width: int) -> tuple
     if headers[-1] not in _NOTES:
         return headers, rows, []
     lines = [headers, *rows]
-    taken = sum(max(len(line[column]) for line in lines) + len(GAP) for column in range(len(headers) - 1))
+    used_width = sum(max(len(line[column]) for line in lines) + len(GAP) for column in range(len(headers) - 1))
     longest = max(len(line[-1]) for line in lines)
-    if longest <= width - taken or width - taken >= _NOTE_WIDTH:
+    if longest <= width - used_width or width - used_width >= _NOTE_WIDTH:
         return headers, rows, []
     notes = [f"{row[0]}: {row[-1]}" for row in rows if row[-1] != EMPTY]
     return headers[:-1], [row[:-1] for row in rows], notes

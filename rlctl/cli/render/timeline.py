@@ -55,13 +55,13 @@ def bars(operation: Operation) -> list[Bar]:
     """Return the phases in order of start, with the waits between."""
     phases = sorted(map(_bar, operation.timeline.phases), key=lambda bar: bar.start_s)
     total_s = _total_s(operation, phases)
-    found: list[Bar] = []
+    all_bars: list[Bar] = []
     until_s = 0.0
     for bar in phases:
-        found += _wait(until_s, bar.start_s, total_s)
-        found.append(bar)
+        all_bars += _wait(until_s, bar.start_s, total_s)
+        all_bars.append(bar)
         until_s = max(until_s, bar.end_s)
-    return found
+    return all_bars
 
 
 def running(operation: Operation) -> list[str]:
@@ -72,8 +72,8 @@ def running(operation: Operation) -> list[str]:
 
 def table(operation: Operation) -> Table:
     """Return a row for each phase, with the place in the whole time."""
-    shown = bars(operation)
-    total_s = _total_s(operation, shown)
+    all_bars = bars(operation)
+    total_s = _total_s(operation, all_bars)
     rows = [
         (
             bar.name,
@@ -85,7 +85,7 @@ def table(operation: Operation) -> Table:
             f"{_size(round(bar.rate))}/s" if bar.rate else "",
             bar.note,
         )
-        for bar in shown
+        for bar in all_bars
     ]
     headers = ("PHASE", "START", "TIME", f"OF {values.elapsed(total_s)}", "LAST", "MOVED", "RATE", "NOTE")
     return Table(headers, rows, frozenset({"LAST", "MOVED", "RATE", "NOTE"}), title="Timeline:")
@@ -96,8 +96,8 @@ def page(operation: Operation, most: int = sys.maxsize) -> str:
 
     ``most``: limit of the stages listed for a phase, and of the ranks of a stage; the slowest stages come first.
     """
-    shown = bars(operation)
-    total_s = _total_s(operation, shown)
+    all_bars = bars(operation)
+    total_s = _total_s(operation, all_bars)
     state = values.name_of(OperationState.DESCRIPTOR, operation.state)
     facts = {
         "Operation": operation.operation_id,
@@ -111,7 +111,7 @@ def page(operation: Operation, most: int = sys.maxsize) -> str:
         "Error": values.error(operation.error),
     }
     listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
-    rows = "".join(_row(bar, total_s, most) for bar in shown)
+    rows = "".join(_row(bar, total_s, most) for bar in all_bars)
     title = f"{operation.verb} {state}"
     return _PAGE.format(title=_text(title), facts=listed, rows=rows, end=_text(values.elapsed(total_s)))
 
@@ -201,7 +201,7 @@ def _size(number: int) -> str:
 
 
 def _row(bar: Bar, total_s: float, most: int, level: int = 0) -> str:
-    left, width = 100 * bar.start_s / total_s, max(0.2, 100 * bar.length_s / total_s)
+    offset, width = 100 * bar.start_s / total_s, max(0.2, 100 * bar.length_s / total_s)
     kind = WAIT if bar.name == WAIT else f"level{level}"
     cells = [
         bar.name,
@@ -214,7 +214,7 @@ def _row(bar: Bar, total_s: float, most: int, level: int = 0) -> str:
     name, *others = map(_text, cells)
     line = (
         f'<span class="name">{name}</span><span class="track">'
-        f'<i class="{kind}" style="left:{left:.2f}%;width:{width:.2f}%"></i></span>'
+        f'<i class="{kind}" style="left:{offset:.2f}%;width:{width:.2f}%"></i></span>'
         f'<span class="facts">{" · ".join(filter(None, others))}</span>'
     )
     if not bar.stages:

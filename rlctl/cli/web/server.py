@@ -170,8 +170,8 @@ class WebServer:
         return web.Response(body=self._state, content_type="application/json")
 
     async def _get_operation(self, request: web.Request) -> web.Response:
-        asked = GetOperationRequest(operation_id=request.match_info["id"])
-        operation = await self._server.coordinator.get_operation(asked)
+        operation_request = GetOperationRequest(operation_id=request.match_info["id"])
+        operation = await self._server.coordinator.get_operation(operation_request)
         text = await asyncio.to_thread(timeline.page, operation, MOST_ROWS)
         headers = {"Content-Security-Policy": _TIMELINE_POLICY}
         return web.Response(text=text, content_type="text/html", headers=headers)
