@@ -117,12 +117,12 @@ class Deployment:
 
     def refusal(self, running: Deployment) -> RlctlError | None:
         """Return an error with all :meth:`fixed` changes, or None."""
-        found = self.fixed(running)
-        if not found:
+        changes = self.fixed(running)
+        if not changes:
             return None
         return Reason.FIELD_CONFLICT.error(
-            "\n  ".join(f"{key}: {why}" for key, why in found),
-            field=found[0][0],
+            "\n  ".join(f"{key}: {why}" for key, why in changes),
+            field=changes[0][0],
             next_step=f"`rlctl down --name {self.name}` first.",
         )
 

@@ -110,10 +110,10 @@ def embedded(
 
 
 async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) -> list[EngineSpec]:
-    found = await asyncio.gather(*(recognise(url, options) for url in urls))
+    servers = await asyncio.gather(*(recognise(url, options) for url in urls))
     return [
         EngineSpec(f"{model}-{index}", checkpoint, model, engine, options={**options, "url": url})
-        for index, (url, (engine, checkpoint)) in enumerate(zip(urls, found, strict=True))
+        for index, (url, (engine, checkpoint)) in enumerate(zip(urls, servers, strict=True))
     ]
 
 
@@ -127,9 +127,12 @@ def _announced(child: Process) -> dict[str, str]:
     while not child.serves and child.returncode is None and (since_s := time.monotonic() - began) < LOAD_S:
         if since_s >= remind_s:
             remind_s *= 2
-            said = child.said()
+            log_line = child.said()
             log.warning(
-                "%s: still attaching after %.0f s%s", child.name, since_s, f"; its log says: {said}" if said else ""
+                "%s: still attaching after %.0f s%s",
+                child.name,
+                since_s,
+                f"; its log says: {log_line}" if log_line else "",
             )
         time.sleep(LOOK_S)
     if not child.serves and child.returncode is None:

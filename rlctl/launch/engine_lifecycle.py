@@ -325,8 +325,11 @@ class EngineRun:
             return
         self._remind_s *= 2
         waiting = next((process for process in self.processes if not process.serves), self.processes[-1])
-        said = waiting.said()
-        self._say(f"{self.spec.slot}: still {what} after {since_s:.0f} s" + (f"; its log says: {said}" if said else ""))
+        log_line = waiting.said()
+        self._say(
+            f"{self.spec.slot}: still {what} after {since_s:.0f} s"
+            + (f"; its log says: {log_line}" if log_line else "")
+        )
 
     def _limit(self, limit_s: float, what: str, why: str = "") -> None:
         if time.monotonic() - self._since > limit_s:

@@ -205,11 +205,11 @@ class LaunchedFleet:
 
     def replace(self, slots: Collection[str]) -> None:
         """Drain engines and start them again unchanged, by :meth:`look`. Raises STAGE_NOT_FOUND."""
-        known = [spec.slot for spec in self.engines]
+        engine_slots = [spec.slot for spec in self.engines]
         for slot in slots:
-            if slot not in known:
+            if slot not in engine_slots:
                 raise Reason.STAGE_NOT_FOUND.error(
-                    f"there is no engine {slot!r}; there are: {', '.join(known) or 'none'}", field="slot"
+                    f"there is no engine {slot!r}; there are: {', '.join(engine_slots) or 'none'}", field="slot"
                 )
         self._replacing |= set(slots) & self.runs.keys()
 
@@ -252,9 +252,9 @@ class LaunchedFleet:
     @property
     def settled(self) -> bool:
         """Whether all wanted engines are READY or STALE, no other engine runs, and gateways and policies are set."""
-        wanted = {spec.slot: spec for spec in self.engines}
-        engines = self.runs.keys() == wanted.keys() and all(
-            run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
+        specs = {spec.slot: spec for spec in self.engines}
+        engines = self.runs.keys() == specs.keys() and all(
+            run.phase in UP and not run.spec.differs(specs[slot]) for slot, run in self.runs.items()
         )
         return engines and not self._replacing and self.gateways.settled and self._told_by_hand == self._by_hand
 
@@ -285,14 +285,14 @@ class LaunchedFleet:
 
         ``restart``: failed engines start again after the back-off.
         """
-        wanted = {spec.slot: spec for spec in self.engines}
+        specs = {spec.slot: spec for spec in self.engines}
         self._renew_certificates()
         self._tell_policies()
         stages = self._stages()
         for slot, run in list(self.runs.items()):
-            spec = wanted.get(slot)
+            spec = specs.get(slot)
             changes = spec is None or run.spec.differs(spec) or slot in self._replacing
-            if changes and (spec is None or self._may_replace(run, wanted)):
+            if changes and (spec is None or self._may_replace(run, specs)):
                 self._leave(run, stages)
             self._enable(run, stages)
             run.advance(stages.get(slot), idle=run.phase is Phase.DRAINING and self._idle(slot, stages))
@@ -404,8 +404,8 @@ class LaunchedFleet:
         """Send the admitted slots and the models to heal by hand, after a change."""
         slots = {spec.slot for spec in self.engines}
         if slots != self._told_slots:
-            new, gone = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
-            if self._asked(lambda client: client.admit(new, gone)):
+            added, removed = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
+            if self._asked(lambda client: client.admit(added, removed)):
                 self._told_slots = slots
         for model in sorted(self._told_by_hand ^ self._by_hand):
             by_hand = model in self._by_hand
@@ -426,10 +426,10 @@ class LaunchedFleet:
         A stage that is only unreachable registers again.
         """
         fleet = self._status()
-        wanted = {spec.slot for spec in self.engines}
+        slots = {spec.slot for spec in self.engines}
         for stage in fleet.stages if fleet is not None else ():
             slot = stage.registration.slot
-            if slot in wanted or stage.state not in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE):
+            if slot in slots or stage.state not in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE):
                 continue
             if self._asked(lambda client, slot=slot: client.deregister(slot)):  # type: ignore[misc]
                 self._say(f"{slot}: empty and not in the topology: taken off the record")
@@ -456,19 +456,19 @@ class LaunchedFleet:
 
     def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
         """Whether the slot has no running requests and no update."""
-        found: list[dict[str, str]] = []
-        asked = slot in stages and self._asked(lambda client: found.append(client.busy([slot])))
-        return asked and not found[0]
+        answers: list[dict[str, str]] = []
+        succeeded = slot in stages and self._asked(lambda client: answers.append(client.busy([slot])))
+        return succeeded and not answers[0]
 
     def _status(self) -> FleetMessage | None:
-        found: list[FleetMessage] = []
+        statuses: list[FleetMessage] = []
 
         async def ask(client: AsyncFleet) -> None:
             async with asyncio.timeout(CALL_S):
-                found.append(await client.status())
+                statuses.append(await client.status())
 
         self._asked(lambda client: client.loop.call(ask(client.aio)))
-        return found[0] if found else None
+        return statuses[0] if statuses else None
 
     def _asked(self, ask: Callable[[Fleet], object]) -> bool:
         """Call the coordinator. Returns False without an answer; the next step calls again.

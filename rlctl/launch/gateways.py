@@ -79,16 +79,16 @@ class Gateways:
     def look(self, coordinator: str, *, restart: bool) -> None:
         """Take one step per gateway. ``restart``: ended gateways start again at the same address."""
         self._reap()
-        wanted = {spec.model: spec for spec in self.wanted}
+        specs = {spec.model: spec for spec in self.wanted}
         for model, gateway in list(self._running.items()):
-            if wanted.get(model) != gateway.spec:
+            if specs.get(model) != gateway.spec:
                 gateway.process.terminate()
                 self._leaving.append((gateway.process, time.monotonic() + LEAVE_S))
                 del self._running[model]
                 self.errors.pop(model, None)
             else:
                 self._advance(gateway, coordinator, restart=restart)
-        for model, spec in wanted.items():
+        for model, spec in specs.items():
             if model not in self._running and not self._port_held(spec):
                 try:
                     self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec, time.monotonic())
@@ -96,7 +96,7 @@ class Gateways:
                     self.errors.setdefault(model, error)  # retried at the next step
                 else:
                     self.errors.pop(model, None)
-        for model in self.errors.keys() - wanted.keys():
+        for model in self.errors.keys() - specs.keys():
             del self.errors[model]
 
     def stop(self) -> None:
@@ -106,8 +106,10 @@ class Gateways:
 
     def _port_held(self, spec: GatewaySpec) -> bool:
         """Whether a removed gateway, which may have requests to end, still listens at this address."""
-        held = {_bound(process.facts.get(kind, "")) for process, _ in self._leaving for kind in ("address", "router")}
-        return not held.isdisjoint({spec.listen, spec.router_listen} - {""})
+        addresses = {
+            _bound(process.facts.get(kind, "")) for process, _ in self._leaving for kind in ("address", "router")
+        }
+        return not addresses.isdisjoint({spec.listen, spec.router_listen} - {""})
 
     def _advance(self, gateway: _Gateway, coordinator: str, *, restart: bool) -> None:
         model = gateway.spec.model
@@ -146,9 +148,10 @@ class Gateways:
             self._failed(gateway, Reason.DEADLINE_EXCEEDED.error(why, next_step=f"See {process.log}."))
         elif since_s >= gateway.remind_s:
             gateway.remind_s *= 2
-            said = process.said()
+            log_line = process.said()
             self._say(
-                f"{process.name}: still starting after {since_s:.0f} s" + (f"; its log says: {said}" if said else "")
+                f"{process.name}: still starting after {since_s:.0f} s"
+                + (f"; its log says: {log_line}" if log_line else "")
             )
 
     def _failed(self, gateway: _Gateway, error: RlctlError) -> None:

@@ -114,13 +114,13 @@ class Process:
 
     def failure(self) -> RlctlError:
         """Return the error that says why the process ended, from the end of the log."""
-        code, said = self.returncode, self.said()
+        code, log_excerpt = self.returncode, self.said()
         how = f"ended with {code}"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}" if -code in {*signal.Signals} else how
             # Killed without time for an explanation: the last line is about something else.
-            said = f"what it logged last was {said!r}" if said else ""
-        why = f": {said}" if said else ""
+            log_excerpt = f"what it logged last was {log_excerpt!r}" if log_excerpt else ""
+        why = f": {log_excerpt}" if log_excerpt else ""
         return Reason.ENGINE_FAILED.error(f"{self.name} {how}{why}", next_step=f"See {self.log}.")
 
     def terminate(self) -> None:
@@ -149,9 +149,9 @@ class Process:
         with stdout:
             for line in stdout:
                 with contextlib.suppress(ValueError):
-                    said = json.loads(line)
-                    if isinstance(said, dict) and ANNOUNCEMENT in said and not self._announced.is_set():
-                        self.facts = {key: str(value) for key, value in said.items()}
+                    message = json.loads(line)
+                    if isinstance(message, dict) and ANNOUNCEMENT in message and not self._announced.is_set():
+                        self.facts = {key: str(value) for key, value in message.items()}
                         self._announced.set()
         self._announced.set()
         self._silent.set()

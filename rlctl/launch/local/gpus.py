@@ -11,16 +11,16 @@ from rlctl.engine import brings_ranks
 
 def gpu_count(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """Return the number of visible NVIDIA GPUs: the device files without GPUs hidden by CUDA_VISIBLE_DEVICES."""
-    there = sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
+    device_count = sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return there
-    shown = 0
+        return device_count
+    visible_count = 0
     for name in filter(None, visible.split(",")):
         if name.strip().startswith("-"):
             break  # CUDA ignores all entries after an invalid entry
-        shown += 1
-    return min(there, shown)
+        visible_count += 1
+    return min(device_count, visible_count)
 
 
 def kind(device: str, gpus: int) -> str:

@@ -64,18 +64,18 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
     with contextlib.suppress(OSError):
         if log.stat().st_size <= at_most:
             return False
-        kept = log.with_name(f"{log.name}.1")
+        rotated = log.with_name(f"{log.name}.1")
         with log.open("r+b") as file:
             if not _locked(file) or (size := os.fstat(file.fileno()).st_size) <= at_most:
                 return False
-            kept.unlink(missing_ok=True)  # on a full disk, this makes room for the copy
+            rotated.unlink(missing_ok=True)  # on a full disk, this makes room for the copy
             try:
-                beginning = _copied(file, kept, (size - 1) // _BLOCK * _BLOCK)
+                beginning = _copied(file, rotated, (size - 1) // _BLOCK * _BLOCK)
                 if beginning and _cut_off(file, beginning):
                     return True
-                _copied(file, kept, None)
+                _copied(file, rotated, None)
             except OSError:
-                kept.unlink(missing_ok=True)
+                rotated.unlink(missing_ok=True)
                 raise
             file.truncate(0)
         return True

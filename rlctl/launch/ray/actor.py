@@ -64,8 +64,8 @@ class ServerActor:
         name = server.spec.process(server.rank)
         arguments = [*rank_arguments(self._here(server), server.rank, server.coordinator, server.followers),
                      *server.flags]  # fmt: skip
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join((*_own_gpus(), *server.gpus))} if server.gpus else {}
-        self._process = Process(name, arguments, server.log, {**server.environment, **seen}, server.module)
+        gpu_environment = {"CUDA_VISIBLE_DEVICES": ",".join((*_own_gpus(), *server.gpus))} if server.gpus else {}
+        self._process = Process(name, arguments, server.log, {**server.environment, **gpu_environment}, server.module)
 
     @staticmethod
     def _here(server: Server) -> EngineSpec:

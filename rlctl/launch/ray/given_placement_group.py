@@ -72,12 +72,12 @@ class GivenGroup(Places):
                 raise self._waits(group)
             time.sleep(LOOK_S)
         order = self._order(group)
-        wanted = max([place for spec in engines for place in spec.gpus]
+        required = max([place for spec in engines for place in spec.gpus]
                      + [place for reservation in places for place in reservation.places], default=-1) + 1  # fmt: skip
-        if wanted > len(order):
+        if required > len(order):
             raise Reason.FIELD_INVALID.error(
                 f"{len(order)} bundles of placement group {self._named!r} may be used, and the plan has places for "
-                f"{wanted}",
+                f"{required}",
                 field="fleet.ray.bundles" if self._given else _FIELD,
                 next_step="`rlctl plan` shows them; no engine goes over the end of a node of num_gpus_per_node.",
             )
@@ -100,8 +100,8 @@ class GivenGroup(Places):
             if any(self._held.get(bundle, placement) is not placement for bundle in bundles):
                 placement.since = time.monotonic()  # an engine of this fleet is ending
                 return False
-            if taken := self._taken(placement, group, bundles):
-                return self._wait(placement, taken)
+            if conflict := self._taken(placement, group, bundles):
+                return self._wait(placement, conflict)
             self._hold(placement, group, bundles)
         holders = self._holders.get(placement, [])
         try:
@@ -146,13 +146,13 @@ class GivenGroup(Places):
         """Return the group. Raises FIELD_INVALID for no group or two, PLACE_UNAVAILABLE for a removed group."""
         table: Mapping[str, Mapping[str, Any]] = placement_group_table()
         named = {id_: about for id_, about in table.items() if self._named in (id_, about["name"])}
-        found = {id_: about for id_, about in named.items() if about["state"] != REMOVED}
-        if len(found) == 1:
-            ((id_, about),) = found.items()
+        existing = {id_: about for id_, about in named.items() if about["state"] != REMOVED}
+        if len(existing) == 1:
+            ((id_, about),) = existing.items()
             return _Group(id_, about["state"], about["bundles"], about["bundles_to_node_id"])
-        if found:
+        if existing:
             raise Reason.FIELD_INVALID.error(
-                f"{len(found)} placement groups are called {self._named!r}: {', '.join(sorted(found))}",
+                f"{len(existing)} placement groups are called {self._named!r}: {', '.join(sorted(existing))}",
                 field=_FIELD, next_step="Say which one by its id.",
             )  # fmt: skip
         if named:
@@ -160,9 +160,9 @@ class GivenGroup(Places):
                 f"placement group {self._named!r} was removed, by whoever made it or with its job",
                 field=_FIELD, next_step="Engines come up again once there is one of that name.",
             )  # fmt: skip
-        there = sorted(about["name"] or id_ for id_, about in table.items() if about["state"] != REMOVED)
+        group_names = sorted(about["name"] or id_ for id_, about in table.items() if about["state"] != REMOVED)
         raise Reason.FIELD_INVALID.error(
-            f"there is no placement group {self._named!r}; there are: {', '.join(there) or 'none'}", field=_FIELD
+            f"there is no placement group {self._named!r}; there are: {', '.join(group_names) or 'none'}", field=_FIELD
         )
 
     def _order(self, group: _Group) -> Sequence[int]:

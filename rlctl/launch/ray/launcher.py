@@ -96,9 +96,9 @@ class RayProcess:
         while not self.serves:
             if self._returncode is not None:
                 raise self.failure()
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
                 raise Reason.DEADLINE_EXCEEDED.error(f"{self.name} did not come up in {timeout_s:g} s; see {self.log}")
-            self._look(min(left, LOOK_S))
+            self._look(min(remaining_s, LOOK_S))
         return self.facts
 
     def said(self) -> str:
@@ -199,8 +199,12 @@ class RayProcess:
                 )
             )
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = next((line for line in lines if "node has died" in line), lines[-1] if lines else type(error).__name__)
-        return self._where(Reason.ENGINE_FAILED.error(f"{self.name} was lost with its actor on {self._node}: {said}"))
+        message = next(
+            (line for line in lines if "node has died" in line), lines[-1] if lines else type(error).__name__
+        )
+        return self._where(
+            Reason.ENGINE_FAILED.error(f"{self.name} was lost with its actor on {self._node}: {message}")
+        )
 
 
 class RayLauncher:
@@ -295,9 +299,9 @@ def _connect(address: str) -> None:
                 logging_level=logging.ERROR,
             )  # fmt: skip
     except (ConnectionError, ValueError, RuntimeError) as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise Reason.UNREACHABLE.error(
-            f"no Ray cluster at {address or 'this machine'}: {said[0] if said else type(error).__name__}",
+            f"no Ray cluster at {address or 'this machine'}: {lines[0] if lines else type(error).__name__}",
             field="fleet.ray.address",
             next_step=step,
         ) from None

@@ -55,9 +55,9 @@ def choose(nodes: Sequence[Node], need: Mapping[str, float], parts: int, model: 
 
 def shortage(nodes: Sequence[Node], need: Mapping[str, float], parts: int) -> str:
     """Return a text about the missing resources."""
-    wanted = " and ".join(f"{amount:g} {resource}" for resource, amount in need.items())
+    requirement = " and ".join(f"{amount:g} {resource}" for resource, amount in need.items())
     where = "no node has" if parts == 1 else f"fewer than {parts} nodes have"
-    return f"{where} {wanted} free ({room(nodes, need)})"
+    return f"{where} {requirement} free ({room(nodes, need)})"
 
 
 def room(nodes: Sequence[Node], resources: Iterable[str]) -> str:

@@ -81,8 +81,8 @@ class Placement:
     def takes(self) -> dict[str, float]:
         """Resources that the actor of a process takes from the bundle."""
         if self.share:
-            one = need(self.spec.device, 1, self.spec.cpus_per_rank)
-            return {name: amount * self.share for name, amount in one.items()}
+            rank_need = need(self.spec.device, 1, self.spec.cpus_per_rank)
+            return {name: amount * self.share for name, amount in rank_need.items()}
         share = self.spec.ranks_each / self.ranks
         return {name: amount * share for name, amount in self.need.items()}
 
@@ -108,12 +108,12 @@ class Places:
 
     def use(self, spec: EngineSpec) -> Placement:
         """Return the placement of an engine for one more process."""
-        found = self._placements.get(spec.slot)
-        if found is None:
+        placement = self._placements.get(spec.slot)
+        if placement is None:
             parts = 1 if spec.attached else math.ceil(spec.ranks / self._per_node)
-            found = self._placements[spec.slot] = Placement(spec, parts)
-        found.users += 1
-        return found
+            placement = self._placements[spec.slot] = Placement(spec, parts)
+        placement.users += 1
+        return placement
 
     def leave(self, placement: Placement) -> None:
         """Count the end of a process; the last end gives the group back."""
@@ -179,15 +179,15 @@ class Places:
         """Reserve a place. Raises PLACE_UNAVAILABLE."""
         if place in self._reserved:
             return
-        one = need(place.device, 1)
-        if sum(node.holds(one) for node in self._nodes()) >= place.ranks:
-            group = placement_group([one] * place.ranks, strategy="PACK", name=f"rlctl {place.name}")
+        bundle = need(place.device, 1)
+        if sum(node.holds(bundle) for node in self._nodes()) >= place.ranks:
+            group = placement_group([bundle] * place.ranks, strategy="PACK", name=f"rlctl {place.name}")
             if group.wait(PLACE_S):
                 self._reserved[place] = group
                 return
             remove_placement_group(group)
         raise Reason.PLACE_UNAVAILABLE.error(
-            f"{place.name}: {place.ranks} of these are to be kept free, and {room(self._nodes(), one)}",
+            f"{place.name}: {place.ranks} of these are to be kept free, and {room(self._nodes(), bundle)}",
             field=place.name,
         )
 
@@ -199,25 +199,27 @@ class Places:
 
     def address(self, node: str) -> str:
         """Return a node's address, for people."""
-        return next((str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node), node)
+        return next(
+            (str(node_info["NodeManagerAddress"]) for node_info in ray.nodes() if node_info["NodeID"] == node), node
+        )
 
     def _nodes(self) -> list[Node]:
         # ray.available_resources() sums over nodes; only this function reports each node.
         from ray._private.state import available_resources_per_node
 
         free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-        held: dict[str, Counter[str]] = {}
+        reserved: dict[str, Counter[str]] = {}
         ranks: dict[str, Counter[str]] = {}
         for placement in self._placements.values():
             for node in placement.nodes:
-                held.setdefault(node, Counter()).update(placement.need)
+                reserved.setdefault(node, Counter()).update(placement.need)
                 ranks.setdefault(node, Counter())[placement.spec.model] += placement.ranks
         for place, group in self._reserved.items():
             for node in placement_group_table(group)["bundles_to_node_id"].values():
-                held.setdefault(node, Counter()).update(need(place.device, 1))
+                reserved.setdefault(node, Counter()).update(need(place.device, 1))
         return [
-            Node(id_, known["NodeManagerAddress"], known["Resources"], free.get(id_, {}),
-                 held.get(id_, {}), ranks.get(id_, {}))
-            for known in ray.nodes()
-            if known["Alive"] and (id_ := known["NodeID"])
+            Node(id_, node_info["NodeManagerAddress"], node_info["Resources"], free.get(id_, {}),
+                 reserved.get(id_, {}), ranks.get(id_, {}))
+            for node_info in ray.nodes()
+            if node_info["Alive"] and (id_ := node_info["NodeID"])
         ]  # fmt: skip

@@ -93,9 +93,9 @@ class Requests:
         connection.settimeout(READ_S)
         try:
             with connection.makefile("rb") as lines:
-                asked = json.loads(lines.readline())
-                deployment, against = Deployment.of(asked["wanted"]), dict(asked["against"])
-                restart = [str(slot) for slot in asked.get("restart", ())]
+                message = json.loads(lines.readline())
+                deployment, against = Deployment.of(message["wanted"]), dict(message["against"])
+                restart = [str(slot) for slot in message.get("restart", ())]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             connection.close()
             return None
@@ -148,8 +148,8 @@ def apply(
                 next_step="Try again when `rlctl up` has said Ready.",
             ) from None
         try:
-            asked = {"wanted": deployment.data, "against": running.deployment, "restart": list(restart)}
-            connection.sendall(json.dumps(asked).encode() + b"\n")
+            message = {"wanted": deployment.data, "against": running.deployment, "restart": list(restart)}
+            connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 return _follow(_before(deadline, connection, lines), say)
         except TimeoutError:

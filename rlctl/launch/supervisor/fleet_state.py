@@ -85,17 +85,17 @@ _KINDS = {field.name: {"str": str, "int": int}.get(str(field.type), dict) for fi
 def read(name: str) -> FleetState | None:
     """Return the content of the state file; None without a readable file."""
     try:
-        found = FleetState(**json.loads(state_file(name).read_text()))
+        state = FleetState(**json.loads(state_file(name).read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return found if all(type(getattr(found, name)) is kind for name, kind in _KINDS.items()) else None
+    return state if all(type(getattr(state, name)) is kind for name, kind in _KINDS.items()) else None
 
 
 def up() -> list[FleetState]:
     """Return the fleets that are up on this machine, by name."""
     directories = sorted(state_directory("").glob("*/fleet.json"))
-    found = (read(path.parent.name) for path in directories)
-    return [state for state in found if state is not None and state.alive]
+    states = (read(path.parent.name) for path in directories)
+    return [state for state in states if state is not None and state.alive]
 
 
 def write(state: FleetState) -> None:

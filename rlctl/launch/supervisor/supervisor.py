@@ -199,24 +199,28 @@ class _Supervisor:
 
     def _take(self, request: Request) -> bool:
         """Make the requested deployment the wanted deployment; False after a refusal, which answers the request."""
-        wanted = request.deployment
+        deployment = request.deployment
         try:
-            if refused := wanted.refusal(self._wanted):
+            if refused := deployment.refusal(self._wanted):
                 raise refused
             if request.against != json.loads(json.dumps(self._deployed)):
                 # The GPUs may be taken, and the caller has not agreed to all removals.
                 raise Reason.OPERATION_CONFLICT.error(
-                    f"fleet {wanted.name!r} has been changed since this was planned",
+                    f"fleet {deployment.name!r} has been changed since this was planned",
                     next_step="The same command again plans anew.",
                 )
             self._fleet.want(
-                wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand, limits=wanted.limits
+                deployment.engines,
+                deployment.reserved,
+                deployment.gateways,
+                deployment.heal_by_hand,
+                limits=deployment.limits,
             )
             self._fleet.replace(request.restart)
         except RlctlError as error:
             request.failed(error)
             return False
-        self._wanted = wanted
+        self._wanted = deployment
         self._tell_state(fleet_state.READY)  # for later plans
         return True
 
@@ -304,10 +308,10 @@ class _Supervisor:
         from rlctl.launch.local.child_processes import Process
 
         here = [process for process in self._fleet.processes if isinstance(process, Process)]
-        pids, known = self._state.processes, self._state.identities
+        pids, identities = self._state.processes, self._state.identities
         return {
-            each.name: known[each.name]
-            if each.name in known and pids.get(each.name) == each.pid
+            each.name: identities[each.name]
+            if each.name in identities and pids.get(each.name) == each.pid
             else fleet_state.identity(each.pid)
             for each in here
         }
