@@ -72,8 +72,8 @@ def is_address(text: str) -> bool:
     """Return whether the text is HOST:PORT, [HOST]:PORT for IPv6."""
     host, _, port = text.rpartition(":")
     brackets = host.startswith("[") and host.endswith("]")
-    known = is_host(host[1:-1]) if brackets else ":" not in host and is_host(host)
-    return known and 0 <= whole(port) <= LAST_PORT
+    valid_host = is_host(host[1:-1]) if brackets else ":" not in host and is_host(host)
+    return valid_host and 0 <= whole(port) <= LAST_PORT
 
 
 def is_host(text: str) -> bool:

@@ -68,8 +68,8 @@ def parse(text: str, problems: Problems) -> Node | None:
         return _Reader(problems).node(root, "", root.start_mark.line + 1, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        told = ", ".join(filter(None, (error.context, error.problem)))
-        problems.add(mark.line + 1 if mark else 0, "", f"no valid YAML: {told}")
+        message = ", ".join(filter(None, (error.context, error.problem)))
+        problems.add(mark.line + 1 if mark else 0, "", f"no valid YAML: {message}")
     except yaml.YAMLError as error:
         problems.add(0, "", f"no valid YAML: {' '.join(str(error).split())}")
     except RecursionError:
@@ -131,11 +131,11 @@ class _Reader:
                 self._problems.add(line, path, f"a key must be a word, and {name[:40]!r} is none")
                 continue
             below = f"{path}.{name}".removeprefix(".")
-            found = self.node(value, below, line, depth + 1)
+            child = self.node(value, below, line, depth + 1)
             if name in own:
                 self._problems.add(line, below, f"{name!r} was given already in line {own[name].line}")
             else:
-                own[name] = found
+                own[name] = child
         return {**merged, **own}
 
     def _merged(self, value: yaml.Node, path: str, line: int) -> Iterator[yaml.MappingNode]:

@@ -88,8 +88,8 @@ def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:
         "--model": (flags.model is not None, "the file names its models"),
     }  # fmt: skip
     if file:
-        for flag, (given, why) in reasons.items():
-            if given:
+        for flag, (is_set, why) in reasons.items():
+            if is_set:
                 problems.add(0, flag, f"it cannot be given with a file: {why}", source=COMMAND_LINE)
     elif external and flags.prefill_num_servers is not None:
         problems.add(

@@ -72,9 +72,9 @@ class Groups:
     def _shape(self, group: Section, num_gpus: int, per_engine: int) -> None:
         if num_gpus % per_engine:
             whole = num_gpus // per_engine
-            left = f"{whole} engine{'s leave' if whole != 1 else ' leaves'} {num_gpus % per_engine} over"
+            remainder = f"{whole} engine{'s leave' if whole != 1 else ' leaves'} {num_gpus % per_engine} over"
             self._complain(
-                group, "num_gpus", f"{num_gpus} is not divisible by num_gpus_per_engine {per_engine}: {left}"
+                group, "num_gpus", f"{num_gpus} is not divisible by num_gpus_per_engine {per_engine}: {remainder}"
             )
         if per_engine > self._per_node and per_engine % self._per_node:
             self._complain(

@@ -152,8 +152,8 @@ class Plan:
     @property
     def places(self) -> int:
         """Number of GPUs up to the last GPU of the plan, counted over all nodes."""
-        taken = [place for engine in self.engines for place in engine.spec.gpus]
-        return max([*taken, *(place for free in self.placeholders for place in free.places)], default=-1) + 1
+        engine_places = [place for engine in self.engines for place in engine.spec.gpus]
+        return max([*engine_places, *(place for free in self.placeholders for place in free.places)], default=-1) + 1
 
     @property
     def nodes(self) -> int:
@@ -204,11 +204,11 @@ def plan(
     of_group: dict[str, list[EngineSpec]] = defaultdict(list)
     for model, group, spec in drafts:
         of_group[slot_stem(model, group)].append(spec)
-    kept = {}
+    retained = {}
     for _, _, spec in drafts:
         present = (running or {}).get(spec.slot)
         if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
-            kept[spec.slot] = present.gpus
+            retained[spec.slot] = present.gpus
     # A trainer in a placeholder keeps its GPUs when groups before the placeholder grow.
     sizes = {slot_stem(model, group): group.num_gpus for model in topology.models for group in model.groups
              if group.worker_type == "placeholder"}  # fmt: skip
@@ -223,13 +223,13 @@ def plan(
         for group in model.groups:
             if group.worker_type == "placeholder" and group.num_gpus:
                 name = slot_stem(model, group)
-                held = free.get(name, [])
-                held += [place for _ in range(group.num_gpus - len(held)) for place in places.take(1)]
-                reserved[name] = tuple(map(places.cell, held))
-                placeholders.append(Reservation(name, group.num_gpus, kind(group.device, gpus), tuple(held)))
+                group_places = free.get(name, [])
+                group_places += [place for _ in range(group.num_gpus - len(group_places)) for place in places.take(1)]
+                reserved[name] = tuple(map(places.cell, group_places))
+                placeholders.append(Reservation(name, group.num_gpus, kind(group.device, gpus), tuple(group_places)))
             for spec in of_group[slot_stem(model, group)]:
                 if not spec.attached:
-                    specs[spec.slot] = replace(spec, gpus=kept.get(spec.slot) or places.take(spec.ranks))
+                    specs[spec.slot] = replace(spec, gpus=retained.get(spec.slot) or places.take(spec.ranks))
     offsets: dict[str, int] = {}
     engines = []
     for model, group, draft in drafts:
@@ -300,20 +300,20 @@ def _bootstrap_ports(topology: Topology, running: Mapping[str, EngineSpec]) -> d
         for index in range(group.engines)
     }
     ports: dict[str, int] = {}
-    taken = set()
+    used_ports = set()
     for slot, least in first.items():
         port = whole(running[slot].options.get(BOOTSTRAP, "")) if slot in running else -1
-        if least <= port < least + len(first) and port not in taken:
+        if least <= port < least + len(first) and port not in used_ports:
             ports[slot] = port
-            taken.add(port)
+            used_ports.add(port)
     following: dict[int, int] = {}
     for slot, least in first.items():
         if slot not in ports:
             port = following.get(least, least)
-            while port in taken:
+            while port in used_ports:
                 port += 1
             ports[slot] = port
-            taken.add(port)
+            used_ports.add(port)
             following[least] = port + 1
     return ports
 

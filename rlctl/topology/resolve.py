@@ -94,18 +94,18 @@ class _Resolver:
 
     def _addresses(self, fleet: Section, ray: Section) -> None:
         flags = self._context.flags
-        listen, said = flags.listen or fleet.get("listen", ""), "--listen" if flags.listen else ""
+        listen, flag = flags.listen or fleet.get("listen", ""), "--listen" if flags.listen else ""
         if not listen.removeprefix("unix:") or not listen.startswith("unix:"):
-            self._context.an_address(fleet, "listen", listen, flag=said)
-        self._listens(fleet, "listen", listen, flag=said)
-        cluster, said = flags.address or ray.get("address", ""), "--address" if flags.address else ""
-        self._context.an_address(ray, "address", cluster, flag=said)
-        web, said = flags.web or fleet.get("web", ""), "--web" if flags.web else ""
-        self._context.an_address(fleet, "web", web, flag=said)
-        self._listens(fleet, "web", web, flag=said)
-        host, said = flags.gateways or fleet.get("gateways", ""), "--gateways" if flags.gateways else ""
+            self._context.an_address(fleet, "listen", listen, flag=flag)
+        self._listens(fleet, "listen", listen, flag=flag)
+        cluster, flag = flags.address or ray.get("address", ""), "--address" if flags.address else ""
+        self._context.an_address(ray, "address", cluster, flag=flag)
+        web, flag = flags.web or fleet.get("web", ""), "--web" if flags.web else ""
+        self._context.an_address(fleet, "web", web, flag=flag)
+        self._listens(fleet, "web", web, flag=flag)
+        host, flag = flags.gateways or fleet.get("gateways", ""), "--gateways" if flags.gateways else ""
         if host and not is_host(host):
-            self._complain(fleet, "gateways", f"{host!r} is no host", flag=said)
+            self._complain(fleet, "gateways", f"{host!r} is no host", flag=flag)
 
     def _listens(self, section: Section, key: str, address: str, *, flag: str = "") -> None:
         """Report an address of a different listener of the fleet."""
@@ -120,12 +120,12 @@ class _Resolver:
     def _given_group(self, ray: Section, launcher: str) -> None:
         """Check the settings of an existing placement group."""
         flags = self._context.flags
-        given = {
+        options = {
             "--placement-group": flags.placement_group,
             "--bundles": flags.bundles,
             "--bundle-share": flags.bundle_share,
         }
-        for flag, value in given.items():
+        for flag, value in options.items():
             if value and launcher != "ray":
                 self._problems.add(0, flag, "it is of a Ray cluster, and needs --launcher ray", source=COMMAND_LINE)
             elif value and not (flags.placement_group or ray.get("placement_group")):
@@ -177,8 +177,8 @@ class _Resolver:
         if engine not in self._context.engines.installed:
             where = model if "engine" in model.lines else self._context.fleet
             flag = "--engine" if where is not model and self._context.flags.engine else ""
-            known = ", ".join(self._context.engines.installed)
-            self._complain(where, "engine", f"no plug-in {engine!r} is installed; there are: {known}"
+            installed = ", ".join(self._context.engines.installed)
+            self._complain(where, "engine", f"no plug-in {engine!r} is installed; there are: {installed}"
                            f"{did_you_mean(engine, self._context.engines.installed)}", flag=flag)  # fmt: skip
         self._context.an_address(model, "gateway", model.get("gateway", ""))
         self._listens(model, "gateway", model.get("gateway", ""))
@@ -292,29 +292,29 @@ class _Resolver:
 
     def _keys(self, groups: list[Group]) -> list[Group]:
         """Return the groups with names in slots: the given name, or the worker type, numbered from the second."""
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         named: list[Group] = []
-        taken: set[str] = set()
+        used_keys: set[str] = set()
         for group in groups:
-            seen[group.worker_type] += 1
-            number = seen[group.worker_type]
+            counts[group.worker_type] += 1
+            number = counts[group.worker_type]
             key = group.key or f"{group.worker_type}{number if number > 1 else ''}"
             if not group.key and group.worker_type == "regular" and number == 1:
                 key = ""
-            if group.worker_type and key in taken:
+            if group.worker_type and key in used_keys:
                 self._problems.add(group.line, f"{group.path}.name", f"another group of the model is called {key!r}")
             if group.worker_type:
-                taken.add(key)
+                used_keys.add(key)
             named.append(Group(**{**vars(group), "key": key}))
         return named
 
     def _distinct_slots(self, models: Sequence[Model]) -> None:
         """Report models with equal slots: model "a" with group "b" has the slots of a model "a-b"."""
-        taken: dict[str, Model] = {}
+        model_of_stem: dict[str, Model] = {}
         for model in models:
             for group in model.groups:
                 stem = slot_stem(model, group)
-                other = taken.setdefault(stem, model)
+                other = model_of_stem.setdefault(stem, model)
                 if other is not model and other.name != model.name:
                     self._problems.add(
                         group.line, group.path, f"its slots {stem}-0, ... are those of model {other.name!r}"
@@ -324,14 +324,14 @@ class _Resolver:
 
     def _total(self, models: Sequence[Model]) -> int:
         total = sum(group.num_gpus for model in models for group in model.groups)
-        given = self._context.flags.num_gpus
-        wanted = given if given is not None else self._context.fleet.get("num_gpus")
-        if wanted is not None and wanted != total and not self._context.flags.external_addresses:
+        flag_total = self._context.flags.num_gpus
+        expected_total = flag_total if flag_total is not None else self._context.fleet.get("num_gpus")
+        if expected_total is not None and expected_total != total and not self._context.flags.external_addresses:
             parts = ", ".join(
                 f"{model.name} {sum(group.num_gpus for group in model.groups)}" for model in models if model.groups
             )
-            message = f"the groups have {total} GPUs ({parts}), not {wanted}"
-            if given is not None:
+            message = f"the groups have {total} GPUs ({parts}), not {expected_total}"
+            if flag_total is not None:
                 self._problems.add(0, "--rollout-num-gpus", message, source=COMMAND_LINE)
             else:
                 self._complain(self._context.fleet, "num_gpus", message)

@@ -209,8 +209,8 @@ def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Se
         below = f"{path}.{name}".removeprefix(".")
         key = table.get(name)
         if key is None:
-            known = did_you_mean(name, table) or f"; there are: {', '.join(key.name for key in keys)}"
-            problems.add(value.line, below, f"there is no such key{known}")
+            hint = did_you_mean(name, table) or f"; there are: {', '.join(key.name for key in keys)}"
+            problems.add(value.line, below, f"there is no such key{hint}")
             continue
         if key.name in section.lines:
             problems.add(value.line, below, f"it is the same key as {section.written[key.name]!r}")
@@ -219,9 +219,9 @@ def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Se
             continue  # `key:` without a value is as if absent
         section.lines[key.name] = value.line
         section.written[key.name] = name
-        found = _value(key, value, below, problems)
-        if found is not None:
-            section.values[key.name] = found
+        content = _value(key, value, below, problems)
+        if content is not None:
+            section.values[key.name] = content
     for key in keys:
         if key.required and key.name not in section.lines:
             problems.add(node.line, f"{path}.{key.name}".removeprefix("."), f"it is required: {key.expected}")

@@ -23,12 +23,12 @@ class Settings:
 
         null removes a lower argument; so does false, which turns off a switch.
         """
-        found: dict[str, str | None] = {}
+        arguments: dict[str, str | None] = {}
         base = {**(self._context.flags.sglang if engine == "sglang" else {}), **self._context.flags.options}
         places: dict[str, tuple[int, str, str]] = {}
         for name, value in base.items():
             plain = name.replace("-", "_")
-            found[plain] = value
+            arguments[plain] = value
             flag = f"--option {name}" if name in self._context.flags.options else f"--sglang-{name.replace('_', '-')}"
             places[plain] = (0, flag, COMMAND_LINE)
         for section in (model, group):
@@ -38,18 +38,18 @@ class Settings:
                         key = f"{section.path}.overrides.{written}"
                         self._problems.add(node.line, key, "write model_path in the model")
                     continue
-                found[name] = None if node.value is None or node.value is False else _text(node)
+                arguments[name] = None if node.value is None or node.value is False else _text(node)
                 places[name] = (node.line, f"{section.path}.overrides.{written}", "")
-        overrides = {name: value for name, value in found.items() if value is not None}
+        overrides = {name: value for name, value in arguments.items() if value is not None}
         if not external:
-            self._known(engine, overrides, {name: places[name] for name in found})
+            self._known(engine, overrides, {name: places[name] for name in arguments})
         return overrides
 
     def _known(self, engine: str, overrides: Mapping[str, str], places: Mapping[str, tuple[int, str, str]]) -> None:
         if not places or engine not in self._context.engines.installed:
             return
-        known = self._context.engines.known_options(engine, overrides)
-        if known is None:
+        options = self._context.engines.known_options(engine, overrides)
+        if options is None:
             line, key, source = next(iter(places.values()))
             self._problems.add(
                 line, key, f"not checked: {engine} is not installed here, or does not tell its arguments",
@@ -57,15 +57,15 @@ class Settings:
             )  # fmt: skip
             return
         for name, (line, key, source) in places.items():
-            if name in known.taken:
-                self._problems.add(line, key, f"rlctl sets {name} itself: {known.taken[name]}", source=source)
-            elif name not in known.names:
-                near = did_you_mean(name, known.names)
-                self._problems.add(line, key, f"{known.origin} has no argument {name!r}{near}", source=source)
+            if name in options.taken:
+                self._problems.add(line, key, f"rlctl sets {name} itself: {options.taken[name]}", source=source)
+            elif name not in options.names:
+                near = did_you_mean(name, options.names)
+                self._problems.add(line, key, f"{options.origin} has no argument {name!r}{near}", source=source)
 
     def environment(self, section: Section) -> dict[str, str]:
         """Return the environment variables of a model or a group."""
-        found = {}
+        variables = {}
         for name, node in section.get("environment", {}).items():
             if isinstance(node.value, dict | list) or node.value is None or not name or "=" in name:
                 self._problems.add(node.line, f"{section.path}.environment.{name}", "it must be NAME: TEXT")
@@ -78,23 +78,25 @@ class Settings:
                     node.line, f"{section.path}.environment.{name}", "certificates belong in fleet.auth.tls"
                 )
             else:
-                found[name] = _text(node)
-        return found
+                variables[name] = _text(node)
+        return variables
 
     def named(self, section: Section) -> dict[str, tuple[str, Node]]:
         """Return (name as written, value) of overrides, by name with underscores.
 
         Two spellings of a name are a problem.
         """
-        found: dict[str, tuple[str, Node]] = {}
+        overrides: dict[str, tuple[str, Node]] = {}
         for name, node in section.get("overrides", {}).items():
             plain = name.removeprefix("--").replace("-", "_")
-            if plain in found:
+            if plain in overrides:
                 self._problems.add(
-                    node.line, f"{section.path}.overrides.{name}", f"it is {plain} of line {found[plain][1].line} again"
+                    node.line,
+                    f"{section.path}.overrides.{name}",
+                    f"it is {plain} of line {overrides[plain][1].line} again",
                 )
-            found[plain] = (name, node)
-        return found
+            overrides[plain] = (name, node)
+        return overrides
 
 
 def _text(node: Node) -> str:

@@ -26,17 +26,17 @@ POLICIES = {
 
 def unsupported(topology: Topology) -> list[Problem]:
     """Return the problems that no machine can run."""
-    found = []
+    problems = []
     for model in topology.models:
         policies = POLICIES[model.router]
         if model.gateway and model.router_policy and model.router_policy not in policies:
             whose = model.router or "the gateway"
             why = f"{whose} has no policy {model.router_policy!r}; there are: {', '.join(policies)}"
-            found.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
+            problems.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
         for group in model.groups:
             reasons = _of_group(topology, model, group)
-            found += [Problem(topology.source, group.line, group.path, why) for why in reasons]
-    return found
+            problems += [Problem(topology.source, group.line, group.path, why) for why in reasons]
+    return problems
 
 
 def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROUTERS) -> list[Problem]:
@@ -45,7 +45,7 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
     ``routers``: installed router programs.
     """
     topology = plan.topology
-    found = [
+    problems = [
         Problem(
             topology.source, model.line, f"{model.path}.router.backend",
             f"{model.router} is not installed here: pip install 'rlctl[router]'",
@@ -58,55 +58,55 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
             f"{len(topology.bundles)} bundles may be used, and the plan has places for {plan.places} (no engine is "
             f"over the end of a node of {topology.num_gpus_per_node})"
         )
-        found.append(Problem(topology.source, 0, "fleet.ray.bundles", short))
+        problems.append(Problem(topology.source, 0, "fleet.ray.bundles", short))
     if topology.launcher != "local":
-        return found
+        return problems
     for model in topology.models:
         engines = [engine for engine in plan.engines if engine.spec.model == model.name]
         if engines and not os.path.isdir(os.path.expanduser(model.model_path)):
-            found.append(
+            problems.append(
                 Problem(
                     topology.source, model.line, f"{model.path}.model_path", f"there is no directory {model.model_path}"
                 )
             )
     last = max((max(e.spec.gpus, default=-1) for e in plan.engines if e.spec.device == "cuda"), default=-1)
     if last >= gpus:
-        found.append(Problem(topology.source, 0, "", f"it needs {last + 1} GPUs, and this machine has {gpus}"))
+        problems.append(Problem(topology.source, 0, "", f"it needs {last + 1} GPUs, and this machine has {gpus}"))
     bound = sum(engine.spec.cpus_per_rank * engine.spec.ranks for engine in plan.engines)
     if bound > cores:
-        found.append(
+        problems.append(
             Problem(topology.source, 0, "", f"its ranks are bound to {bound} cores, and this machine has {cores}")
         )
-    return found
+    return problems
 
 
 def _of_group(topology: Topology, model: Model, group: Group) -> list[str]:
-    found = []
+    reasons = []
     if group.worker_type == "encoder":
-        found.append(
+        reasons.append(
             "encoder engines cannot be run yet: rlctl's requests are text and tokens, in which there is nothing for "
             "them; `rlctl plan` shows their arguments"
         )
     if group.worker_type in PAIRED and model.engine not in ("torch", "sglang"):
-        found.append(f"engine {model.engine} has no {group.worker_type} engines")
+        reasons.append(f"engine {model.engine} has no {group.worker_type} engines")
     if group.worker_type in PAIRED and topology.launcher != "local":
-        found.append(
+        reasons.append(
             f"prefill and decode engines meet on one host, and launcher {topology.launcher} puts engines on several"
         )
     if model.update_weights and not group.external:
-        known = known_options(model.engine, group.overrides)
-        found += [
+        options = known_options(model.engine, group.overrides)
+        reasons += [
             f"{why}: it takes no updates; leave it out, or write update_weights: false"
-            for why in (known.frozen.values() if known else ())
+            for why in (options.frozen.values() if options else ())
         ]
     if len(group.stages) > 1:
-        found.append(f"no plug-in runs several pipeline stages yet, and {model.engine} has one")
+        reasons.append(f"no plug-in runs several pipeline stages yet, and {model.engine} has one")
     if group.pp_size > 1 and model.engine != "sglang":
-        found.append(f"engine {model.engine} has no pipeline-parallel ranks")
+        reasons.append(f"engine {model.engine} has no pipeline-parallel ranks")
     if group.num_gpus_per_engine > topology.num_gpus_per_node and not group.external:
         if topology.launcher == "ray":
             if brings_ranks(model.engine) and not spans_nodes(model.engine):
-                found.append(f"engine {model.engine} starts no server over several nodes")
+                reasons.append(f"engine {model.engine} starts no server over several nodes")
         elif group.device == "cuda":
-            found.append("the local launcher has one node, and the engine needs several")
-    return found
+            reasons.append("the local launcher has one node, and the engine needs several")
+    return reasons
