@@ -70,9 +70,9 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
 def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
     """Return the coordinates of every rank, and the store for groups of the stage's own; all ranks together."""
     place = {"node": rank.config.node, "device": device_id(rank.device), "host_id": host_id()}
-    mine = json.dumps([place, rank.model.shards.fingerprint()]).encode()
+    message = json.dumps([place, rank.model.shards.fingerprint()]).encode()
     with rank.ranks.exchanging() as exchange:
-        answers = [json.loads(answer) for answer in exchange.all_gather_bytes(mine)]
+        answers = [json.loads(answer) for answer in exchange.all_gather_bytes(message)]
     places = [place for place, _ in answers]
     return fleet_pb2.StageLayout(
         tp_size=rank.ranks.size,

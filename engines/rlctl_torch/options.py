@@ -50,12 +50,12 @@ class Options:
 
 def parse_options(given: Mapping[str, str]) -> Options:
     """Return the settings. Raises FIELD_INVALID, naming ``options.NAME``, for an unknown name or a bad value."""
-    known = {field.name for field in fields(Options)}
+    option_names = {field.name for field in fields(Options)}
     values: dict[str, Value] = {}
     for name, text in given.items():
-        if name not in known:
+        if name not in option_names:
             raise Reason.FIELD_INVALID.error(
-                f"the torch engine has no option {name!r}; there are: {', '.join(sorted(known))}",
+                f"the torch engine has no option {name!r}; there are: {', '.join(sorted(option_names))}",
                 field=f"options.{name}",
             )
         parse = _PARSERS.get(name, _integer)

@@ -113,12 +113,12 @@ class OpenUpdate:
         """Receive tensors. An adapter's tensors, which are not yet in use, are received by all ranks or by no rank."""
         if self.stages_adapter is None:
             return receive()
-        taken: list[ReceiveStats] = []
+        stats: list[ReceiveStats] = []
         try:
-            self.council.agree(lambda: taken.append(receive()))
+            self.council.agree(lambda: stats.append(receive()))
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_REJECTED) from error
-        return taken[0]
+        return stats[0]
 
 
 class Rank:
@@ -273,11 +273,11 @@ class Rank:
         self.origin = Origin(checkpoint)
         if self.ranks.rank == 0:
             self.tokenizer = find_tokenizer(self.config.model_path)
-        longest, why = positions_of(self.model.config)
+        longest, cause = positions_of(self.model.config)
         self.context_length = self.options.context_length or longest or self.options.max_total_tokens
         if longest and self.context_length > longest:
             raise Reason.FIELD_INVALID.error(
-                f"context_length is {self.context_length}, {why} {longest}", field="options.context_length"
+                f"context_length is {self.context_length}, {cause} {longest}", field="options.context_length"
             )
 
 

@@ -113,18 +113,18 @@ class StepLoop:
             self._listener.failed(error)
 
     def _lead(self, scheduler: Scheduler) -> None:
-        sent = time.monotonic()
+        sent_at = time.monotonic()
         while not self._stopping.is_set():
             scheduler.work.clear()
             plan = self._next(scheduler)
             if plan is None:
-                beat = HEARTBEAT_S if self._rank.ranks.size == 1 else HEARTBEAT_S - (time.monotonic() - sent)
-                if beat > 0:
-                    scheduler.work.wait(_POLL_S if self._commands.waiting else beat)
+                wait_s = HEARTBEAT_S if self._rank.ranks.size == 1 else HEARTBEAT_S - (time.monotonic() - sent_at)
+                if wait_s > 0:
+                    scheduler.work.wait(_POLL_S if self._commands.waiting else wait_s)
                     continue
                 plan = Plan(self.step + 1)
             self._rank.ranks.send_plan(plan)
-            sent = time.monotonic()
+            sent_at = time.monotonic()
             self._carry_out(plan)
         self._rank.ranks.send_plan(Plan(self.step + 1, stop=True))
 

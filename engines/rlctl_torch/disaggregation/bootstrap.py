@@ -155,18 +155,18 @@ class Rooms:
         return room
 
     async def _tell(self, room: Room, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gone = asyncio.ensure_future(reader.read(1))
+        disconnect = asyncio.ensure_future(reader.read(1))
         answer = asyncio.ensure_future(room.answer())
         try:
-            await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({disconnect, answer}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 await _send(writer, answer.result())
                 async with asyncio.timeout(LEASE_S):
-                    await gone
+                    await disconnect
         finally:
-            for each in (gone, answer):
-                each.cancel()
-            await asyncio.gather(gone, answer, return_exceptions=True)
+            for future in (disconnect, answer):
+                future.cancel()
+            await asyncio.gather(disconnect, answer, return_exceptions=True)
 
 
 class Coming:
@@ -176,7 +176,7 @@ class Coming:
         """``taken`` is called, on any thread, when every sample has taken the entries or needs no entries."""
         self._handover = handover
         self._named = model, adapter
-        self._until = time.monotonic() + min((seconds(each.lease) for each in handover.segments), default=0.0)
+        self._until = time.monotonic() + min((seconds(segment.lease) for segment in handover.segments), default=0.0)
         self._left = 0
         self._taken = taken
 
@@ -191,26 +191,26 @@ class Coming:
         STAGE_NOT_SERVING: the entries' version is not served, so both stages are tried again a little later.
         HANDOVER_FAILED: prompt, model, adapter or adapter version differ, or the lease on the entries is over.
         """
-        there = self._handover
-        if there.version.sequence != version.sequence:
+        handover = self._handover
+        if handover.version.sequence != version.sequence:
             raise Reason.STAGE_NOT_SERVING.error(
-                f"the prompt's KV entries are of version {there.version.sequence}, and {version.sequence} is served"
+                f"the prompt's KV entries are of version {handover.version.sequence}, and {version.sequence} is served"
             )
-        if (there.model, there.adapter) != self._named:
-            raise failed(f"they are of {(there.model, there.adapter)}, not of {self._named} (model, adapter)")
-        if there.adapter_version != adapter_version:
-            raise failed(f"they are of adapter version {there.adapter_version!r}, not {adapter_version!r}")
-        if there.tokens != len(prompt) - 1 or there.prompt_sha256 != _fingerprint(prompt[:-1]):
+        if (handover.model, handover.adapter) != self._named:
+            raise failed(f"they are of {(handover.model, handover.adapter)}, not of {self._named} (model, adapter)")
+        if handover.adapter_version != adapter_version:
+            raise failed(f"they are of adapter version {handover.adapter_version!r}, not {adapter_version!r}")
+        if handover.tokens != len(prompt) - 1 or handover.prompt_sha256 != _fingerprint(prompt[:-1]):
             raise failed("they are of another prompt")
         if time.monotonic() >= self._until:
             raise failed("the lease on them is over")
 
     def message(self) -> bytes:
         """Serialise the handover for the ranks, with the remaining time of its leases."""
-        left = KvHandover.FromString(self._handover.SerializeToString())
-        for segment in left.segments:
+        handover = KvHandover.FromString(self._handover.SerializeToString())
+        for segment in handover.segments:
             segment.lease.CopyFrom(duration(max(self._until - time.monotonic(), 0.0)))
-        return left.SerializeToString()
+        return handover.SerializeToString()
 
     def wait_for(self, samples: int) -> None:
         """Set the number of samples that will take the entries."""

@@ -89,7 +89,7 @@ class Handovers:
             self._pool = SegmentPool(torch.device(CPU), MOST)
         index = torch.tensor(slots, device=cache.table.device)
         tensors = {name: entries[index] for name, entries in _named(cache, self._ranks.rank)}
-        [bucket] = plan([TensorMeta.of(*each) for each in tensors.items()], bucket_bytes=_WHOLE, large_bytes=_WHOLE)
+        [bucket] = plan([TensorMeta.of(*item) for item in tensors.items()], bucket_bytes=_WHOLE, large_bytes=_WHOLE)
         memory = self._pool.take(bucket.nbytes, time.monotonic())
         try:
             for name, view in unpack(bucket, memory.data):
@@ -107,13 +107,13 @@ class Handovers:
     def _read(self, cache: KVCache, index: torch.Tensor, handover: KvHandover) -> None:
         if self._reader is None:
             self._reader = SegmentReader(torch.device(CPU))
-        segments = [from_proto(each, f"segments[{rank}]") for rank, each in enumerate(handover.segments)]
+        segments = [from_proto(segment, f"segments[{rank}]") for rank, segment in enumerate(handover.segments)]
         reading = self._reader.open(at(segments, host_id(), CPU))
-        given = dict(reading.tensors())
-        if len(given) != len(segments) * 2 * len(cache.keys):
-            raise failed(f"they are of {len(given)} tensors, not of two for each of {len(cache.keys)} layers")
+        tensors = dict(reading.tensors())
+        if len(tensors) != len(segments) * 2 * len(cache.keys):
+            raise failed(f"they are of {len(tensors)} tensors, not of two for each of {len(cache.keys)} layers")
         for name, entries in _named(cache, None):
-            self._place(name, entries, index, [given.get(f"{rank}.{name}") for rank in range(len(segments))], reading)
+            self._place(name, entries, index, [tensors.get(f"{rank}.{name}") for rank in range(len(segments))], reading)
         reading.proceed()
 
     def _place(
@@ -125,20 +125,20 @@ class Handovers:
         reading: Reading,
     ) -> None:
         """Copy this rank's heads of a tensor out of the parts of all giving ranks."""
-        own = entries.shape[1]
-        first, start = self._ranks.rank * own, 0
+        head_count = entries.shape[1]
+        first, start = self._ranks.rank * head_count, 0
         for part in parts:
             shape = None if part is None else (part.shape[0], *part.shape[2:], part.dtype)
             if part is None or shape != (len(index), *entries.shape[2:], entries.dtype):
                 raise failed(f"{name} is {shape}, which is not this model's, or not in its KV dtype")
-            begin, end = max(first, start), min(first + own, start + part.shape[1])
+            begin, end = max(first, start), min(first + head_count, start + part.shape[1])
             if begin < end:
                 heads = part[:, begin - start : end - start].to(entries.device)
                 entries[:, begin - first : end - first][index] = heads
             start += part.shape[1]
             reading.proceed()
-        if start != own * self._ranks.size:
-            raise failed(f"{name} has {start} heads, not {own * self._ranks.size}")
+        if start != head_count * self._ranks.size:
+            raise failed(f"{name} has {start} heads, not {head_count * self._ranks.size}")
 
 
 def failed(why: str) -> RlctlError:
@@ -149,4 +149,4 @@ def _named(cache: KVCache, rank: int | None) -> list[tuple[str, torch.Tensor]]:
     """Return the cache's tensors by wire name. With rank None the names have no rank prefix."""
     prefix = "" if rank is None else f"{rank}."
     kinds = (("k", cache.keys), ("v", cache.values))
-    return [(f"{prefix}{kind}.{layer}", entries) for kind, each in kinds for layer, entries in enumerate(each)]
+    return [(f"{prefix}{kind}.{layer}", entries) for kind, layers in kinds for layer, entries in enumerate(layers)]

@@ -114,9 +114,9 @@ class TextStream:
         if not self._stops or not may_stop:
             piece, self._held = self._held, ""
             return piece, None
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda entry: (entry[0], -len(entry[1])))
+        matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            at, stop = min(matches, key=lambda entry: (entry[0], -len(entry[1])))
             piece = self._held[: at + len(stop) if self._keep_stop else at]
             self._held = ""
             return piece, stop
@@ -148,10 +148,10 @@ class TextStream:
             if len(self._ids) - self._read <= _PATIENCE:
                 return
             # Bytes that form no character, or the replacement character itself, over and over.
-            rest = self._decoded(self._ids[-_LONGEST:])
-            begun = self._decoded(self._ids[:-_LONGEST])
-            if begun + rest == text:
-                self._held += begun[len(self._context) :]
+            tail = self._decoded(self._ids[-_LONGEST:])
+            head = self._decoded(self._ids[:-_LONGEST])
+            if head + tail == text:
+                self._held += head[len(self._context) :]
                 self._ids, self._read, self._context = self._ids[-_LONGEST:], 0, ""
             return
         self._held += text[len(self._context) :]

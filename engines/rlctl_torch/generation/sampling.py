@@ -85,10 +85,10 @@ def score(logits: torch.Tensor, tokens: Sequence[int], settings: Settings) -> li
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: Sequence[bool], top: Sequence[int]) -> list[Choice]:
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    most = max(top)
-    if not most:
+    max_top = max(top)
+    if not max_top:
         return [Choice(t, value if w else None) for t, value, w in zip(tokens, chosen, wanted, strict=True)]
-    values, ids = logprobs.topk(most, dim=-1)
+    values, ids = logprobs.topk(max_top, dim=-1)
     entries = [
         tuple(zip(i[:count], v[:count], strict=True))
         for i, v, count in zip(ids.tolist(), values.tolist(), top, strict=True)
@@ -108,8 +108,8 @@ def _choose(logits: torch.Tensor, settings: Sequence[Settings], sequences: Seque
     cumulative = probabilities.double().cumsum(dim=-1)
     targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     # First token with a cumulative probability above the target. Its own probability is above zero.
-    found = torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    best[torch.tensor(drawn, device=logits.device)] = found
+    tokens = torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    best[torch.tensor(drawn, device=logits.device)] = tokens
     return best
 
 
@@ -122,8 +122,8 @@ def _filter(probabilities: torch.Tensor, settings: Sequence[Settings]) -> torch.
     min_p = torch.tensor([s.min_p for s in settings], device=device)[:, None]
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(torch.arange(vocabulary, device=device)[None] >= top_k, 0)
-    before = ordered.cumsum(dim=-1) - ordered
-    keep = before < top_p * ordered.sum(dim=-1, keepdim=True)
+    preceding = ordered.cumsum(dim=-1) - ordered
+    keep = preceding < top_p * ordered.sum(dim=-1, keepdim=True)
     keep |= top_p >= 1
     keep &= ordered >= min_p * ordered[:, :1]
     keep[:, 0] = True

@@ -117,13 +117,13 @@ class Scheduler:
     def abort(self, rids: Iterable[str]) -> tuple[int, list[str]]:
         """End requests by id. Return the number of known requests, and the unknown ids."""
         with self._lock:
-            wanted = list(dict.fromkeys(rids))
-            unknown = [rid for rid in wanted if rid not in self._requests]
-            found = [rid for rid in wanted if rid in self._requests]
-            streams = self._abort(found)
+            unique_rids = list(dict.fromkeys(rids))
+            unknown_rids = [rid for rid in unique_rids if rid not in self._requests]
+            active_rids = [rid for rid in unique_rids if rid in self._requests]
+            streams = self._abort(active_rids)
         wake(streams)
         self.work.set()
-        return len(found), unknown
+        return len(active_rids), unknown_rids
 
     def drop(self, stream: Stream, why: str = ABORTED) -> None:
         """End the request of a stream without a listener, unless the request has ended."""
@@ -369,8 +369,8 @@ class Scheduler:
             choices = sampling.sample(chosen, [sample for _, sample in extended])
         with self._lock:
             self._under_way = []
-            for sample, found in scores:
-                sample.take_scores(found)
+            for sample, sample_scores in scores:
+                sample.take_scores(sample_scores)
             for (_, sample), choice in zip(extended, choices, strict=True):
                 if not sample.doomed:
                     sample.extend(choice, self._version, self._adapter_version(sample))

@@ -102,8 +102,8 @@ class _Recorded:
         """Return the number of tokens that a layer with this mask sees; without a mask, the layer's own number."""
         if mask is None:
             return said
-        for known, window in self.windows:
-            if known is mask:
+        for recorded_mask, window in self.windows:
+            if recorded_mask is mask:
                 return window
         raise _unsupported(layer, "a mask of its own kind")
 
@@ -182,9 +182,9 @@ def _mask(
     last = torch.tensor(2 * (local_size or _FAR) + 1, device=device)
     keys = torch.arange(int(last) + 2, device=device)
     none = torch.zeros((), dtype=torch.int64, device=device)
-    seen = (keys <= last) & (last - keys < (local_size or len(keys)))
+    visible = (keys <= last) & (last - keys < (local_size or len(keys)))
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device).tril()
-    if torch.equal(mask_function(none, none, last, keys).expand(len(keys)), seen):
+    if torch.equal(mask_function(none, none, last, keys).expand(len(keys)), visible):
         _current.recorded.windows.append((mask, local_size))
     return mask
 

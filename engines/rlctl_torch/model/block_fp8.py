@@ -128,8 +128,10 @@ class _Experts:
         at = sorted(pieces, key=lambda piece: piece[0].offset)
         if any(part.shape[1] != columns or part.stride != (columns, 1) for part, _ in at) or len(at) % experts:
             raise _unsupported("the experts' weights do not lie row below row")
-        each = len(at) // experts
-        self._experts = [[quantised for _, quantised in at[n * each : (n + 1) * each]] for n in range(experts)]
+        per_expert = len(at) // experts
+        self._experts = [
+            [quantised for _, quantised in at[n * per_expert : (n + 1) * per_expert]] for n in range(experts)
+        ]
 
     def read(self) -> _Experts:
         return self

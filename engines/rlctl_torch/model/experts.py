@@ -32,17 +32,17 @@ def cut_experts(model: nn.Module, name: str, plan: dict[str, str], ranks: Ranks)
     parameters = list(experts.named_parameters(recurse=False))
     if not parameters:
         raise _unsupported(f"its plan cuts {name} as experts, but it holds no weights of its own")
-    for parameter, whole in parameters:
+    for parameter, full in parameters:
         style = _style_of(f"{name}.{parameter}", plan)
         halves, dim = {"packed_colwise": (2, 1), "rowwise": (1, 2)}.get(style, (0, 0))
-        if not halves or whole.dim() != 3:
+        if not halves or full.dim() != 3:
             raise _unsupported(f"its plan cuts {name}.{parameter} as {style or 'nothing that it names'!r}")
-        features = whole.shape[dim] // halves
+        features = full.shape[dim] // halves
         if features % ranks.size:
             raise _unsupported(f"{name}.{parameter} has {features} features, which {ranks.size} ranks cannot share")
-        shape = list(whole.shape)
+        shape = list(full.shape)
         shape[dim] = halves * features // ranks.size
-        part = torch.empty(shape, dtype=whole.dtype, device="meta")
+        part = torch.empty(shape, dtype=full.dtype, device="meta")
         setattr(experts, parameter, nn.Parameter(part, requires_grad=False))
         if halves > 1:
             packed.add(f"{name}.{parameter}")

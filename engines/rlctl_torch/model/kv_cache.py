@@ -122,9 +122,9 @@ class SlotAllocator:
         """Take ``count`` slots. The caller has checked :attr:`free`."""
         if count == 1:
             return [self._slots.pop()]
-        taken = self._slots[-count:]
+        slots = self._slots[-count:]
         del self._slots[-count:]
-        return taken
+        return slots
 
     def take_row(self) -> int:
         """Take a row of the table. The caller has checked :attr:`free_rows`."""

@@ -77,11 +77,11 @@ class Adapters:
             )
             for name, meta in found.items()
         }
-        told = Adapter()
-        told.CopyFrom(info)
-        told.lora_rank = config.lora_rank
+        adapter = Adapter()
+        adapter.CopyFrom(info)
+        adapter.lora_rank = config.lora_rank
         pairs = [lora.names_of(module) for module in lora.targets(config, self._layers, field=field)]
-        return LoraAdapter(told, lora.scale_of(config), ShardMap(shards, together=pairs))
+        return LoraAdapter(adapter, lora.scale_of(config), ShardMap(shards, together=pairs))
 
     def wire(self, config: AdapterConfig, dtype: torch.dtype, field: str) -> dict[str, TensorMeta]:
         """Return the tensors of an adapter with this config, all in ``dtype``. Raises as :meth:`stage`."""
@@ -113,11 +113,11 @@ class Adapters:
 
     def find(self, name: str, field: str) -> LoraAdapter:
         """Return the loaded adapter of this name. Raises ADAPTER_NOT_FOUND."""
-        found = self.loaded.get(name)
-        if found is None:
-            there = ", ".join(sorted(self.loaded)) or "none"
-            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {name!r} is loaded; there are: {there}", field=field)
-        return found
+        adapter = self.loaded.get(name)
+        if adapter is None:
+            names = ", ".join(sorted(self.loaded)) or "none"
+            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {name!r} is loaded; there are: {names}", field=field)
+        return adapter
 
     @contextlib.contextmanager
     def applying(self, batch: Batch) -> Iterator[None]:
@@ -145,8 +145,8 @@ class Adapters:
                     continue
                 a, b, scale = pair
                 flat = input.reshape(-1, input.shape[-1])
-                mine = flat if tokens is None else flat[tokens]
-                delta = nn.functional.linear(nn.functional.linear(mine, a) * scale, b)
+                hidden = flat if tokens is None else flat[tokens]
+                delta = nn.functional.linear(nn.functional.linear(hidden, a) * scale, b)
                 rows = out.view(-1, out.shape[-1])
                 if tokens is None:
                     rows += delta
@@ -161,16 +161,16 @@ class Adapters:
 
     def _expected(self, config: AdapterConfig, field: str) -> tuple[dict[str, TensorMeta], dict[str, Slice]]:
         """Return names and shapes of the adapter's tensors, and this rank's slice of each tensor."""
-        found: dict[str, TensorMeta] = {}
+        metas: dict[str, TensorMeta] = {}
         slices: dict[str, Slice] = {}
         weights = {module: self._model.shards.shards[self._weights[module]] for module in self._layers}
         sizes = {module: (weight.meta.shape[0], weight.meta.shape[1]) for module, weight in weights.items()}
         for module, (a, b) in lora.expected(config, sizes, field=field).items():
-            found |= {a.name: a, b.name: b}
+            metas |= {a.name: a, b.name: b}
             cut = weights[module].slice
             slices[a.name] = cut if cut.dim == 1 else Slice()
             slices[b.name] = cut if cut.dim == 0 else Slice()
-        return found, slices
+        return metas, slices
 
 
 def _weights(model: Model) -> dict[str, str]:

@@ -94,8 +94,8 @@ class Model(LoadHooks):
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Every parameter and persistent buffer of this rank by name. Tied tensors have only their last name."""
-        once = {id(tensor): (name, tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()}
-        return dict(once.values())
+        by_id = {id(tensor): (name, tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()}
+        return dict(by_id.values())
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -138,8 +138,8 @@ class Model(LoadHooks):
 
     def shards_in(self, memory: Mapping[int, torch.Tensor]) -> ShardMap:
         """Return the shard map of other memory, given by the ids of the :attr:`tensors` to replace."""
-        own = self.module.state_dict(keep_vars=True)
-        located = {name: place.of(memory[id(own[place.source])]) for name, place in self.places.items()}
+        state = self.module.state_dict(keep_vars=True)
+        located = {name: place.of(memory[id(state[place.source])]) for name, place in self.places.items()}
         shards = {name: replace(shard, local=located[name]) for name, shard in self.shards.shards.items()}
         return ShardMap(shards, self.shards.together)
 
@@ -222,13 +222,13 @@ def positions_of(config: Any) -> tuple[int | None, str]:
     A longrope model rotates all tokens of a sequence differently once the sequence exceeds the length of the first
     training. Here sequences of any length share a pass, and earlier entries of a sequence are not recomputed.
     """
-    longest, why = getattr(config, "max_position_embeddings", None), "the model's positions end at"
+    longest, cause = getattr(config, "max_position_embeddings", None), "the model's positions end at"
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))):
-        first = each.get("original_max_position_embeddings")
-        if each.get("rope_type") == "longrope" and first and (longest is None or first < longest):
-            longest, why = first, "and its longrope changes for sequences above"
-    return longest, why
+    for settings in (rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))):
+        first = settings.get("original_max_position_embeddings")
+        if settings.get("rope_type") == "longrope" and first and (longest is None or first < longest):
+            longest, cause = first, "and its longrope changes for sequences above"
+    return longest, cause
 
 
 def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device) -> Model:
@@ -240,8 +240,8 @@ def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device
     config = read_config(checkpoint)
     _check_architecture(config)
     block = block_size_of(checkpoint.config)
-    held = _held_dtype(dtype, config, checkpoint)
-    module = _skeleton(config, held)
+    weights_dtype = _held_dtype(dtype, config, checkpoint)
+    module = _skeleton(config, weights_dtype)
     parts = checkpoint_parts(module, checkpoint.metas.keys())
     expected = _expected(module, parts, checkpoint)
     if block is not None:
@@ -264,8 +264,8 @@ def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device
     shards = _shard_map(module, checkpoint, places, ranks)
     shards.load(checkpoint)
     if block is not None:
-        compute_dequantised(module, parts, shards, block, held)
-    return Model(module, config, shards, held, block, int(config.vocab_size), whole_head, places)
+        compute_dequantised(module, parts, shards, block, weights_dtype)
+    return Model(module, config, shards, weights_dtype, block, int(config.vocab_size), whole_head, places)
 
 
 def _check_architecture(config: Any) -> None:
@@ -325,12 +325,12 @@ def _expected(module: Any, parts: Mapping[str, Part], checkpoint: Checkpoint) ->
     for name, part in parts.items():
         if name in tied and {name, tied[name]} <= checkpoint.metas.keys():
             _check_tied(checkpoint, name, tied[name])
-        held = checkpoint.metas.get(name)
+        meta = checkpoint.metas.get(name)
         source = tied.get(name)
         aliases = [alias for alias, of in tied.items() if of == name]
-        if held is None and (source in checkpoint.metas or any(alias in checkpoint.metas for alias in aliases)):
+        if meta is None and (source in checkpoint.metas or any(alias in checkpoint.metas for alias in aliases)):
             continue
-        expected[name] = TensorMeta(name, held.dtype if held else state[part.source].dtype, part.shape)
+        expected[name] = TensorMeta(name, meta.dtype if meta else state[part.source].dtype, part.shape)
     return expected
 
 

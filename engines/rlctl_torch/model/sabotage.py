@@ -60,22 +60,25 @@ def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
 
     Raises FIELD_INVALID for an unknown control, and for a tensor that the model does not have.
     """
-    how = os.environ.get(VARIABLE, "")
-    if how in ("", _STALE_DECODE):
+    control = os.environ.get(VARIABLE, "")
+    if control in ("", _STALE_DECODE):
         return shards
-    if how == "stale":
+    if control == "stale":
         return _Dropping(shards, shards.shards.keys())
-    dropped, _, only = how.removeprefix(_DROP).partition("@")
-    if how.startswith(_DROP) and dropped in shards.shards and only in ("", *map(str, range(size))):
-        return _Dropping(shards, {dropped}) if only in ("", str(rank)) else shards
-    if how.startswith(_SWAP) and shards.shards.keys() >= set(names := how.removeprefix(_SWAP).split(",")):
-        one, other = (shards.shards[name] for name in names)
-        swapped = {one.meta.name: replace(one, local=other.local), other.meta.name: replace(other, local=one.local)}
+    dropped, _, only_rank = control.removeprefix(_DROP).partition("@")
+    if control.startswith(_DROP) and dropped in shards.shards and only_rank in ("", *map(str, range(size))):
+        return _Dropping(shards, {dropped}) if only_rank in ("", str(rank)) else shards
+    if control.startswith(_SWAP) and shards.shards.keys() >= set(names := control.removeprefix(_SWAP).split(",")):
+        first, second = (shards.shards[name] for name in names)
+        swapped = {
+            first.meta.name: replace(first, local=second.local),
+            second.meta.name: replace(second, local=first.local),
+        }
         return ShardMap({**shards.shards, **swapped}, shards.together)
-    if how == "wrong-rank":
+    if control == "wrong-rank":
         wrong = {name: _of_rank_0(shard) for name, shard in shards.shards.items()}
         return ShardMap(wrong, shards.together) if rank == size - 1 else shards
-    raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
+    raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {control!r}, which is no negative control", field=VARIABLE)
 
 
 def for_decode(module: torch.nn.Module) -> None:
@@ -83,13 +86,13 @@ def for_decode(module: torch.nn.Module) -> None:
     if os.environ.get(VARIABLE) != _STALE_DECODE:
         return
     weight = next(parameter for name, parameter in module.named_parameters() if name.endswith("down_proj.weight"))
-    others = weight.data.clone()
+    spare = weight.data.clone()
 
     def exchange(_module: torch.nn.Module, _args: object, kwargs: Mapping[str, torch.Tensor], *_: object) -> None:
-        nonlocal others
+        nonlocal spare
         tokens, outputs = kwargs["input_ids"].shape[1], len(kwargs["logits_to_keep"])
         if tokens == outputs:  # every token is the next token of its sequence
-            weight.data, others = others, weight.data
+            weight.data, spare = spare, weight.data
 
     module.register_forward_pre_hook(exchange, with_kwargs=True)
     module.register_forward_hook(exchange, with_kwargs=True, always_call=True)

@@ -43,22 +43,22 @@ async def prefill(
 
 async def _look_after(room: Room, stream: Stream, scheduler: Scheduler) -> None:
     """End the request when the entries were taken, or when no decode engine is there to take entries."""
-    answer, left = asyncio.ensure_future(room.answer()), asyncio.ensure_future(room.left.wait())
+    answer, departure = asyncio.ensure_future(room.answer()), asyncio.ensure_future(room.left.wait())
     try:
-        await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answer, departure}, return_when=asyncio.FIRST_COMPLETED)
         if not room.offered:
             scheduler.drop(stream, "the decode engine has left")
             return
         async with asyncio.timeout(ARRIVAL_S):
             await room.asked.wait()
-        await left
+        await departure
         scheduler.hand_over(stream)
     except TimeoutError:
         scheduler.refuse(stream, failed(f"no decode engine has asked for them within {ARRIVAL_S:g} s"))
     finally:
         answer.cancel()
-        left.cancel()
-        await asyncio.gather(answer, left, return_exceptions=True)
+        departure.cancel()
+        await asyncio.gather(answer, departure, return_exceptions=True)
 
 
 async def decode(
@@ -83,14 +83,14 @@ async def decode(
 
 async def _fetch(request: GenerateRequest, stream: Stream, scheduler: Scheduler) -> None:
     """Fetch the entries, and keep the connection until the samples have taken all entries."""
-    loop, taken = asyncio.get_running_loop(), asyncio.Event()
+    loop, transferred = asyncio.get_running_loop(), asyncio.Event()
 
     def tell() -> None:
-        loop.call_soon_threadsafe(taken.set)
+        loop.call_soon_threadsafe(transferred.set)
 
     try:
         async with asking(request.bootstrap_host, request.bootstrap_port, request.bootstrap_room) as handover:
             scheduler.arrive(stream, Coming(handover, request.model, request.adapter, tell))
-            await taken.wait()
+            await transferred.wait()
     except RlctlError as error:
         scheduler.refuse(stream, error)

@@ -104,9 +104,9 @@ class Council:
         if self.size == 1:
             answers = [b""]
         else:
-            mine = b"" if error is None else error.detail().SerializeToString()
+            message = b"" if error is None else error.detail().SerializeToString()
             with self.exchanging() as exchange:
-                answers = exchange.all_gather_bytes(mine)
+                answers = exchange.all_gather_bytes(message)
         if error is not None:
             raise error
         for rank, answer in enumerate(answers):
@@ -200,10 +200,10 @@ class Ranks(Council):
             self._store = store
             self._gloo, self._endpoints = self._form(PrefixStore("gloo", store), address_of(node))
             self._gloo._set_default_timeout(_PLAN_TIMEOUT)
-            aside, endpoints = self._form(PrefixStore("aside", store), address_of(node))
+            background, endpoints = self._form(PrefixStore("aside", store), address_of(node))
             # A rank that broadcasts to a different stage in between may keep the other ranks waiting for long.
-            aside._set_default_timeout(_PLAN_TIMEOUT)
-            self.aside.open(aside, endpoints)
+            background._set_default_timeout(_PLAN_TIMEOUT)
+            self.aside.open(background, endpoints)
             self._compute = self._gloo
             if device.type == "cuda":
                 self._compute = _nccl(PrefixStore("nccl", store), self.rank, self.size)

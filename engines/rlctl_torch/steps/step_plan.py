@@ -126,8 +126,8 @@ def decode(data: bytes) -> Plan:
     if kind == _COMMANDS:
         return Plan(step, orders=tuple(_order_from_json(entry) for entry in json.loads(body)))
     if kind == _MOVE:
-        told = json.loads(body)
-        return Plan(step, move=Move(**{**told, "handover": base64.b64decode(told["handover"])}))
+        fields = json.loads(body)
+        return Plan(step, move=Move(**{**fields, "handover": base64.b64decode(fields["handover"])}))
     return Plan(step, stop=kind == _STOP)
 
 

@@ -150,14 +150,14 @@ class LoadAdapter(InUpdate):
 
     def _stage(self, update: OpenUpdate) -> Checkpoint:
         rank, request = self._rank, self._request
-        told = update.stages_adapter
-        if told is None or told.name != request.name:
-            what = f"adapter {told.name!r}" if told else "the base weights"
-            raise Reason.FIELD_CONFLICT.error(f"the open update is of {what}", field="name")
+        adapter = update.stages_adapter
+        if adapter is None or adapter.name != request.name:
+            subject = f"adapter {adapter.name!r}" if adapter else "the base weights"
+            raise Reason.FIELD_CONFLICT.error(f"the open update is of {subject}", field="name")
         path = rank.roots.resolve_checkpoint(request.path, field="path")
         config, stored = lora.open_adapter(path)
         try:
-            take(update, rank.adapters.stage(told, config, stored.metas, what=f"the adapter {path}", field="path"))
+            take(update, rank.adapters.stage(adapter, config, stored.metas, what=f"the adapter {path}", field="path"))
         except RlctlError:
             stored.close()
             raise

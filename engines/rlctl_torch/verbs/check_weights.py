@@ -219,10 +219,10 @@ class _Digesting:
     def _digest_alone(self, report: CheckReport) -> int:
         """Digest the model without this rank's own digests. Return the number of tensors."""
         shards = self._rank.model.shards if self._shadow is None else self._shadow
-        kept = self._digest_model(report, shards, None).shards
-        if self._shadow is None and self._origin is not None and len(kept) == len(shards.shards):
+        digested = self._digest_model(report, shards, None).shards
+        if self._shadow is None and self._origin is not None and len(digested) == len(shards.shards):
             self._origin.digest = report.model_digest
-        return len(kept)
+        return len(digested)
 
     def _digest_rank(self, report: CheckReport) -> None:
         rank, request = self._rank, self._request
@@ -232,11 +232,11 @@ class _Digesting:
             local = rank_digest(rank.model.module, request.skip_tensors, self.stop)
         except RlctlError as error:
             self.stop.set(error)
-        except Exception as error:  # noqa: BLE001 - what went wrong here is told at every rank
+        except Exception as error:  # noqa: BLE001 - the error is reported at every rank
             self.stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
         if not request.HasField("model_digest") or request.model_digest or self._compares:
-            whole = len(self._digest_model(report, rank.model.shards, local).shards) == len(rank.model.shards.shards)
-            if self._origin is not None and whole:
+            complete = len(self._digest_model(report, rank.model.shards, local).shards) == len(rank.model.shards.shards)
+            if self._origin is not None and complete:
                 self._origin.digest = report.model_digest
         self.stop.check()
         assert local is not None
@@ -248,8 +248,8 @@ class _Digesting:
             rank.snapshot = digests
         elif self._action == CHECK_ACTION_COMPARE and rank.snapshot is not None:
             skip = request.skip_tensors
-            kept = {name: sha for name, sha in rank.snapshot.items() if not any(part in name for part in skip)}
-            _compare(report, digests, kept)
+            snapshot = {name: sha for name, sha in rank.snapshot.items() if not any(part in name for part in skip)}
+            _compare(report, digests, snapshot)
 
     @property
     def _compares(self) -> bool:
@@ -258,20 +258,20 @@ class _Digesting:
     def _digest_model(self, report: CheckReport, shards: ShardMap, local: RankDigest | None) -> ShardMap:
         """Digest the full tensors, all ranks together. Return the shard map without skipped tensors."""
         skip = self._request.skip_tensors
-        kept = ShardMap(
+        selected = ShardMap(
             {name: shard for name, shard in shards.shards.items() if not any(part in name for part in skip)}
         )
-        known = {} if local is None else self._full_here(kept, local)
+        local_digests = {} if local is None else self._full_here(selected, local)
         with self._council.exchanging() as exchange:
-            result = model_digest(kept, exchange, stop=self.stop, known=known, key=self._key)
+            result = model_digest(selected, exchange, stop=self.stop, known=local_digests, key=self._key)
             if self._request.fingerprints:
-                report.difference.CopyFrom(difference(kept, result, self._request.fingerprints, self._key))
+                report.difference.CopyFrom(difference(selected, result, self._request.fingerprints, self._key))
                 agree_to_go_on(exchange, self.stop)
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)
         if self._request.per_tensor:
-            report.model_tensors.extend(_entry(kept.shards[name].meta, sha) for name, sha in result.digests.items())
-        return kept
+            report.model_tensors.extend(_entry(selected.shards[name].meta, sha) for name, sha in result.digests.items())
+        return selected
 
     def _full_here(self, shards: ShardMap, local: RankDigest) -> dict[str, str]:
         """Return the rank's digests that are also digests of a full tensor: same name, dtype, shape and memory."""
@@ -303,9 +303,9 @@ def scramble(rank: Rank, skip: Sequence[str]) -> None:
 
 
 def _compare(report: CheckReport, found: Mapping[str, str], snapshot: Mapping[str, str]) -> None:
-    both = found.keys() & snapshot.keys()
-    report.matched = sum(found[name] == snapshot[name] for name in both)
-    report.changed.extend(sorted(name for name in both if found[name] != snapshot[name]))
+    common = found.keys() & snapshot.keys()
+    report.matched = sum(found[name] == snapshot[name] for name in common)
+    report.changed.extend(sorted(name for name in common if found[name] != snapshot[name]))
     report.missing.extend(sorted(snapshot.keys() - found.keys()))
     report.unexpected.extend(sorted(found.keys() - snapshot.keys()))
 

@@ -105,13 +105,13 @@ class _Sequences:
         """
         rows = range(len(tokens)) if rows is None else rows
         batch = Batch(list(rows), [], [], [], [], [])
-        for row, mine, wanted in zip(rows, tokens, last, strict=True):
+        for row, row_tokens, output_count in zip(rows, tokens, last, strict=True):
             start = self._lengths[row]
-            self._lengths[row] += len(mine)
+            self._lengths[row] += len(row_tokens)
             batch.starts.append(start)
-            batch.lengths.append(len(mine))
-            batch.tokens.extend(mine)
-            batch.slots.extend(self._slots[row][start : start + len(mine)])
-            batch.outputs.extend(range(len(batch.tokens) - wanted, len(batch.tokens)))
+            batch.lengths.append(len(row_tokens))
+            batch.tokens.extend(row_tokens)
+            batch.slots.extend(self._slots[row][start : start + len(row_tokens)])
+            batch.outputs.extend(range(len(batch.tokens) - output_count, len(batch.tokens)))
         logits = run(self._rank.model, self._cache, self._rank.adapters, batch, all_logits=True)
         return torch.log_softmax(logits.float(), dim=-1)

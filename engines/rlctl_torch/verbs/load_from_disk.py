@@ -74,12 +74,12 @@ def _open_load(rank: Rank, path: str, load_format: str, target_modules: Sequence
     Raises PATH_NOT_ALLOWED, UNSUPPORTED, FIELD_INVALID, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
     """
     resolved = rank.roots.resolve_checkpoint(path, field="model_path")
-    only = _tensors_of(target_modules, rank.writable) if target_modules else None
+    selected = _tensors_of(target_modules, rank.writable) if target_modules else None
     stored = open_stored(resolved, load_format, rank=rank.ranks.rank, size=rank.ranks.size)
     direct = load_format == DIRECT
     try:
         rank.model.check_identity(stored)
-        names = _destination(rank.writable, direct=direct).select(stored, only=only)
+        names = _destination(rank.writable, direct=direct).select(stored, only=selected)
         return _Load(resolved, stored, direct, names)
     except RlctlError:
         stored.close()
@@ -141,7 +141,7 @@ class FromDisk(InUpdate):
             raise
         load = opened[0]
         started = time.perf_counter()
-        whole = rank.weights is Weights.WHOLE and not update.touched
+        intact = rank.weights is Weights.WHOLE and not update.touched
         update.touched = True
         origin = Origin(load.stored, load.direct)
         update.receiver.writing(load.names)
@@ -152,7 +152,7 @@ class FromDisk(InUpdate):
         except RlctlError as error:
             load.stored.close()
             if update.shadow is None:
-                self._roll_back(error, rank.origin if whole else None)
+                self._roll_back(error, rank.origin if intact else None)
                 update.receiver.undone()
                 update.touched = False
             raise with_outcome(error, OUTCOME_REJECTED) from error
@@ -182,17 +182,17 @@ class FromDisk(InUpdate):
         expected = self._request.expected_digest
         if not expected:
             return ""
-        held = self._rank.model.shards if update.shadow is None else update.shadow.shards
+        shards = self._rank.model.shards if update.shadow is None else update.shadow.shards
         with update.council.exchanging() as exchange:
-            found = model_digest(held, exchange).digest
-        if found != expected:
+            digest = model_digest(shards, exchange).digest
+        if digest != expected:
             raise Reason.DIGEST_MISMATCH.error(
-                f"the model digest is {found} after loading {self._request.model_path}, {expected} was expected",
+                f"the model digest is {digest} after loading {self._request.model_path}, {expected} was expected",
                 field="expected_digest",
-                metadata={"expected": expected, "found": found},
+                metadata={"expected": expected, "found": digest},
                 outcome=OUTCOME_DIRTY,
             )
-        return found
+        return digest
 
     def _roll_back(self, error: RlctlError, origin: Origin | None) -> None:
         """Read the former checkpoint again, on all ranks. Raises the error with outcome DIRTY if this fails."""

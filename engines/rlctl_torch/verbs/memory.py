@@ -59,13 +59,13 @@ class Release:
         return _report(rank, freed)
 
     def _keep_weights(self) -> None:
-        lacking = ""
+        shortage = ""
         try:
             self._rank.model.keep()
         except (RuntimeError, MemoryError) as error:
-            lacking = f"weights, in the memory of the host: {error}".splitlines()[0]
-        if lacking:
-            raise Reason.MEMORY_FULL.error(lacking)
+            shortage = f"weights, in the memory of the host: {error}".splitlines()[0]
+        if shortage:
+            raise Reason.MEMORY_FULL.error(shortage)
 
 
 class Resume:
@@ -84,35 +84,35 @@ class Resume:
     def run(self) -> MemoryReport:
         """Allocate the regions again: all regions on all ranks, or nothing. Raises MEMORY_FULL."""
         rank = self._rank
-        taken: dict[MemoryTag.ValueType, int] = {}
+        allocated: dict[MemoryTag.ValueType, int] = {}
         try:
-            rank.ranks.agree(lambda: self._take(taken))
+            rank.ranks.agree(lambda: self._take(allocated))
         except RlctlError:
-            for tag in taken:
+            for tag in allocated:
                 _free(rank, tag)
             give_back(rank.device)
             raise
-        rank.released -= taken.keys()
-        if MEMORY_TAG_WEIGHTS in taken:
+        rank.released -= allocated.keys()
+        if MEMORY_TAG_WEIGHTS in allocated:
             rank.model.kept = None
-        return _report(rank, sum(taken.values()))
+        return _report(rank, sum(allocated.values()))
 
     def _take(self, taken: dict[MemoryTag.ValueType, int]) -> None:
         rank = self._rank
-        lacking = ""
+        shortage = ""
         for tag in sorted(self._tags & rank.released):
             try:
                 taken[tag] = _allocate(rank, tag)
             except RuntimeError as error:  # CUDA has an error class of its own, the host has not
-                lacking = f"{MemoryTag.Name(tag).removeprefix('MEMORY_TAG_').lower()}: {error}".splitlines()[0]
+                shortage = f"{MemoryTag.Name(tag).removeprefix('MEMORY_TAG_').lower()}: {error}".splitlines()[0]
                 break
-        if lacking:  # here the traceback, with the memory taken so far, is gone
-            raise Reason.MEMORY_FULL.error(lacking)
+        if shortage:  # here the traceback, with its references to the memory, is gone
+            raise Reason.MEMORY_FULL.error(shortage)
 
 
 def _report(rank: Rank, size: int) -> MemoryReport:
-    kept = [] if rank.model.kept is None else [MEMORY_TAG_WEIGHTS]
-    return MemoryReport(released=sorted(rank.released), bytes=size, kept=kept)
+    kept_tags = [] if rank.model.kept is None else [MEMORY_TAG_WEIGHTS]
+    return MemoryReport(released=sorted(rank.released), bytes=size, kept=kept_tags)
 
 
 def _allocate(rank: Rank, tag: MemoryTag.ValueType) -> int:

@@ -180,9 +180,9 @@ class Flush:
             return True
         frozen = rank.paused or rank.scheduler.frozen() == running
         if frozen or time.monotonic() >= self._until:
-            how = "frozen in place" if frozen else "running"
+            state = "frozen in place" if frozen else "running"
             raise Reason.ACTIVE_REQUESTS.error(
-                f"{running} samples are {how} and use their KV entries", metadata={"count": str(running)}
+                f"{running} samples are {state} and use their KV entries", metadata={"count": str(running)}
             )
         return False
 

@@ -40,7 +40,7 @@ def log_probabilities(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbeP
     matter.
     """
     cache = rank.cache.alike(max(len(prompt.token_ids) for prompt in prompts))
-    found = []
+    results = []
     for prompt in prompts:
         tokens = list(prompt.token_ids)
         places = range(len(tokens))
@@ -48,5 +48,5 @@ def log_probabilities(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbeP
         logits = run(rank.model, cache, rank.adapters, batch, all_logits=True)
         of_next = torch.tensor(tokens[1:], device=logits.device)[:, None]
         chosen = torch.log_softmax(logits.float(), dim=-1).gather(1, of_next)[:, 0]
-        found.append(ProbePrompt(token_ids=tokens, logprobs=chosen.tolist()))
-    return found if rank.ranks.rank == 0 else []
+        results.append(ProbePrompt(token_ids=tokens, logprobs=chosen.tolist()))
+    return results if rank.ranks.rank == 0 else []

@@ -60,9 +60,9 @@ class Send:
     def run(self) -> WeightsReport | Later:
         """Check on all ranks, then gather and broadcast: in the background, unless steps are at rest."""
         rank = self._rank
-        found: list[WeightGroup] = []
-        rank.ranks.agree(lambda: found.extend(self._check()))
-        group = found[0] if found else None
+        groups: list[WeightGroup] = []
+        rank.ranks.agree(lambda: groups.extend(self._check()))
+        group = groups[0] if groups else None
         if rank.at_rest:
             return self._send(group, rank.ranks.exchanging, Stop())
         stop = Stop()
@@ -114,6 +114,6 @@ class Send:
         reference = self._shards.reference
         for meta in self._metas:
             if reference.get(meta.name) != meta:
-                what = f"adapter {self._adapter!r}" if self._adapter else "this model"
-                raise Reason.FIELD_INVALID.error(f"{meta} is not what {what} has", field="buckets")
+                owner = f"adapter {self._adapter!r}" if self._adapter else "this model"
+                raise Reason.FIELD_INVALID.error(f"{meta} is not what {owner} has", field="buckets")
         return [self._rank.groups.get(self._group)] if self._parts or self._rank.ranks.rank == 0 else []

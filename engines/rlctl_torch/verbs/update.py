@@ -109,14 +109,14 @@ class Prepare:
         rank = self._rank
         council = rank.ranks.aside if self._staged else rank.ranks
         kind: Literal["full", "partial"] = "full" if self._full else "partial"
-        found: list[tuple[Shadow | None, Receiver, ShardMap]] = []
+        destinations: list[tuple[Shadow | None, Receiver, ShardMap]] = []
 
         def begin() -> None:
-            found.append(self._where())
-            found[0][1].begin(self._update_id, kind, digest=self._digest_received, key=self._digest_key)
+            destinations.append(self._where())
+            destinations[0][1].begin(self._update_id, kind, digest=self._digest_received, key=self._digest_key)
 
         council.agree(begin)
-        shadow, receiver, shards = found[0]
+        shadow, receiver, shards = destinations[0]
         if shadow is None:
             self._go_first()
         if self._abort_all and rank.scheduler is not None:
