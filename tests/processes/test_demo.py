@@ -34,7 +34,7 @@ def test_the_demo_passes_with_other_seeds(seed: int) -> None:
     ("sabotage", "step"),
     [
         pytest.param("skip-sync", 2, marks=pytest.mark.long),
-        ("stale-engine", 1),
+        pytest.param("stale-engine", 1, marks=pytest.mark.long),
         pytest.param("drop-tensor", 1, marks=pytest.mark.long),
         ("wrong-rank", 1),
         ("stale-decode", 1),
