@@ -31,10 +31,10 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 def hold(host: str, port: int) -> tuple[socket.socket, int]:
     """Reserve a port for several listeners by a socket that does not listen. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind((host, port))
-    return held, held.getsockname()[1]
+    reservation = socket.socket(family, socket.SOCK_STREAM)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reservation.bind((host, port))
+    return reservation, reservation.getsockname()[1]
 
 
 class Workers:

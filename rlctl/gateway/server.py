@@ -149,13 +149,13 @@ class GatewayServer:
         await self.fleet.status()  # a gateway without access to the fleet is useless
         if config.access_file:
             await _refuse_unguarded(self.fleet)
-        made_by = Generation if self._metrics is None else self._metrics.generation
-        self.generation = self._generation = made_by(self.fleet, config.generation)
+        make_generation = Generation if self._metrics is None else self._metrics.generation
+        self.generation = self._generation = make_generation(self.fleet, config.generation)
         self.generation.tracer = tracer("rlctl-gateway")
         self.dialect = dialects.load(config.dialect, self.generation)
         self.generation.any_model = self.dialect.any_model
         self.bodies = Bodies(self.dialect.body_bytes)
-        self._middlewares = [made(self.generation) for made in classes]
+        self._middlewares = [middleware_class(self.generation) for middleware_class in classes]
         self._runner = web.AppRunner(
             self._application(),
             handler_cancellation=True,

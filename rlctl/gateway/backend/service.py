@@ -114,27 +114,27 @@ class Generation:
         models.
         """
         name = named or self.settings.model
-        known = [model.name for model in await self.fleet.models()]
-        if name in known:
+        names = [model.name for model in await self.fleet.models()]
+        if name in names:
             return name
         if name and name != DEFAULT:
-            return await self._of_checkpoint(name, known)
-        if name and self.settings.model in known:
+            return await self._of_checkpoint(name, names)
+        if name and self.settings.model in names:
             return self.settings.model
-        if len(known) != 1:
+        if len(names) != 1:
             raise Reason.FIELD_REQUIRED.error(
-                f"name one of the models: {_listed(known)}",
+                f"name one of the models: {_listed(names)}",
                 field="model",
                 next_step="Or start the gateway with --model.",
             )
-        return known[0]
+        return names[0]
 
     async def _of_checkpoint(self, path: str, known: Sequence[str]) -> str:
         paths = {(model.name, model.checkpoint) for model in await self.fleet.models()}
         for stage in await self.fleet.stages():
             model, started = stage.registration.model, stage.registration.checkpoint
             paths |= {(model, started), (model, stage.report.checkpoint)}
-        owners = {model for model, held in paths if model in known and _same_path(held, path)}
+        owners = {model for model, checkpoint in paths if model in known and _same_path(checkpoint, path)}
         if self.settings.model in owners:
             return self.settings.model
         if len(owners) > 1:
@@ -148,12 +148,14 @@ class Generation:
 
         ``checked`` refuses unknown names even if :attr:`any_model` is true. Raises as :meth:`model`.
         """
-        known = {model.name: {adapter.name for adapter in model.adapters} for model in await self.fleet.models()}
+        adapters_by_model = {
+            model.name: {adapter.name for adapter in model.adapters} for model in await self.fleet.models()
+        }
         base, _, adapter = name.partition(":")
-        holders = [model for model, adapters in known.items() if name in adapters]
-        if name in known or not name:
+        holders = [model for model, adapters in adapters_by_model.items() if name in adapters]
+        if name in adapters_by_model or not name:
             return await self.model(name), ""
-        if adapter in known.get(base, ()):
+        if adapter in adapters_by_model.get(base, ()):
             return base, adapter
         if len(holders) > 1 and self.settings.model in holders:
             return self.settings.model, name
@@ -162,9 +164,11 @@ class Generation:
         try:
             return await self.model(name), ""
         except RlctlError as error:
-            only = self.settings.model or next(iter(known), "")
+            only = self.settings.model or next(iter(adapters_by_model), "")
             # With adapters or several models, an unknown name may be misspelled.
-            ambiguous = adapter or known.get(only) or (len(known) > 1 and not self.settings.model)
+            ambiguous = (
+                adapter or adapters_by_model.get(only) or (len(adapters_by_model) > 1 and not self.settings.model)
+            )
             if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or checked or not self.any_model:
                 raise
             return await self.model(), ""

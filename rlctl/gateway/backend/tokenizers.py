@@ -117,8 +117,8 @@ class Tokenizers:
 
     async def directory(self, model: str) -> str:
         """Return the directory of a model's tokenizer, or "" if unknown."""
-        known = {each.name: each.checkpoint for each in await self._fleet.models()}
-        return self._path or known.get(model, "")
+        checkpoints = {entry.name: entry.checkpoint for entry in await self._fleet.models()}
+        return self._path or checkpoints.get(model, "")
 
     async def maybe(self, model: str) -> Tokenizer | None:
         """Return the tokenizer of a model, or None if there is no tokenizer."""

@@ -27,5 +27,5 @@ def load(name: str, generation: Generation) -> Dialect:
     """Return a dialect by name. Raises FIELD_INVALID."""
     if name not in names():
         raise Reason.FIELD_INVALID.error(f"{name!r} must be one of {', '.join(names())}", field="dialect")
-    made: Dialect = importlib.import_module(f"{__name__}.{name}.dialect").dialect(generation)
-    return made
+    dialect: Dialect = importlib.import_module(f"{__name__}.{name}.dialect").dialect(generation)
+    return dialect

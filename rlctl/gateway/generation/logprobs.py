@@ -39,15 +39,15 @@ def of_prompt(entries: Sequence[TokenLogprob], tops: int) -> list[dict[str, Any]
     """Return a prompt's log probabilities as vLLM: for each token except the first, the token and the ``tops`` most
     likely by id.
     """
-    told: list[dict[str, Any] | None] = []
+    positions: list[dict[str, Any] | None] = []
     for entry in entries:
         ordered = ranked(entry, tops) if entry.HasField("logprob") else []
         position = {
             str(each.token_id): {"logprob": finite(each.logprob), "rank": rank, "decoded_token": None}
             for each, rank in ordered
         }
-        told.append(position or None)
-    return told
+        positions.append(position or None)
+    return positions
 
 
 def ranked(entry: TokenLogprob, tops: int) -> list[tuple[TokenLogprob, int]]:

@@ -132,7 +132,7 @@ async def completions(call: Call) -> Answer:
 
     def read() -> list[GenerateRequest]:
         requests: list[GenerateRequest] = []
-        together = 0
+        total_bytes = 0
         for prompt in _prompts(fields.take("prompt", str | list | TokenIds), call.generation.check_count):
             refuse(fields, {"tools": ([],)})
             request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
@@ -144,8 +144,8 @@ async def completions(call: Call) -> Answer:
                 request.input_ids.CopyFrom(prompt)
             requests.append(request)
             size = request.ByteSize()
-            together += size
-            call.generation.check_bytes(size, together)
+            total_bytes += size
+            call.generation.check_bytes(size, total_bytes)
         return requests
 
     requests = await call.beside(read)
@@ -157,21 +157,21 @@ async def chat(call: Call) -> Answer:
     fields = await call.fields()
     name = fields.take("model", str, "")
     model, adapter = await call.generation.named(name)
-    wanted = fields.take("logprobs", bool, False)
+    with_logprobs = fields.take("logprobs", bool, False)
     tops = fields.take("top_logprobs", int, 0)
-    if tops and not wanted:
+    if tops and not with_logprobs:
         raise Reason.FIELD_CONFLICT.error("it needs logprobs", field="top_logprobs")
-    request = _request(call, fields, model, adapter, wanted=wanted, tops=tops)
+    request = _request(call, fields, model, adapter, wanted=with_logprobs, tops=tops)
     limit = fields.take("max_completion_tokens", int, fields.take("max_tokens", int, LONGEST))
     assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
-    given = fields.take_list("input_ids", int, None)
-    if given is None:
+    input_ids = fields.take_list("input_ids", int, None)
+    if input_ids is None:
         request.input_ids.CopyFrom(TokenIds(ids=await render(call, fields, model)))
     else:  # SGLang's: the caller has rendered the messages
         _tools(fields)
         fields.accept(*_RENDERED)
-        assign(request.input_ids, "ids", given, "input_ids")
-    return await _answer(call, fields, [request], name or model, chat=True, with_logprobs=wanted)
+        assign(request.input_ids, "ids", input_ids, "input_ids")
+    return await _answer(call, fields, [request], name or model, chat=True, with_logprobs=with_logprobs)
 
 
 async def render(call: Call, fields: Fields, model: str) -> list[int]:
@@ -235,7 +235,7 @@ async def _answer(
     fields.accept(*_NOTHING)
     by_id = fields.take("return_tokens_as_token_ids", bool, False)
     with_texts = with_logprobs and not by_id
-    asked = _Asked(
+    reply_options = _Asked(
         chat=chat,
         rid=rid,
         model=name,
@@ -251,19 +251,19 @@ async def _answer(
     )
     call.forget()
     if stream:
-        if asked.prompt_tops is not None:
+        if reply_options.prompt_tops is not None:
             raise Reason.FIELD_CONFLICT.error("a stream cannot return them", field="prompt_logprobs")
-        if asked.meta:
+        if reply_options.meta:
             raise Reason.FIELD_CONFLICT.error("a stream cannot return it", field="return_meta_info")
-        return Stream(_events(call, asked, samples), failed)
+        return Stream(_events(call, reply_options, samples), failed)
     ended = await running.whole(call, samples)
     reply: dict[str, Any] = {
-        **_head(asked, ended, chunk=False),
-        "choices": [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)],
+        **_head(reply_options, ended, chunk=False),
+        "choices": [_choice(reply_options, index, sample.whole, sample) for index, sample in enumerate(ended)],
         "usage": _usage(ended),
         **_metadata(ended[0]),
     }
-    return Reply({**reply, **_of_prompt(asked, ended[0])} if chat else reply)
+    return Reply({**reply, **_of_prompt(reply_options, ended[0])} if chat else reply)
 
 
 def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bool, tops: int) -> GenerateRequest:
@@ -306,8 +306,8 @@ def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
 
 def _engine_fields(fields: Fields) -> dict[str, Any]:
     """Return the fields that only some engines support. Other engines refuse these fields."""
-    given = {name: fields.take(name, object, None) for name in _ENGINE}
-    engine = {name: value for name, value in given.items() if value is not None}
+    values = {name: fields.take(name, object, None) for name in _ENGINE}
+    engine = {name: value for name, value in values.items() if value is not None}
     bias = fields.take("logit_bias", dict, None)
     if bias:
         engine["logit_bias"] = bias
@@ -337,17 +337,17 @@ def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None
     if not given:
         raise Reason.FIELD_REQUIRED.error("there is no prompt", field="prompt")
     check(len(given), "prompt")
-    made: list[str | TokenIds] = []
+    prompts: list[str | TokenIds] = []
     for each in given:
         if isinstance(each, str | TokenIds):
-            made.append(each)
+            prompts.append(each)
             continue
         ids = TokenIds()
         if not isinstance(each, list):
             raise Reason.FIELD_INVALID.error("it must be texts or lists of token ids", field="prompt")
         assign(ids, "ids", each, "prompt")
-        made.append(ids)
-    return made
+        prompts.append(ids)
+    return prompts
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -427,12 +427,12 @@ def _choice(
 
 def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
     """Return vLLM's prompt data: in each choice of a completion, beside the choices of a chat."""
-    told: dict[str, Any] = {}
+    prompt_data: dict[str, Any] = {}
     if asked.ids:
-        told["prompt_token_ids"] = list(sample.prompt_ids)
+        prompt_data["prompt_token_ids"] = list(sample.prompt_ids)
     if asked.prompt_tops is not None:
-        told["prompt_logprobs"] = logprobs.of_prompt(sample.input_logprobs, asked.prompt_tops)
-    return told
+        prompt_data["prompt_logprobs"] = logprobs.of_prompt(sample.input_logprobs, asked.prompt_tops)
+    return prompt_data
 
 
 def _metadata(sample: RolloutSample) -> dict[str, Any]:
@@ -440,15 +440,15 @@ def _metadata(sample: RolloutSample) -> dict[str, Any]:
     version = sample.last_version
     if version is None:
         return {}
-    told: dict[str, Any] = {"weight_version": version.label}
+    metadata: dict[str, Any] = {"weight_version": version.label}
     if sample.whole.versions:
-        told["weight_versions"] = [
+        metadata["weight_versions"] = [
             {"version": span.version.label, "start": span.start, "end": span.end} for span in sample.whole.versions
         ]
-    return {"metadata": told}
+    return {"metadata": metadata}
 
 
 def _usage(ended: Sequence[RolloutSample]) -> dict[str, int]:
     prompt = sum(len(sample.prompt_ids) for sample in ended if sample.index == 0)
-    made = sum(len(sample.whole.output_ids) for sample in ended)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    output = sum(len(sample.whole.output_ids) for sample in ended)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

@@ -42,13 +42,13 @@ async def model(call: Call) -> Reply:
 
 
 async def _cards(call: Call) -> list[dict[str, Any]]:
-    known = {"object": "model", "created": 0, "owned_by": "rlctl"}
+    common = {"object": "model", "created": 0, "owned_by": "rlctl"}
     cards: list[dict[str, Any]] = []
     for model in (await call.fleet.status()).models:
         version = {"weight_version": model.latest.label, "weight_version_seq": model.latest.sequence}
-        cards.append({"id": model.name, **known, "root": model.checkpoint or model.name, "parent": None, **version})
+        cards.append({"id": model.name, **common, "root": model.checkpoint or model.name, "parent": None, **version})
         cards += [
-            {"id": adapter.name, **known, "root": adapter.path or adapter.name, "parent": model.name, **version}
+            {"id": adapter.name, **common, "root": adapter.path or adapter.name, "parent": model.name, **version}
             for adapter in model.adapters
         ]
     return cards

@@ -55,9 +55,9 @@ class _Text:
     def more(self, text: str) -> str:
         """Add text. Return the text to send now."""
         text = self._held + text
-        begun = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - begun :]
-        text = text[: len(text) - begun]
+        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - overlap :]
+        text = text[: len(text) - overlap]
         self._told += len(text)
         return text
 
@@ -125,21 +125,21 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
             changed.put_nowait(without_frames(typed(error)))
 
     tasks: list[asyncio.Task[None]] = []
-    left = len(samples)
+    remaining = len(samples)
     try:
         await _start(tasks, (run(index) for index in range(len(samples))))
-        while left:
-            told = await changed.get()
-            if isinstance(told, RlctlError):
-                raise told
-            parts = waiting.pop(told, ())
-            over = ended.pop(told, None)
-            left -= over is not None
+        while remaining:
+            index_or_error = await changed.get()
+            if isinstance(index_or_error, RlctlError):
+                raise index_or_error
+            parts = waiting.pop(index_or_error, ())
+            over = ended.pop(index_or_error, None)
+            remaining -= over is not None
             if parts or over is not None:
                 part = _joined(parts)
-                text = texts[told].more("".join(each.text for each in parts))
-                part.text = text if over is None else text + texts[told].rest(over.whole.text)
-                yield News(told, part, prompts[told], over)
+                text = texts[index_or_error].more("".join(each.text for each in parts))
+                part.text = text if over is None else text + texts[index_or_error].rest(over.whole.text)
+                yield News(index_or_error, part, prompts[index_or_error], over)
     finally:
         await _end(tasks)
 

@@ -33,7 +33,7 @@ def named(call: Call, *bodies: Mapping[str, Any]) -> str:
 
 def min_version(call: Call) -> int:
     """Return the least sequence number. Raises FIELD_INVALID."""
-    given = call.headers.get(MIN_VERSION, "0")
-    if not given.isascii() or not given.isdigit() or len(given) > 18:
-        raise Reason.FIELD_INVALID.error(f"{given!r} is no sequence number", field=MIN_VERSION)
-    return int(given)
+    value = call.headers.get(MIN_VERSION, "0")
+    if not value.isascii() or not value.isdigit() or len(value) > 18:
+        raise Reason.FIELD_INVALID.error(f"{value!r} is no sequence number", field=MIN_VERSION)
+    return int(value)

@@ -85,23 +85,23 @@ async def _samples(call: Call) -> tuple[list[RolloutSample], list[Teller], Askin
     call.note_unknown(asking.unknown)
     model = await call.generation.model(_text(body, "model"))
     prompts = str(asking.prompts[0].request.WhichOneof("prompt"))
-    call.generation.check_samples([asked.samples for asked in asking.prompts], "sampling_params.n", prompts)
+    call.generation.check_samples([prompt.samples for prompt in asking.prompts], "sampling_params.n", prompts)
 
     def make() -> tuple[list[RolloutSample], list[Teller]]:
         samples: list[RolloutSample] = []
         tellers: list[Teller] = []
-        for number, asked in enumerate(asking.prompts):
-            _complete(asked, call, model, body)
-            for index in range(asked.samples):
+        for number, prompt in enumerate(asking.prompts):
+            _complete(prompt, call, model, body)
+            for index in range(prompt.samples):
                 sample = continuation.begin(
-                    asked.request, prompt=number, index=index, session_id=sessions.named(call, body, asked.fields)
+                    prompt.request, prompt=number, index=index, session_id=sessions.named(call, body, prompt.fields)
                 )
-                if asked.samples > 1:
-                    sample.request.rid = f"{asked.rid}_{index}"
-                if (seed := seed_of(asked.request.sampling_params, index)) is not None:  # as engines count samples
+                if prompt.samples > 1:
+                    sample.request.rid = f"{prompt.rid}_{index}"
+                if (seed := seed_of(prompt.request.sampling_params, index)) is not None:  # as engines count samples
                     sample.request.sampling_params.seed = seed
                 samples.append(sample)
-                tellers.append(Teller(sample.request.rid, asked, began))
+                tellers.append(Teller(sample.request.rid, prompt, began))
         return samples, tellers
 
     samples, tellers = await call.beside(make)

@@ -66,10 +66,10 @@ class Fields:
             if default is _MISSING:
                 raise Reason.FIELD_REQUIRED.error("it is missing", field=self._where + name)
             return default
-        given, value = value, of_kind(value, kind) if isinstance(kind, type) else value
+        original, value = value, of_kind(value, kind) if isinstance(kind, type) else value
         if not _fits(value, kind):
-            shown = kind.__name__ if isinstance(kind, type) else str(kind)
-            raise Reason.FIELD_INVALID.error(f"{_short(given)} is no {shown}", field=self._where + name)
+            kind_name = kind.__name__ if isinstance(kind, type) else str(kind)
+            raise Reason.FIELD_INVALID.error(f"{_short(original)} is no {kind_name}", field=self._where + name)
         return value
 
     def take_list(self, name: str, kind: type[T], default: Sequence[T] | None = _MISSING) -> Any:
@@ -125,5 +125,5 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -72,32 +72,32 @@ def url_of(call: Call, slot: str) -> str:
 
 def slot_in(url: str) -> str:
     """Return the slot of an engine URL, or "" for any other URL."""
-    found = _ADDRESS.search(url)
-    return unquote(found[1]) if found else ""
+    match = _ADDRESS.search(url)
+    return unquote(match[1]) if match else ""
 
 
 async def is_own(call: Call, url: str) -> bool:
     """Return whether a URL without a path is this gateway's: same TCP port, and an address of the caller's Host."""
     parsed = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        asked, asked_port = split(call.headers.get("Host", ""), "Host")
+        call_host, call_port = split(call.headers.get("Host", ""), "Host")
         port = parsed.port or 80
     except (RlctlError, ValueError):
         return False
-    if not parsed.hostname or parsed.path not in ("", "/") or port != asked_port:
+    if not parsed.hostname or parsed.path not in ("", "/") or port != call_port:
         return False
-    if parsed.hostname == asked:
+    if parsed.hostname == call_host:
         return True
-    of_url, of_call = await asyncio.gather(_addresses(parsed.hostname), _addresses(asked))
+    of_url, of_call = await asyncio.gather(_addresses(parsed.hostname), _addresses(call_host))
     return bool(of_url & of_call)
 
 
 async def _addresses(host: str) -> set[str]:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return set()
-    return {str(address[0]) for *_, address in found}
+    return {str(address[0]) for *_, address in infos}
 
 
 def foreign(url: str) -> RlctlError:
@@ -160,8 +160,8 @@ async def health(call: Call) -> Reply:
 
 
 async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
-    told = await fleet.status(call.generation.settings.model)
-    return [stage for stage in told.stages if stage.state != STAGE_STATE_RETIRED]
+    status = await fleet.status(call.generation.settings.model)
+    return [stage for stage in status.stages if stage.state != STAGE_STATE_RETIRED]
 
 
 def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:
@@ -173,11 +173,11 @@ def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:
 
 async def updatable(call: Call) -> str:
     """Return the model to update: the gateway's, else the only updatable model. Raises FIELD_REQUIRED."""
-    known = [model.name for model in await call.fleet.models() if model.updatable]
-    if call.generation.settings.model or len(known) == 1:
-        return call.generation.settings.model or known[0]
+    names = [model.name for model in await call.fleet.models() if model.updatable]
+    if call.generation.settings.model or len(names) == 1:
+        return call.generation.settings.model or names[0]
     raise Reason.FIELD_REQUIRED.error(
-        f"which of {', '.join(known) or 'no models'} is meant?",
+        f"which of {', '.join(names) or 'no models'} is meant?",
         field="model",
         next_step="Start the gateway with --model.",
     )

@@ -19,10 +19,10 @@ _RESERVE_S = 30.0
 
 def token(headers: Mapping[str, str]) -> str | None:
     """Return the bearer token of a request, if present. Raises TOKEN_MISSING for an invalid header."""
-    given = headers.get("Authorization")
-    if given is None:
+    header = headers.get("Authorization")
+    if header is None:
         return None
-    scheme, _, value = given.partition(" ")
+    scheme, _, value = header.partition(" ")
     value = value.strip()
     if scheme.lower() != "bearer" or not value or not (value.isascii() and value.isprintable()):
         raise Reason.TOKEN_MISSING.error("the Authorization header is no bearer token", field="Authorization")
@@ -39,22 +39,22 @@ def readable(headers: Mapping[str, str]) -> None:
 def key(headers: Mapping[str, str]) -> tuple[str, str]:
     """Return the name and value of the caller's key header, or two empty texts. Raises FIELD_INVALID."""
     for name in KEYS:
-        given = headers.get(name)
-        if given is None:
+        value = headers.get(name)
+        if value is None:
             continue
-        if not 0 < len(given) <= _LONGEST:
+        if not 0 < len(value) <= _LONGEST:
             raise Reason.FIELD_INVALID.error(f"it must have 1 to {_LONGEST} characters", field=name)
-        return name, given
+        return name, value
     return "", ""
 
 
 def as_uuid7(given: str) -> str:
     """Return a key that is a request id, in the contract's spelling; "" for any other key."""
     try:
-        made = uuid.UUID(given)
+        parsed = uuid.UUID(given)
     except ValueError:
         return ""
-    return str(made) if made.version == 7 else ""
+    return str(parsed) if parsed.version == 7 else ""
 
 
 def body_digest(query: str, body: bytes) -> bytes:
@@ -77,8 +77,8 @@ async def reserved(fleet: AsyncFleet, scope: Sequence[str], body_sha256: bytes) 
 
 def derived(request_id: str, step: str) -> str:
     """Derive the id of a step of a request: equal for a repeat, with the time of the request id."""
-    made = bytearray(hashlib.sha256(f"{request_id}/{step}".encode()).digest()[:16])
-    made[:6] = uuid.UUID(request_id).bytes[:6]
-    made[6] = 0x70 | made[6] & 0x0F
-    made[8] = 0x80 | made[8] & 0x3F
-    return str(uuid.UUID(bytes=bytes(made)))
+    digest = bytearray(hashlib.sha256(f"{request_id}/{step}".encode()).digest()[:16])
+    digest[:6] = uuid.UUID(request_id).bytes[:6]
+    digest[6] = 0x70 | digest[6] & 0x0F
+    digest[8] = 0x80 | digest[8] & 0x3F
+    return str(uuid.UUID(bytes=bytes(digest)))

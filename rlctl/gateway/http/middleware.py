@@ -41,16 +41,16 @@ def load(path: str) -> Callable[..., Middleware]:
     if not colon:
         module, _, name = path.rpartition(".")
     try:
-        found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        middleware_class: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise Reason.FIELD_INVALID.error(
             f"{path!r} cannot be loaded: {error}",
             field="middleware_path",
             next_step="Give package.module:Class, importable where the gateway runs.",
         ) from error
-    if not callable(found):
+    if not callable(middleware_class):
         raise Reason.FIELD_INVALID.error(f"{path!r} is no class", field="middleware_path")
-    return found  # type: ignore[no-any-return]
+    return middleware_class  # type: ignore[no-any-return]
 
 
 def around(handler: Handler, middlewares: Sequence[Middleware]) -> Handler:

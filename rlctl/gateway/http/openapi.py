@@ -65,13 +65,13 @@ def document(rows: Sequence[Row], routes: Sequence[Route] = ()) -> dict[str, Any
 
 def _of_row(row: Row, prefix: str, method: str) -> dict[str, Any]:
     answers = COMMON | {400: "what is wrong"} | dict(row.answers)
-    said: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": row.about,
         "parameters": [*_of_path(prefix), *map(_parameter, row.query)],
         "responses": {str(status): {"description": about} for status, about in sorted(answers.items())},
     }
     if row.note or row.verbs:
-        said["description"] = " ".join(
+        operation["description"] = " ".join(
             filter(None, [row.note and f"{row.note}.", row.verbs and f"Verbs: {row.verbs}."])
         )
     if row.fields and method == "POST":
@@ -79,8 +79,8 @@ def _of_row(row: Row, prefix: str, method: str) -> dict[str, Any]:
         schema = {"type": "object", "properties": {each.name: _schema(each) for each in row.fields}}
         if required:
             schema["required"] = required
-        said["requestBody"] = {"required": bool(required), "content": {"application/json": {"schema": schema}}}
-    return said
+        operation["requestBody"] = {"required": bool(required), "content": {"application/json": {"schema": schema}}}
+    return operation
 
 
 def _of_route(route: Route) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class Field:
                 parts = [Fields({str(index): part}, f"{self.name}.") for index, part in enumerate(value)]
                 value = [part.take_list(str(index), inner[0]) for index, part in enumerate(parts)]
         if self.choices and value is not None and value not in self.choices:
-            known = ", ".join(self.choices)
-            raise Reason.FIELD_INVALID.error(f"{value!r} must be one of {known}", field=self.name)
+            choices = ", ".join(self.choices)
+            raise Reason.FIELD_INVALID.error(f"{value!r} must be one of {choices}", field=self.name)
         return value
 
 

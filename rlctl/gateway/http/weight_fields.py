@@ -38,16 +38,18 @@ def bucket(
     shapes: Sequence[list[object]] = fields.take_list("shapes", list)
     if not names:
         raise Reason.FIELD_REQUIRED.error("it is empty", field=fields.path("names"))
-    for field, given in ((dtypes, kinds), ("shapes", shapes)):
-        if len(given) != len(names):
-            raise Reason.LENGTH_MISMATCH.error(f"{len(given)} of them for {len(names)} names", field=fields.path(field))
-    made = TensorBucket(names=names, dtypes=map(dtype, kinds), format=format)
+    for field, values in ((dtypes, kinds), ("shapes", shapes)):
+        if len(values) != len(names):
+            raise Reason.LENGTH_MISMATCH.error(
+                f"{len(values)} of them for {len(names)} names", field=fields.path(field)
+            )
+    message = TensorBucket(names=names, dtypes=map(dtype, kinds), format=format)
     for number, shape in enumerate(shapes):
         try:
-            made.shapes.append(Shape(dims=shape))  # type: ignore[arg-type]
+            message.shapes.append(Shape(dims=shape))  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise Reason.FIELD_INVALID.error(f"{shape} is no shape", field=fields.path(f"shapes[{number}]")) from None
-    return made
+    return message
 
 
 def packed(whole: TensorBucket, most: int) -> list[TensorBucket]:
@@ -115,13 +117,13 @@ def group(
 
 def segments(values: Sequence[Any]) -> list[TensorSegment]:
     """Read the shared memory in ``segments``, in protobuf's JSON. Raises FIELD_INVALID."""
-    made = []
+    result = []
     for index, value in enumerate(values):
         try:
-            made.append(json_format.ParseDict(value, TensorSegment()))
+            result.append(json_format.ParseDict(value, TensorSegment()))
         except json_format.ParseError as error:
             raise Reason.FIELD_INVALID.error(f"it is no TensorSegment: {error}", field=f"segments[{index}]") from None
-    return made
+    return result
 
 
 def pickled(field: str, next_step: str) -> RlctlError:

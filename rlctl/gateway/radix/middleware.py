@@ -59,24 +59,24 @@ class RadixMiddleware:
         prompt = await call.beside(lambda: _prompt(body))
         if prompt is None:
             return await handler(call)
-        kept, tokenizer = await self._of(str(body.get("model") or ""), str(body.get("lora_path") or ""))
-        pieces = await _known(kept, tokenizer, prompt)
+        trajectories, tokenizer = await self._of(str(body.get("model") or ""), str(body.get("lora_path") or ""))
+        pieces = await _known(trajectories, tokenizer, prompt)
         rest = {name: value for name, value in body.items() if name not in _PROMPTS}
         ids = [token for piece in pieces for token in piece.tokens]
         call.replace_json({**rest, "input_ids": ids, "return_logprob": True})
         answer = await handler(call)
         if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
             # The response does not wait for the insertion, and later requests find the tokens.
-            told = answer.body
-            asyncio.get_running_loop().call_soon(lambda: kept.put([*pieces, *_response(told, tokenizer)]))
+            reply_body = answer.body
+            asyncio.get_running_loop().call_soon(lambda: trajectories.put([*pieces, *_response(reply_body, tokenizer)]))
         return answer
 
     async def _retrieve(self, call: Call) -> Reply:
         fields = await call.fields()
         fields.accept("return_logp", "return_logprob")
         text = fields.take("text", str)
-        kept, tokenizer = await self._of(fields.take("model", str, ""), fields.take("lora_path", str, ""))
-        pieces = await _known(kept, tokenizer, text)
+        trajectories, tokenizer = await self._of(fields.take("model", str, ""), fields.take("lora_path", str, ""))
+        pieces = await _known(trajectories, tokenizer, text)
         tokens = [token for piece in pieces for token in piece.tokens]
         mask = [int(trained) for piece in pieces for trained in piece.loss_mask or [0] * len(piece.tokens)]
         versions = [version for piece in pieces for version in piece.versions or [None] * len(piece.tokens)]
@@ -98,22 +98,22 @@ class RadixMiddleware:
         """
         model = await self._generation.model(named)
         tokenizer = await self._generation.tokenizers.of(model)
-        kept = self._kept.get((model, adapter))
-        if kept is None:
-            kept = await self._begun(model, adapter)
-        kept.advance(self._generation.rollout(model).latest)
-        return kept, tokenizer
+        trajectories = self._kept.get((model, adapter))
+        if trajectories is None:
+            trajectories = await self._begun(model, adapter)
+        trajectories.advance(self._generation.rollout(model).latest)
+        return trajectories, tokenizer
 
     async def _begun(self, model: str, adapter: str) -> Trajectories:
         """Make an adapter's trajectories, kept only if the adapter is loaded. Drop unloaded adapters' trajectories."""
-        made = Trajectories(self.max_tokens, self.max_age)
+        trajectories = Trajectories(self.max_tokens, self.max_age)
         models = await self._generation.fleet.models()
-        there = {"", *(each.name for found in models if found.name == model for each in found.adapters)}
-        if adapter not in there:
-            return made
-        for key in [key for key in self._kept if key[0] == model and key[1] not in there]:
+        loaded = {"", *(each.name for entry in models if entry.name == model for each in entry.adapters)}
+        if adapter not in loaded:
+            return trajectories
+        for key in [key for key in self._kept if key[0] == model and key[1] not in loaded]:
             del self._kept[key]
-        return self._kept.setdefault((model, adapter), made)
+        return self._kept.setdefault((model, adapter), trajectories)
 
 
 def _prompt(body: Any) -> str | list[int] | None:
@@ -123,10 +123,10 @@ def _prompt(body: Any) -> str | list[int] | None:
     sampling = body.get("sampling_params")
     if isinstance(sampling, Mapping) and sampling.get("n") not in (None, 1):
         return None
-    given = [body[name] for name in _PROMPTS if body.get(name) is not None]
-    if not given or any(other != given[0] for other in given):
+    prompts = [body[name] for name in _PROMPTS if body.get(name) is not None]
+    if not prompts or any(other != prompts[0] for other in prompts):
         return None
-    prompt = list(given[0].ids) if isinstance(given[0], TokenIds) else given[0]
+    prompt = list(prompts[0].ids) if isinstance(prompts[0], TokenIds) else prompts[0]
     if isinstance(prompt, str):
         return prompt or None
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
@@ -137,16 +137,16 @@ def _prompt(body: Any) -> str | list[int] | None:
 async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[Piece]:
     """Return the prompt in pieces: the kept pieces, and the rest."""
     if not isinstance(prompt, str):
-        found = kept.by_ids(prompt)
-        pieces = list(found.pieces) if found else []
-        rest = prompt[len(found.tokens) if found else 0 :]
+        record = kept.by_ids(prompt)
+        pieces = list(record.pieces) if record else []
+        rest = prompt[len(record.tokens) if record else 0 :]
         return [*pieces, Piece(tokenizer.join(rest), rest)] if rest else pieces
-    found = kept.by_text(prompt)
-    pieces = list(found.pieces) if found else []
-    text = prompt[len(found.text) if found else 0 :]
+    record = kept.by_text(prompt)
+    pieces = list(record.pieces) if record else []
+    text = prompt[len(record.text) if record else 0 :]
     if not text:
         return pieces
-    ids = await tokenizer.ids(text, special=found is None)
+    ids = await tokenizer.ids(text, special=record is None)
     return [*pieces, Piece(text, ids)] if ids else pieces
 
 
@@ -175,11 +175,11 @@ def _parts(
         return [(text, 0, len(ids))]
     if not whole.startswith(stripped):
         return [(None, 0, len(ids))]
-    left_out = whole[len(stripped) :]
+    stop = whole[len(stripped) :]
     for end in range(len(ids) - 1, 0, -1):
-        begun = tokenizer.join(ids[:end]).lstrip(" ")
-        if begun == stripped:
-            return [(text, 0, end), (left_out, end, len(ids))]
-        if len(begun) < len(stripped):
+        prefix = tokenizer.join(ids[:end]).lstrip(" ")
+        if prefix == stripped:
+            return [(text, 0, end), (stop, end, len(ids))]
+        if len(prefix) < len(stripped):
             break  # a token has parts of both
-    return [(text + left_out, 0, len(ids))]
+    return [(text + stop, 0, len(ids))]

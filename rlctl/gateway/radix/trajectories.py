@@ -56,9 +56,9 @@ class Piece:
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "versions", "loss_mask"):
-            given = getattr(self, name)
-            if given and len(given) != len(self.tokens):
-                message = f"{len(given)} {name} for {len(self.tokens)} tokens"
+            values = getattr(self, name)
+            if values and len(values) != len(self.tokens):
+                message = f"{len(values)} {name} for {len(self.tokens)} tokens"
                 raise Reason.FIELD_INVALID.error(message, field=name)
         if self.text and not self.tokens:
             raise Reason.FIELD_INVALID.error("a piece with text has no tokens", field="tokens")
@@ -159,8 +159,8 @@ class Trajectories:
         node = self._texts.longest(text)
         if node is None:
             return None
-        found = node.newest
-        return self._use(found, next(count for count, end in found.ends if end == node.depth))
+        trajectory = node.newest
+        return self._use(trajectory, next(count for count, end in trajectory.ends if end == node.depth))
 
     def by_ids(self, ids: Sequence[int]) -> Record | None:
         common = self._ids.common(_key(ids))
@@ -197,13 +197,13 @@ class Trajectories:
             self._order[version] = next(self._came)
         if self._behind(version) <= 0:
             self._current = version
-        old = [known for known in self._by_version if self._behind(known) >= self._max_age]
-        gone = [trajectory for known in old for trajectory in self._by_version[known]]
-        for trajectory in gone:
+        old = [number for number in self._by_version if self._behind(number) >= self._max_age]
+        dropped = [trajectory for number in old for trajectory in self._by_version[number]]
+        for trajectory in dropped:
             self._drop(trajectory)
-        for known in [known for known in self._order if self._behind(known) > self._max_age]:
-            del self._order[known]
-        return len(gone)
+        for number in [number for number in self._order if self._behind(number) > self._max_age]:
+            del self._order[number]
+        return len(dropped)
 
     def _behind(self, version: Version) -> int:
         """Return how many versions the version is behind the current version; below 0 if newer."""
@@ -214,16 +214,16 @@ class Trajectories:
 
     def _trajectory(self, pieces: Sequence[Piece]) -> _Trajectory:
         new = _Trajectory("", array("q"), array("d"), b"", [], [], self._current)
-        known = True
+        has_text = True
         for piece in pieces:
             count = len(piece.tokens)
             new.tokens.extend(piece.tokens)
             new.logprobs.extend(piece.logprobs or [0.0] * count)
             new.loss_mask += bytes(piece.loss_mask or [int(bool(piece.logprobs))] * count)
             new.versions += piece.versions or [None] * count
-            known = known and piece.text is not None
-            new.text += piece.text or "" if known else ""
-            new.ends.append((len(new.tokens), len(new.text) if known else -1))
+            has_text = has_text and piece.text is not None
+            new.text += piece.text or "" if has_text else ""
+            new.ends.append((len(new.tokens), len(new.text) if has_text else -1))
         return new
 
     def _hold(self, new: _Trajectory, tree: RadixTree[_Trajectory], key: str, end: int) -> Node[_Trajectory]:

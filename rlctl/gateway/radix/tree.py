@@ -82,10 +82,10 @@ class RadixTree(Generic[Value]):
 
     def common(self, key: str) -> tuple[Node[Value], int] | None:
         """Return a node for the longest beginning that ``key`` shares with any key, and the length of the beginning."""
-        found = None
+        longest = None
         for node, matched in self._walk(key):
-            found = node, matched
-        return found
+            longest = node, matched
+        return longest
 
     def __iter__(self) -> Iterator[Node[Value]]:
         waiting = list(self._root.children.values())

@@ -139,11 +139,11 @@ class SglangRouter:
                 return
 
     def _program(self) -> list[str]:
-        found = program()
+        path = program()
         if not self._token:
-            return [found]
-        beside = Path(found).resolve().parent / "python"  # perhaps a different environment than rlctl's
-        return [str(beside if beside.exists() else sys.executable), "-c", _GUARDED, found]
+            return [path]
+        python = Path(path).resolve().parent / "python"  # perhaps a different environment than rlctl's
+        return [str(python if python.exists() else sys.executable), "-c", _GUARDED, path]
 
     def stop(self) -> None:
         process, self._process = self._process, None
@@ -162,12 +162,12 @@ class SglangRouter:
 
     def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
         """Set the regular workers, and wait until the router has them. Raises OSError, DEADLINE_EXCEEDED."""
-        wanted = dict.fromkeys(urls, REGULAR)
+        workers = dict.fromkeys(urls, REGULAR)
         until = time.monotonic() + timeout_s
-        while (found := self.towards(wanted)) != (frozenset(wanted), frozenset()):
+        while (state := self.towards(workers)) != (frozenset(workers), frozenset()):
             if time.monotonic() >= until:
                 raise Reason.DEADLINE_EXCEEDED.error(
-                    f"sglang-router has {sorted(found[0])} and not {sorted(wanted)} after {timeout_s:g} s"
+                    f"sglang-router has {sorted(state[0])} and not {sorted(workers)} after {timeout_s:g} s"
                 )
             time.sleep(LOOK_S)
 
@@ -178,17 +178,17 @@ class SglangRouter:
         without workers of a type refuses all requests. So the last worker of a type is removed only after a wanted
         worker is present. Raises OSError.
         """
-        known = {worker["url"]: worker for worker in self._listed()}
+        present = {worker["url"]: worker for worker in self._listed()}
         now = time.monotonic()
-        self._asked = {url: at for url, at in self._asked.items() if url not in known and now - at < ADD_S}
-        for url in wanted.keys() - known.keys() - self._asked.keys():
+        self._asked = {url: at for url, at in self._asked.items() if url not in present and now - at < ADD_S}
+        for url in wanted.keys() - present.keys() - self._asked.keys():
             self._call("POST", "/workers", {"url": url, "worker_type": wanted[url]})
             self._asked[url] = now
-        there = {kind for url, kind in wanted.items() if url in known}
-        for url in known.keys() - wanted.keys():
-            if not wanted or known[url]["worker_type"] in there:
-                self._call("DELETE", f"/workers/{known[url]['id']}")
-        return frozenset(known), frozenset(self._asked)
+        there = {kind for url, kind in wanted.items() if url in present}
+        for url in present.keys() - wanted.keys():
+            if not wanted or present[url]["worker_type"] in there:
+                self._call("DELETE", f"/workers/{present[url]['id']}")
+        return frozenset(present), frozenset(self._asked)
 
     def _listed(self) -> list[dict[str, Any]]:
         workers: list[dict[str, Any]] = self._call("GET", "/workers")["workers"]
@@ -211,18 +211,18 @@ class SglangRouter:
 
 def installed() -> str:
     """Return the program, beside this interpreter or on the path; "" if not installed."""
-    beside = Path(sys.executable).parent / "sglang-router"
-    return str(beside) if beside.exists() else shutil.which("sglang-router") or ""
+    path = Path(sys.executable).parent / "sglang-router"
+    return str(path) if path.exists() else shutil.which("sglang-router") or ""
 
 
 def program() -> str:
     """Return the program. Raises UNSUPPORTED if it is not installed."""
-    found = installed()
-    if not found:
+    path = installed()
+    if not path:
         raise Reason.UNSUPPORTED.error(
             "sglang-router is not installed", field="router.backend", next_step="pip install 'rlctl[router]'"
         )
-    return found
+    return path
 
 
 def _free_port(host: str) -> int:

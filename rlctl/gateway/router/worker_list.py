@@ -138,16 +138,16 @@ class Keeper:
     async def _keep(self) -> None:
         await self._view.news()
         while True:
-            wanted, told = self._wanted(), self._view.told
+            workers, confirmation = self._wanted(), self._view.told
             again_s = LOOK_S
             try:
                 if self._router.ended:
                     log.warning("sglang-router has ended and is started again")
                     await asyncio.to_thread(self._router.start)
-                known, coming = await asyncio.to_thread(self._router.towards, wanted)
-                if known | coming <= wanted.keys():
-                    await self._view.confirm(told)
-                if known == wanted.keys() and not coming:
+                present, coming = await asyncio.to_thread(self._router.towards, workers)
+                if present | coming <= workers.keys():
+                    await self._view.confirm(confirmation)
+                if present == workers.keys() and not coming:
                     self._settled.set()
                     again_s = CHECK_S
             except Exception as error:  # noqa: BLE001 the list would stay as it is

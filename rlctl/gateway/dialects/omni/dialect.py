@@ -84,8 +84,8 @@ def fail(error: RlctlError) -> Reply:
         status = 503
     elif isinstance(error, InvalidRequest) and error.field != "body":
         status = 422
-    said = {"message": str(error), "code": error.reason.name.lower(), "param": error.field or None}
-    return Reply({"error": said}, status, {**headers_of(error), **({"Retry-After": "1"} if status == 503 else {})})
+    body = {"message": str(error), "code": error.reason.name.lower(), "param": error.field or None}
+    return Reply({"error": body}, status, {**headers_of(error), **({"Retry-After": "1"} if status == 503 else {})})
 
 
 class _Router:
@@ -108,9 +108,9 @@ class _Router:
 
     async def broadcast(self, path: str, verb: Verb, call: Call) -> Reply:
         """Run one operation over all workers, and answer in the form of the router's broadcasts."""
-        asked = requests.read(verb, await call.fields())
+        request = requests.read(verb, await call.fields())
         async with self._turn() if verb.locked else contextlib.nullcontext():
-            operation = await requests.carry_out(call, asked)
+            operation = await requests.carry_out(call, request)
         return replies.of_router(operation, path, functools.partial(engine_urls.url_of, call))
 
     @contextlib.asynccontextmanager
@@ -180,8 +180,8 @@ async def post_worker(call: Call) -> Reply:
     """Enable an engine of the fleet by its engine URL. A repeat is harmless."""
     fields = await call.fields()
     fields.accept("capabilities", "model")  # reported by the stage server
-    given = fields.take("url", str, None) or fields.take("worker_url", str, None)
-    url = call.query.get("url") or call.query.get("worker_url") or given
+    body_url = fields.take("url", str, None) or fields.take("worker_url", str, None)
+    url = call.query.get("url") or call.query.get("worker_url") or body_url
     if not url:
         raise Reason.FIELD_REQUIRED.error("it is missing", field="url")
     slot = engine_urls.slot_in(url)

@@ -31,23 +31,23 @@ async def generate(call: Call) -> Answer:
     """Generate text; fields of Omni or SGLang, and a reply that clients of both read."""
     fields = await call.fields()
     openai.refuse(fields, _WITHOUT)
-    given = dict(fields.values)
+    body = dict(fields.values)
     metadata = fields.take("metadata", dict, None)
-    named = [name for name in ("input_ids", "text", *_PROMPTS) if given.get(name) is not None]
+    named = [name for name in ("input_ids", "text", *_PROMPTS) if body.get(name) is not None]
     if len(named) > 1:
         raise Reason.FIELD_CONFLICT.error(f"{' and '.join(named)} exclude each other", field=named[1])
     model = await call.generation.model(fields.take("model", str, ""))
     if named == ["messages"]:
-        given["input_ids"] = await openai.render(call, fields, model)
+        body["input_ids"] = await openai.render(call, fields, model)
     elif named == ["prompt"]:
-        given["text"] = fields.take("prompt", str)
-    given["model"] = model
-    given["sampling_params"] = _sampling(fields.take_fields("sampling_params", {}))
-    given["return_logprob"] = fields.take("return_logprob", bool, True)
+        body["text"] = fields.take("prompt", str)
+    body["model"] = model
+    body["sampling_params"] = _sampling(fields.take_fields("sampling_params", {}))
+    body["return_logprob"] = fields.take("return_logprob", bool, True)
     for name in (*_PROMPTS, *_WITHOUT, "metadata", "tools", "tool_choice", "chat_template_kwargs"):
-        given.pop(name, None)
+        body.pop(name, None)
     fields.accept(*fields.values)  # the rest is read below
-    call.replace_json(given)
+    call.replace_json(body)
     answer = await sglang.generate(call)
     if metadata is not None and isinstance(answer, Reply) and isinstance(answer.body, dict):
         answer.body["meta_info"]["request_metadata"] = metadata
@@ -56,12 +56,12 @@ async def generate(call: Call) -> Answer:
 
 def _sampling(params: Fields) -> dict[str, Any]:
     """Return the parameters under SGLang's names. The default length is SGLang's."""
-    given = dict(params.values)
-    most, seed = given.pop("max_tokens", None), given.pop("seed", None)
-    if most is not None and given.get("max_new_tokens") not in (None, most):
+    sampling = dict(params.values)
+    most, seed = sampling.pop("max_tokens", None), sampling.pop("seed", None)
+    if most is not None and sampling.get("max_new_tokens") not in (None, most):
         raise Reason.FIELD_CONFLICT.error("max_new_tokens is another number", field=params.path("max_tokens"))
     if most is not None:
-        given["max_new_tokens"] = most
+        sampling["max_new_tokens"] = most
     if seed is not None:
-        given["sampling_seed"] = seed
-    return given
+        sampling["sampling_seed"] = seed
+    return sampling

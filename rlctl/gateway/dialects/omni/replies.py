@@ -149,24 +149,24 @@ def _action(operation: Operation) -> str:
 def _rank(result: RankResult) -> dict[str, Any]:
     kind = result.WhichOneof("data")
     data = getattr(result, kind) if kind else None
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if isinstance(data, CheckReport):
-        told = _check(data)
+        fields = _check(data)
     elif data is not None:
-        told = plain(data)
-        if isinstance(told.get("weight_version"), dict):
-            told["weight_version"] = told["weight_version"]["label"]
+        fields = plain(data)
+        if isinstance(fields.get("weight_version"), dict):
+            fields["weight_version"] = fields["weight_version"]["label"]
     return {
         "rank": result.coordinates.rank,
         "success": confirmed(result),
         "message": "ok" if result.outcome == OUTCOME_APPLIED else _why(result.error),
-        "data": told,
+        "data": fields,
     }
 
 
 def _check(report: CheckReport) -> dict[str, Any]:
     """Return the checker's result under Omni's names, with the model digest, equal for all layouts."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "action": short_name(CheckAction.DESCRIPTOR, report.action),
         "tensor_count": report.tensor_count,
         "checksums": {tensor.name: tensor.sha256 for tensor in report.tensors},
@@ -176,13 +176,13 @@ def _check(report: CheckReport) -> dict[str, Any]:
         "elapsed_s": seconds(report.elapsed),
     }
     if report.action == CHECK_ACTION_COMPARE:
-        told |= {
+        fields |= {
             "matched": not (report.missing or report.unexpected or report.changed),
             "missing": list(report.missing),
             "unexpected": list(report.unexpected),
             "changed": list(report.changed),
         }
-    return told
+    return fields
 
 
 def _metadata(tensor: TensorDigest) -> dict[str, Any]:

@@ -74,13 +74,13 @@ def peers_of(handles: Mapping[str, Any], stages: Sequence[Stage]) -> tuple[list[
     peers, matched = [], []
     for index, (key, address) in enumerate(handles.items()):
         where = f"{FIELD}.{key[:100]}"
-        found = _ADDRESS.fullmatch(address) if type(address) is str else None
-        if found is None:
+        match = _ADDRESS.fullmatch(address) if type(address) is str else None
+        if match is None:
             raise Reason.FIELD_INVALID.error("no address of a socket of checkpoint-engine's", field=where)
         if on_gpus and key not in by_gpu:
             raise Reason.NOT_COLOCATED.error(f"the ranks are on {', '.join(sorted(by_gpu))}", field=where)
         slot, worker = by_gpu[key] if on_gpus else readers[index]
-        peers.append(Peer(where, found[1], worker.device))
+        peers.append(Peer(where, match[1], worker.device))
         matched.append((slot, worker))
     return peers, matched
 

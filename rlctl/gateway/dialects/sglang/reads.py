@@ -147,10 +147,10 @@ def _whole(value: Any) -> Any:
 async def loads(asked: Asked) -> Reply:
     """Return the running and waiting requests of every engine."""
     states = _loads(await asked.tell(verbs_pb2.GetLoadsRequest(), partly=True))
-    wanted = asked["dp_rank"]
-    if wanted is not None and wanted >= len(states):
+    dp_rank = asked["dp_rank"]
+    if dp_rank is not None and dp_rank >= len(states):
         raise Reason.FIELD_INVALID.error(f"there are {len(states)}, counted from 0", field="dp_rank")
-    chosen = states if wanted is None else states[wanted : wanted + 1]
+    chosen = states if dp_rank is None else states[dp_rank : dp_rank + 1]
     if asked["format"] == "prometheus":
         return Reply(_prometheus(chosen), content_type="text/plain")
     return Reply(
@@ -217,8 +217,8 @@ async def ready(asked: Asked) -> Reply:
 
 
 def _alive(stage: Stage) -> bool:
-    gone = (common_pb2.STAGE_STATE_UNREACHABLE, common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_RETIRED)
-    return stage.state not in gone and all(rank.alive for rank in stage.report.ranks)
+    absent_states = (common_pb2.STAGE_STATE_UNREACHABLE, common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_RETIRED)
+    return stage.state not in absent_states and all(rank.alive for rank in stage.report.ranks)
 
 
 async def fleet_of(asked: Asked) -> Fleet:

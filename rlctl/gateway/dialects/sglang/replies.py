@@ -31,11 +31,11 @@ def status_of(error: RlctlError) -> int:
 
 def facts(error: RlctlError) -> dict[str, Any]:
     """Return facts without a field in SGLang: the typed reason, and the outcome of every engine."""
-    said: dict[str, Any] = error.described()
-    said["code"] = status_of(error)
+    details: dict[str, Any] = error.described()
+    details["code"] = status_of(error)
     if isinstance(error, OperationFailed):
-        said["operation_id"] = error.operation.operation_id
-        said["engines"] = {
+        details["operation_id"] = error.operation.operation_id
+        details["engines"] = {
             result.slot: {
                 "outcome": Outcome.Name(result.outcome).removeprefix("OUTCOME_"),
                 "reason": result.error.reason,
@@ -43,7 +43,7 @@ def facts(error: RlctlError) -> dict[str, Any]:
             }
             for result in error.operation.stage_results
         }
-    return said
+    return details
 
 
 def refused(error: RlctlError) -> Reply:

@@ -36,11 +36,11 @@ def segments_by_stage(payloads: Sequence[list[Placed]], stages: Sequence[Stage])
             field=FIELD,
             next_step="Send one payload for each rank, to each engine at its own address.",
         )
-    made: dict[str, list[TensorSegment]] = {}
+    by_slot: dict[str, list[TensorSegment]] = {}
     for number, (placed, reader) in enumerate(_matched(payloads, readers)):
         segments = [segment(each, reader, f"{FIELD}[{number}]") for each in placed]
-        made.setdefault(reader[0], []).extend(segments)
-    return made
+        by_slot.setdefault(reader[0], []).extend(segments)
+    return by_slot
 
 
 def readers_of(stages: Sequence[Stage]) -> list[Reader]:
@@ -54,15 +54,15 @@ def _workers(stage: Stage) -> list[WorkerCoordinates]:
 
 def _matched(payloads: Sequence[list[Placed]], readers: Sequence[Reader]) -> Iterator[tuple[list[Placed], Reader]]:
     by_device = {reader[1].device: reader for reader in readers}
-    taken: set[str] = set()
+    matched_devices: set[str] = set()
     for number, placed in enumerate(payloads):
         device = _gpu(placed, number)
-        if device in taken:
+        if device in matched_devices:
             raise Reason.FIELD_INVALID.error(f"GPU {device} has another payload before", field=f"{FIELD}[{number}]")
         if not device:
             yield placed, readers[number]
         elif device in by_device:
-            taken.add(device)
+            matched_devices.add(device)
             yield placed, by_device[device]
         else:
             raise Reason.NOT_COLOCATED.error(
@@ -86,7 +86,7 @@ def segment(placed: Placed, reader: Reader, where: str) -> TensorSegment:
         raise Reason.NOT_COLOCATED.error(
             f"rank {worker.rank} of {slot} shares no memory with another process", field=where
         )
-    made = TensorSegment(
+    message = TensorSegment(
         node=worker.host_id,
         device=worker.device,
         size=placed.storage.size,
@@ -108,7 +108,7 @@ def segment(placed: Placed, reader: Reader, where: str) -> TensorSegment:
             event=storage.event,
             event_sync_required=storage.event_sync_required,
         )
-        made.torch_cuda_memory.CopyFrom(memory)
+        message.torch_cuda_memory.CopyFrom(memory)
     else:
-        made.torch_shared_memory.CopyFrom(TorchSharedMemory(name=storage.name))
-    return made
+        message.torch_shared_memory.CopyFrom(TorchSharedMemory(name=storage.name))
+    return message

@@ -208,7 +208,7 @@ async def from_ipc(asked: Asked) -> Reply:
     """Receive tensors from checkpoint-engine's parameter servers: a whole update, buffer by buffer."""
     peers, readers = checkpoint_engine.peers_of(asked["zmq_handles"], await _stages(asked))
     async with checkpoint_engine.Conversation(peers) as conversation:
-        begun = await _begin(asked, verbs_pb2.UPDATE_KIND_UNSPECIFIED, common_pb2.WEIGHT_SELECTOR_ALL)
+        update_id = await _begin(asked, verbs_pb2.UPDATE_KIND_UNSPECIFIED, common_pb2.WEIGHT_SELECTOR_ALL)
         try:
             number = 0
             async for placed in conversation.buckets():
@@ -216,7 +216,7 @@ async def from_ipc(asked: Asked) -> Reply:
                 number += 1
             operation = await _commit(asked, _label(asked["weight_version"]), partial=True)
         except RlctlError as error:
-            await _give_up(asked, begun, error)
+            await _give_up(asked, update_id, error)
             raise
         await conversation.confirm()
     return done(f"Succeeded to update model weights.{_versioned(operation)}")

@@ -35,10 +35,10 @@ def dialect(generation: Generation) -> Dialect:
         Route("POST", "/retrieve_from_text", retrieve_from_text, Scope.ROLLOUT, "See the radix middleware."),
     ]
     rows = [replace(row, fail=_refused) for row in rows]
-    taken = {(route.methods, route.path) for route in rows}
+    overridden = {(route.methods, route.path) for route in rows}
     return Dialect(
         "slime",
-        [*rows, *(route for route in rest.routes if (route.methods, route.path) not in taken)],
+        [*rows, *(route for route in rest.routes if (route.methods, route.path) not in overridden)],
         fail=rest.fail,
         admit=rest.admit,
         body_bytes=rest.body_bytes,

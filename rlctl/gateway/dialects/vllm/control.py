@@ -148,10 +148,10 @@ async def control(row: Control, call: Call) -> Reply:
 
 async def _refuse(call: Call, step: Message) -> None:
     """Raise UNSUPPORTED_BY_ALL if no engine supports the step."""
-    asked = type(step)()
-    asked.CopyFrom(step)
+    request = type(step)()
+    request.CopyFrom(step)
     try:
-        await call.fleet.call(await engine_urls.aimed(call, asked, "asked"), validate_only=True)
+        await call.fleet.call(await engine_urls.aimed(call, request, "asked"), validate_only=True)
     except RlctlError as error:
         if error.reason is Reason.UNSUPPORTED_BY_ALL:
             raise

@@ -28,8 +28,8 @@ async def detokenize(call: Call) -> Reply:
     """Return the text of token ids, by the model's tokenizer."""
     fields = await call.fields()
     tokenizer = await _tokenizer(call, fields)
-    given = fields.take("tokens", object)
-    tokens = list(given.ids) if isinstance(given, TokenIds) else fields.take_list("tokens", int)
+    value = fields.take("tokens", object)
+    tokens = list(value.ids) if isinstance(value, TokenIds) else fields.take_list("tokens", int)
     return Reply({"prompt": await beside(len(tokens), lambda: tokenizer.join(tokens))})
 
 

@@ -83,12 +83,12 @@ async def load(call: Call) -> Reply:
 async def server_info(call: Call) -> Reply:
     """Return the engine's start arguments; at the root, all engines' by URL. ``vllm_config`` has trainers' fields."""
     operation = await call.operate(await engine_urls.aimed(call, GetServerInfoRequest()), partly=True)
-    told: dict[str, Any] = {}
+    infos: dict[str, Any] = {}
     for result in operation.stage_results:
         done = confirmed(result)
-        told[result.slot] = plain(result.rank_results[0].server_info) if done else {"error": result.error.message}
+        infos[result.slot] = plain(result.rank_results[0].server_info) if done else {"error": result.error.message}
     for each in operation.excluded:
-        told[each.slot] = {"error": left_out(each.slot, each.state, each.reason)["error"]}
+        infos[each.slot] = {"error": left_out(each.slot, each.state, each.reason)["error"]}
     stages = await engine_urls.asked(call)
     config = {
         "model_config": {"model": stages[0].registration.checkpoint if stages else ""},
@@ -96,9 +96,9 @@ async def server_info(call: Call) -> Reply:
         "weight_transfer_config": {"backend": await requests.backend(call)},
     }
     if engine_urls.slots_of(call):
-        return Reply({**told[engine_urls.slots_of(call)[0]], "vllm_config": config})
+        return Reply({**infos[engine_urls.slots_of(call)[0]], "vllm_config": config})
     return Reply(
-        {"servers": {engine_urls.url_of(call, slot): info for slot, info in told.items()}, "vllm_config": config}
+        {"servers": {engine_urls.url_of(call, slot): info for slot, info in infos.items()}, "vllm_config": config}
     )
 
 

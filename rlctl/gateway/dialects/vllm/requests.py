@@ -70,12 +70,12 @@ async def resume(call: Call) -> list[Message]:
 async def sleep(call: Call) -> list[Message]:
     """Release memory under a pause, as vLLM. Level 0 is the pause alone; level 1 keeps the weights."""
     fields = await call.fields()
-    given = call.query.get("level", fields.take("level", int, 1))
-    if str(given) not in ("0", "1", "2"):
-        raise Reason.FIELD_INVALID.error(f"level is {given!r}; it must be 0, 1 or 2", field="level")
+    level = call.query.get("level", fields.take("level", int, 1))
+    if str(level) not in ("0", "1", "2"):
+        raise Reason.FIELD_INVALID.error(f"level is {level!r}; it must be 0, 1 or 2", field="level")
     steps: list[Message] = [PauseGenerationRequest(mode=_MODES[_mode(call, "abort")][True])]
-    if str(given) != "0":
-        steps.append(ReleaseMemoryRequest(tags=_tags(call, fields), keep_weights=str(given) == "1"))
+    if str(level) != "0":
+        steps.append(ReleaseMemoryRequest(tags=_tags(call, fields), keep_weights=str(level) == "1"))
     return steps
 
 
@@ -174,14 +174,14 @@ async def update_weights(call: Call) -> list[Message]:
 
 async def _taken_in(call: Call, fields: Fields) -> list[Message]:
     """Return the request for the tensors in ``update_info``."""
-    given = fields.take("update_info", dict | list, None)
-    infos: list[Any] = given if isinstance(given, list) else [given]
+    update_info = fields.take("update_info", dict | list, None)
+    infos: list[Any] = update_info if isinstance(update_info, list) else [update_info]
     if not infos:
         raise Reason.FIELD_REQUIRED.error("it is empty", field="update_info")
     request = UpdateWeightsFromDistributedRequest(options=UpdateOptions(), group_name=await _standing(call))
-    for number_, value in enumerate(infos):
-        where = f"update_info[{number_}]." if isinstance(given, list) else "update_info."
-        info = fields if given is None else call.watch(Fields(value, where))
+    for index, value in enumerate(infos):
+        where = f"update_info[{index}]." if isinstance(update_info, list) else "update_info."
+        info = fields if update_info is None else call.watch(Fields(value, where))
         info.accept("packed_num_buffers", "sizes", "extras")
         for name in ("ipc_handles", "ipc_handles_pickled"):
             if info.take(name, object, None) is not None:

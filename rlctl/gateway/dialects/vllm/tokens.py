@@ -101,16 +101,16 @@ async def generate(call: Call) -> Answer:
     request = GenerateRequest(model=model, adapter=adapter, min_version_seq=sessions.min_version(call))
     request.input_ids.CopyFrom(await call.beside(lambda: _token_ids(fields)))
     stream = fields.take("stream", bool, False)
-    asked = await _read(call, fields, request, name, stream=stream)
+    reply_options = await _read(call, fields, request, name, stream=stream)
     size = request.ByteSize()
-    call.generation.check_bytes(size, asked.n * size)
+    call.generation.check_bytes(size, reply_options.n * size)
     session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
 
     def make() -> list[RolloutSample]:
         samples = []
-        for index in range(asked.n):
+        for index in range(reply_options.n):
             sample = continuation.begin(request, index=index, session_id=session)
-            sample.request.rid = asked.rid if asked.n == 1 else f"{asked.rid}-{index}"
+            sample.request.rid = reply_options.rid if reply_options.n == 1 else f"{reply_options.rid}-{index}"
             if index:
                 sample.request.ClearField("logprob_start_len")  # only sample 0 returns prompt log probabilities
             samples.append(sample)
@@ -119,28 +119,30 @@ async def generate(call: Call) -> Answer:
     samples = await call.beside(make)
     call.forget()
     if stream:
-        return Stream(_events(call, asked, samples), failed)
+        return Stream(_events(call, reply_options, samples), failed)
     ended = await running.whole(call, samples)
-    made = sum(len(sample.output_ids) for sample in ended)
+    output_tokens = sum(len(sample.output_ids) for sample in ended)
     reply = {
-        "request_id": asked.rid,
+        "request_id": reply_options.rid,
         "created": int(time.time()),
-        "model": asked.model or model,
-        "output_mode": asked.mode,
-        "choices": [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)],
+        "model": reply_options.model or model,
+        "output_mode": reply_options.mode,
+        "choices": [_choice(reply_options, index, sample.whole, sample) for index, sample in enumerate(ended)],
         "prompt_logprobs": (
-            None if asked.prompt_tops is None else logprobs.of_prompt(ended[0].input_logprobs, asked.prompt_tops)
+            None
+            if reply_options.prompt_tops is None
+            else logprobs.of_prompt(ended[0].input_logprobs, reply_options.prompt_tops)
         ),
-        "prompt_token_ids": list(ended[0].prompt_ids) if asked.ids else None,
-        "usage": _usage(len(ended[0].prompt_ids), made),
+        "prompt_token_ids": list(ended[0].prompt_ids) if reply_options.ids else None,
+        "usage": _usage(len(ended[0].prompt_ids), output_tokens),
     }
     return Reply(reply)
 
 
 def _token_ids(fields: Fields) -> TokenIds:
-    given = fields.take("token_ids", object)
-    if isinstance(given, TokenIds):
-        return given
+    value = fields.take("token_ids", object)
+    if isinstance(value, TokenIds):
+        return value
     try:
         return TokenIds(ids=fields.take_list("token_ids", int))
     except ValueError as error:
@@ -156,10 +158,10 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
         raise Reason.FIELD_INVALID.error(f"{mode!r} must be one of {', '.join(MODES)}", field="output_mode")
     options = call.watch(fields.take_fields("stream_options", {}))
     usage = options.take("include_usage", bool, False)
-    given = call.watch(fields.take_fields("sampling_params", {}))
-    tops, prompt_tops = given.take("logprobs", int, None), None
+    sampling = call.watch(fields.take_fields("sampling_params", {}))
+    tops, prompt_tops = sampling.take("logprobs", int, None), None
     if not stream:  # not supported by streams
-        prompt_tops = given.take("prompt_logprobs", int, None)
+        prompt_tops = sampling.take("prompt_logprobs", int, None)
     for field, value in (("logprobs", tops), ("prompt_logprobs", prompt_tops)):
         if value is not None:
             request.return_logprob = True
@@ -167,7 +169,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
             assign(request, "top_logprobs_num", number, f"sampling_params.{field}")
     if prompt_tops is not None:
         request.logprob_start_len = 0
-    n = _sampling(request, given)
+    n = _sampling(request, sampling)
     call.generation.check_samples([n], "sampling_params.n", "token_ids")
     return _Asked(
         rid=fields.take("request_id", str, "") or uuid.uuid4().hex,
@@ -207,11 +209,11 @@ def _sampling(request: GenerateRequest, given: Fields) -> int:
 
 def sampling_of_chat(fields: Fields) -> dict[str, Any]:
     """Return a chat's sampling parameters under the names of this route."""
-    given = {name: fields.take(name, object, None) for name in (*_SAMPLING, "top_k", "stop", "n")}
-    given["max_tokens"] = fields.take("max_completion_tokens", object, fields.take("max_tokens", object, None))
+    sampling = {name: fields.take(name, object, None) for name in (*_SAMPLING, "top_k", "stop", "n")}
+    sampling["max_tokens"] = fields.take("max_completion_tokens", object, fields.take("max_tokens", object, None))
     if fields.take("logprobs", bool, False):
-        given["logprobs"] = fields.take("top_logprobs", int, 0)
-    return {name: value for name, value in given.items() if value is not None}
+        sampling["logprobs"] = fields.take("top_logprobs", int, 0)
+    return {name: value for name, value in sampling.items() if value is not None}
 
 
 def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
@@ -223,19 +225,19 @@ def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
     """Yield an event with the new output of a sample."""
     head: dict[str, Any] = {"request_id": asked.rid, "output_mode": asked.mode, "usage": None}
-    prompt, made = list(samples[0].request.input_ids.ids), [0] * len(samples)
+    prompt, output_counts = list(samples[0].request.input_ids.ids), [0] * len(samples)
     first = {"prompt_token_ids": prompt} if asked.ids else {}
     news = running.streamed(call, samples)
     try:
         async for new in news:
             part = new.part
-            made[new.index] += len(part.output_ids)
+            output_counts[new.index] += len(part.output_ids)
             if asked.running_usage:
-                head["usage"] = _usage(len(prompt), made[new.index])
+                head["usage"] = _usage(len(prompt), output_counts[new.index])
             yield event({**head, **first, "choices": [_choice(asked, new.index, part, new.ended)]})
             first = {}
         if asked.usage:
-            yield event({**head, "choices": [], "usage": _usage(len(prompt), sum(made))})
+            yield event({**head, "choices": [], "usage": _usage(len(prompt), sum(output_counts))})
         yield DONE
     finally:
         await news.aclose()
@@ -258,9 +260,9 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
         reason = ended.whole.finish_reason
         choice["finish_reason"] = short_name(FinishType.DESCRIPTOR, reason.type or FINISH_TYPE_ABORT)
         matched = reason.WhichOneof("matched")
-        found = getattr(reason, matched) if matched else None
+        stop = getattr(reason, matched) if matched else None
         # The end-of-text token is no stop that the caller requested.
-        choice["stop_reason"] = found if isinstance(found, str) or found in asked.stops else None
+        choice["stop_reason"] = stop if isinstance(stop, str) or stop in asked.stops else None
         choice["weight_versions"] = [
             {"version": span.version.label, "start": span.start, "end": span.end} for span in ended.whole.versions
         ]
@@ -270,8 +272,8 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
 def _position(asked: _Asked, entry: TokenLogprob) -> dict[str, Any]:
     """Return an output position. The token itself is also first among the most likely tokens."""
     tops = asked.tops or 0
-    told = [_token(asked, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
-    return {**told[0], "top_logprobs": told}
+    tokens = [_token(asked, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
+    return {**tokens[0], "top_logprobs": tokens}
 
 
 def _token(asked: _Asked, entry: TokenLogprob, rank: int) -> dict[str, Any]:
