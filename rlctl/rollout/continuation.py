@@ -150,9 +150,9 @@ class Progress:
         self._stop_sought = self._had.text_length >= cut + max(map(len, params.stop)) - 1
         text = self._had.text
         places = [(text.find(stop, max(cut - len(stop) + 1, 0), cut + len(stop) - 1), stop) for stop in params.stop]
-        found = [place for place in places if place[0] >= 0]
-        if found:
-            at, stop = min(found, key=lambda place: place[0] + len(place[1]))
+        matches = [place for place in places if place[0] >= 0]
+        if matches:
+            at, stop = min(matches, key=lambda place: place[0] + len(place[1]))
             self._had.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
             self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
 
@@ -165,7 +165,7 @@ class Progress:
 
     def result(self, latest: int, error: RlctlError | None = None) -> RolloutSample:
         """Return the sample so far."""
-        known = self._sample
+        sample = self._sample
         whole = Sample()
         self._had.fill(whole)
         latest = max([latest, *(span.version.sequence for span in whole.versions)])  # the fleet view may lag
@@ -175,10 +175,10 @@ class Progress:
             prompt_ids=self._prompt_ids,
             parts=tuple(self._parts),
             input_logprobs=tuple(self._input_logprobs),
-            session_id=known.session_id,
-            own_session=known.own_session,
-            group=known.group,
-            index=known.index,
+            session_id=sample.session_id,
+            own_session=sample.own_session,
+            group=sample.group,
+            index=sample.index,
             latest=latest,
             error=error,
             answered_at=self._answered_at,

@@ -147,10 +147,10 @@ class Attempt:
         prefill = self._picked.prefill
         if prefill is None:
             return self._lines.stream(self.line, self.stage, request, deadline, metadata)
-        asked = prefill_decode.halves(request, prefill, self.stage)
+        pair_request = prefill_decode.halves(request, prefill, self.stage)
         both = zip(reversed(self._taken), (prefill, self.stage), strict=True)
-        first, second = (self._lines.stream(line, stage, asked, deadline, metadata) for line, stage in both)
-        return prefill_decode.together(asked, first, second, lambda: self._meet(prefill))
+        first, second = (self._lines.stream(line, stage, pair_request, deadline, metadata) for line, stage in both)
+        return prefill_decode.together(pair_request, first, second, lambda: self._meet(prefill))
 
     def _meet(self, stage: Stage) -> None:
         self._met_at = stage
@@ -198,26 +198,26 @@ class Dispatch:
         MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as :meth:`at_once`.
         """
         view, loop = self.lines.view, asyncio.get_running_loop()
-        wanted, begun = self._of_fleet(wanting()), loop.time()
+        criteria, started = self._of_fleet(wanting()), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
             view.check()
-            if view.lacks(wanted.model):
+            if view.lacks(criteria.model):
                 # The view may lag behind; the coordinator decides.
-                await self.lines.check_model(wanted.model, remaining)
-            if (attempt := self.at_once(wanted, deadline)) is not None:
+                await self.lines.check_model(criteria.model, remaining)
+            if (attempt := self.at_once(criteria, deadline)) is not None:
                 return attempt
             try:
                 async with asyncio.timeout(min(remaining, TELL_S, self.router.again_s(now))):
                     await view.changed()
             except TimeoutError:
                 if loop.time() - now >= TELL_S:
-                    self._tell(obstacles(view.stages, wanted), loop.time() - begun)
-            wanted = self._of_fleet(wanting())
-        whose = f"of {wanted.model} " if wanted.model else ""
-        named = obstacles(view.stages, wanted)
+                    self._tell(obstacles(view.stages, criteria), loop.time() - started)
+            criteria = self._of_fleet(wanting())
+        whose = f"of {criteria.model} " if criteria.model else ""
+        named = obstacles(view.stages, criteria)
         why = f": {named}" if named else ""
         raise Reason.NO_ROUTABLE_STAGE.error(
-            f"no stage {whose}took the request within {timeout_s:g} s{why}", next_step=next_step(view.stages, wanted)
+            f"no stage {whose}took the request within {timeout_s:g} s{why}", next_step=next_step(view.stages, criteria)
         )
 
     def _of_fleet(self, wanted: Wanted) -> Wanted:

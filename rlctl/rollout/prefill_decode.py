@@ -34,18 +34,18 @@ def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateR
 
     The bootstrap room is random, because knowledge of the room is enough to receive the KV entries.
     """
-    asked = GenerateRequest()
-    asked.CopyFrom(request)
-    asked.model = decode.registration.model
-    asked.bootstrap_host = prefill.registration.bootstrap_host
-    asked.bootstrap_port = prefill.registration.bootstrap_port
-    asked.bootstrap_version_seq = prefill.report.weight_version.sequence
+    pair_request = GenerateRequest()
+    pair_request.CopyFrom(request)
+    pair_request.model = decode.registration.model
+    pair_request.bootstrap_host = prefill.registration.bootstrap_host
+    pair_request.bootstrap_port = prefill.registration.bootstrap_port
+    pair_request.bootstrap_version_seq = prefill.report.weight_version.sequence
     for adapter in prefill.report.adapters:
         if adapter.name == request.adapter:
-            asked.bootstrap_adapter_digest = adapter.digest
+            pair_request.bootstrap_adapter_digest = adapter.digest
     # SGLang numbers the rooms of further samples from here.
-    asked.bootstrap_room = secrets.randbelow(MOST_ROOM - (request.sampling_params.n or 1))
-    return asked
+    pair_request.bootstrap_room = secrets.randbelow(MOST_ROOM - (request.sampling_params.n or 1))
+    return pair_request
 
 
 class _Prompt:

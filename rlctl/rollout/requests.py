@@ -59,10 +59,10 @@ class Generator:
         STAGE_NOT_FOUND, NO_ROUTABLE_STAGE, and the stage's refusal.
         """
         loop = asyncio.get_running_loop()
-        deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
+        deadline, criteria = loop.time() + timeout_s, _wanted(request, slot)
         await self._dispatch.lines.check_slot(slot, timeout_s)
         while True:
-            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: criteria, deadline, timeout_s) as attempt:
                 try:
                     return await attempt.whole(request, deadline, self._metadata)
                 except RlctlError as failure:
@@ -74,20 +74,20 @@ class Generator:
     ) -> AsyncGenerator[GenerateResponse, None]:
         """Yield new output. A failure after the first message is raised, not repeated at a further stage."""
         loop = asyncio.get_running_loop()
-        deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
+        deadline, criteria = loop.time() + timeout_s, _wanted(request, slot)
         await self._dispatch.lines.check_slot(slot, timeout_s)
         while True:
-            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
-                begun = False
+            with await self._dispatch.attempt(lambda: criteria, deadline, timeout_s) as attempt:
+                started = False
                 try:
                     async with aclosing(attempt.stream(request, deadline, self._metadata)) as parts:
                         async for response in parts:
-                            if not begun:
+                            if not started:
                                 attempt.answered()
-                            begun = True
+                            started = True
                             yield response
                 except RlctlError as failure:
-                    if not attempt.failed(failure) or begun or failure.reason not in ELSEWHERE:
+                    if not attempt.failed(failure) or started or failure.reason not in ELSEWHERE:
                         raise
                 else:
                     return
@@ -141,11 +141,11 @@ def batch_of(prompts: Iterable[T]) -> list[T]:
 
 
 def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
-    known = SamplingParams.DESCRIPTOR.fields_by_name
+    fields = SamplingParams.DESCRIPTOR.fields_by_name
     for name in sampling:
-        if name not in known:
+        if name not in fields:
             raise Reason.FIELD_INVALID.error(
-                f"there is no sampling parameter {name!r}; there are: {', '.join(known)}",
+                f"there is no sampling parameter {name!r}; there are: {', '.join(fields)}",
                 field=f"sampling_params.{name}",
             )
 

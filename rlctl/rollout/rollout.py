@@ -402,12 +402,12 @@ class AsyncRollout:
         """Send requests until the sample has ended or may not be repeated. Return the final failure."""
         progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
-            found = self._dispatch.at_once(self._wanted(job), deadline) or await job.wait(
+            next_attempt = self._dispatch.at_once(self._wanted(job), deadline) or await job.wait(
                 self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s)
             )
-            if found is None:
+            if next_attempt is None:
                 return None
-            with found as attempt:
+            with next_attempt as attempt:
                 had = progress.tokens
                 request = progress.attempt(attempt.floor)
                 failure = None if progress.finished else await self._stream(job, attempt, request, deadline)

@@ -104,8 +104,8 @@ class RolloutSample:
         News of a version may arrive after its tokens, so the latest is at least the version of every token.
         """
         versions = self.versions
-        known = [version.sequence for version in versions if version is not None]
-        return max(latest, *known) - min(known) if known and len(known) == len(versions) else None
+        sequences = [version.sequence for version in versions if version is not None]
+        return max(latest, *sequences) - min(sequences) if sequences and len(sequences) == len(versions) else None
 
 
 class RolloutFailed(RlctlError):

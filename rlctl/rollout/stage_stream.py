@@ -201,13 +201,13 @@ class _Stream:
         number = next(self._numbers)
         message = self._next_message(size)
         try:
-            begun = message.begin.add(number=number, request=request)
+            entry = message.begin.add(number=number, request=request)
         except (ValueError, DecodeError) as error:
             name = request.DESCRIPTOR.name
             raise Reason.FIELD_INVALID.error(f"no {name} can be made of it: {error}", field=name) from None
         if deadline != float("inf"):
-            left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-            begun.timeout.CopyFrom(duration(left))
+            remaining = max(deadline - asyncio.get_running_loop().time(), 0.0)
+            entry.timeout.CopyFrom(duration(remaining))
         answers = self._answers[number] = Answers(self, number, deadline)
         return answers
 
@@ -246,25 +246,25 @@ class _Stream:
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             pass  # the reader gets the cause
-        except Exception as error:  # noqa: BLE001 those that wait are told
+        except Exception as error:  # noqa: BLE001 every waiting caller gets the error
             self._break(error)
 
     async def _read(self) -> None:
         failure = Reason.UNREACHABLE.error("the stage has ended", outcome=OUTCOME_UNKNOWN)
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                for taken, part in enumerate(message.parts, start=1):
+                for count, part in enumerate(message.parts, start=1):
                     answers = self._answers.get(part.number)
                     if answers is not None:
                         answers.take(part)
-                    if taken % AT_ONCE == 0:
+                    if count % AT_ONCE == 0:
                         await asyncio.sleep(0)
                 await give_way()  # send the callers' next requests before further reads
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error)
         except asyncio.CancelledError:
             failure = closed(OUTCOME_UNKNOWN)
-        except Exception as error:  # noqa: BLE001 those that wait are told
+        except Exception as error:  # noqa: BLE001 every waiting caller gets the error
             self._break(error)
             return
         self._fail(failure)

@@ -47,8 +47,8 @@ def parse(given: str | Admission) -> Admission:
         return Admission()
     if given == "any":
         return Admission("any")
-    if found := re.fullmatch(r"max_staleness=(\d+)", given):
-        return max_staleness(int(found[1]))
+    if match := re.fullmatch(r"max_staleness=(\d+)", given):
+        return max_staleness(int(match[1]))
     raise Reason.FIELD_INVALID.error(
         f"admission is {given!r}; it must be latest, any or max_staleness=VERSIONS", field="admission"
     )

@@ -42,11 +42,11 @@ class Health:
         """Return whether a request may go to the slot. A restart ends every wait; a new report ends a wait after a
         refusal.
         """
-        held = self._held.get(slot)
-        if held is not None and not held.is_of(incarnation, revision):
+        wait = self._held.get(slot)
+        if wait is not None and not wait.is_of(incarnation, revision):
             del self._held[slot]
-            held = None
-        return held is None or now >= held.until
+            wait = None
+        return wait is None or now >= wait.until
 
     def trying(self, slot: str, now: float) -> None:
         """Record that a request goes to the slot. A slot under a wait gets its next request after a further wait."""
@@ -67,7 +67,7 @@ class Health:
 
     def again_s(self, now: float) -> float:
         """Return the seconds until a further stage may be usable; infinite if no stage is under a wait."""
-        waits = (held.until - now for held in self._held.values() if held.until > now)
+        waits = (wait.until - now for wait in self._held.values() if wait.until > now)
         return min(waits, default=float("inf"))
 
     def _hold(

@@ -21,9 +21,9 @@ def fit(prefill: Stage, decode: Stage) -> bool:
 
     Both need the same model, version and kind of engine, and a transport between them.
     """
-    one, other = prefill.registration, decode.registration
+    sender, receiver = prefill.registration, decode.registration
     return (
-        (one.model, one.engine) == (other.model, other.engine)
+        (sender.model, sender.engine) == (receiver.model, receiver.engine)
         and prefill.report.weight_version.sequence == decode.report.weight_version.sequence
         and _reach(prefill, decode)
     )

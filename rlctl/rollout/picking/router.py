@@ -187,7 +187,7 @@ def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
     if wanted.slot and not any(stage.registration.slot == wanted.slot for stage in stages):
         return f"there is no stage {wanted.slot!r}"
     ours = [stage for stage in stages if _is_wanted(stage, wanted)]
-    found = [
+    reasons = [
         f"{stage.registration.slot} {why}" for stage in ours if (why := stage.not_routable or _lacks(stage, wanted))
     ]
     able = [stage for stage in ours if stage.routable and not _lacks(stage, wanted)]
@@ -195,8 +195,8 @@ def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
     alone = [s.registration.slot for s in able if decodes(s) and not any(fit(giver, s) for giver in givers)]
     if alone:
         there = ", ".join(f"{s.registration.slot} at version {s.report.weight_version.sequence}" for s in givers)
-        found.append(f"{', '.join(alone)} without a prefill stage that fits ({there or 'none may be asked'})")
-    return ", ".join(found)
+        reasons.append(f"{', '.join(alone)} without a prefill stage that fits ({there or 'none may be asked'})")
+    return ", ".join(reasons)
 
 
 def next_step(stages: Sequence[Stage], wanted: Wanted) -> str:
@@ -223,16 +223,16 @@ def _ways(able: Sequence[Candidate], slot: str) -> list[tuple[Candidate, list[Ca
     """
     givers = [each for each in able if each.prefills]
     named = [each for each in givers if each.slot == slot]
-    found: list[tuple[Candidate, list[Candidate]]] = []
+    ways: list[tuple[Candidate, list[Candidate]]] = []
     for each in able:
         own = slot in ("", each.slot)
         if each.decodes:
             fitting = [giver for giver in named or givers if fit(giver.stage, each.stage)]
             if fitting and (own or named):
-                found.append((each, fitting))
+                ways.append((each, fitting))
         elif own and not each.prefills:
-            found.append((each, []))
-    return found
+            ways.append((each, []))
+    return ways
 
 
 def _lacks(stage: Stage, wanted: Wanted) -> str:
