@@ -105,36 +105,36 @@ def read(
     stream = _flag(body, "stream")
     name, prompts, batch = _prompts(body)
     check_prompts(len(prompts), name)
-    together = 0
+    total_bytes = 0
     each = [_fields_of(body, index, len(prompts) if batch else None) for index in range(len(prompts))]
-    made = []
+    entries = []
     for index, (prompt, fields) in enumerate(zip(prompts, each, strict=True)):
         rid = fields.get("rid")
         if rid is not None and (not isinstance(rid, str) or not rid):
             raise Reason.FIELD_INVALID.error("it must be a text, not empty", field="rid")
         if rid and batch and not isinstance(body["rid"], list):
             rid = f"{rid}_{index}"
-        made.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
-        check_samples(made[-1].request.sampling_params)
-        size = made[-1].request.ByteSize()
-        together += size * made[-1].samples
-        check_bytes(size, together)
-    rids = [asked.rid for asked in made]
+        entries.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
+        check_samples(entries[-1].request.sampling_params)
+        size = entries[-1].request.ByteSize()
+        total_bytes += size * entries[-1].samples
+        check_bytes(size, total_bytes)
+    rids = [entry.rid for entry in entries]
     if len(set(rids)) < len(rids):
         raise Reason.FIELD_INVALID.error("Duplicate request ID: two prompts have the same rid", field="rid")
-    return Asking(made, batch or made[0].samples > 1, stream, list(dict.fromkeys(unknown)))
+    return Asking(entries, batch or entries[0].samples > 1, stream, list(dict.fromkeys(unknown)))
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
     """Return (field, prompts, is a batch)."""
-    given = [name for name in ("text", "input_ids", "input_tokens") if body.get(name) is not None]
-    if given == ["input_ids", "input_tokens"] and body["input_ids"] == body["input_tokens"]:
-        given = ["input_ids"]
-    if not given:
+    names = [name for name in ("text", "input_ids", "input_tokens") if body.get(name) is not None]
+    if names == ["input_ids", "input_tokens"] and body["input_ids"] == body["input_tokens"]:
+        names = ["input_ids"]
+    if not names:
         raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
-    if len(given) > 1:
-        raise Reason.FIELD_CONFLICT.error(f"{given[0]} and {given[1]} differ; give one of them", field=given[1])
-    name = given[0]
+    if len(names) > 1:
+        raise Reason.FIELD_CONFLICT.error(f"{names[0]} and {names[1]} differ; give one of them", field=names[1])
+    name = names[0]
     value = body[name]
     if name == "text":
         batch = isinstance(value, list)
@@ -175,13 +175,13 @@ def _asked(
     words: Words,
     unknown: list[str],
 ) -> Asked:
-    given = fields["sampling_params"]
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
+    sampling = fields["sampling_params"]
+    if sampling is None:
+        sampling = {}
+    if not isinstance(sampling, dict):
         raise Reason.FIELD_INVALID.error("it must be an object", field="sampling_params")
-    unknown += _unknown(given, words.sampling | _SAMPLING.keys(), words.sampling_without, "sampling_params.", words)
-    request = GenerateRequest(rid=rid, sampling_params=_sampling(given))
+    unknown += _unknown(sampling, words.sampling | _SAMPLING.keys(), words.sampling_without, "sampling_params.", words)
+    request = GenerateRequest(rid=rid, sampling_params=_sampling(sampling))
     if name == "text":
         request.text = prompt
     else:
@@ -194,7 +194,7 @@ def _asked(
             assign(request, "top_logprobs_num", tops, "top_logprobs_num")
         if start is not None:
             assign(request, "logprob_start_len", start, "logprob_start_len")
-    extra = {key: given[key] for key in sorted(words.sampling) if given.get(key) is not None}
+    extra = {key: sampling[key] for key in sorted(words.sampling) if sampling.get(key) is not None}
     other = {key: body[key] for key in sorted(words.fields) if body.get(key) is not None}
     return Asked(rid, request, extra, other, _flag(body, "return_prompt_token_ids"))
 
@@ -232,7 +232,7 @@ def assign(message: Any, name: str, value: Any, field_: str) -> None:
     """Set a field, or raise FIELD_INVALID for ``field_``. A bool is no number, and no number is a bool."""
     descriptor = message.DESCRIPTOR.fields_by_name[name]
     flag = descriptor.cpp_type == descriptor.CPPTYPE_BOOL
-    given, value = value, of_kind(value, _KINDS.get(descriptor.cpp_type, str))
+    original, value = value, of_kind(value, _KINDS.get(descriptor.cpp_type, str))
     if isinstance(value, bool) is flag:
         try:
             message.MergeFrom(type(message)(**{name: value}))
@@ -240,7 +240,7 @@ def assign(message: Any, name: str, value: Any, field_: str) -> None:
             pass
         else:
             return
-    raise Reason.FIELD_INVALID.error(f"{given!r} is no value for it", field=field_)
+    raise Reason.FIELD_INVALID.error(f"{original!r} is no value for it", field=field_)
 
 
 def _made(kind: Any, name: str, value: Any, field_: str) -> Any:
