@@ -30,10 +30,11 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Administers a fleet. The admin verbs take a target and answer with an Operation: one outcome per stage, one result per rank.
-    Status codes tell whether the operation was accepted; what became of it stands in its state and outcomes. A request that is wrong
-    in itself is refused with INVALID_ARGUMENT, NOT_FOUND or FAILED_PRECONDITION before anything is sent, with one ErrorInfo.
-    Partial failure, for every verb: each target keeps its own outcome, stages whose outcome is UNKNOWN or DIRTY are quarantined.
+    """Administers a fleet. An admin verb takes a target and returns an Operation with one outcome per stage and one result
+    per rank. The status code says whether the coordinator accepted the operation. The operation's state and outcomes
+    hold the result. The coordinator refuses an invalid request before the first command, with INVALID_ARGUMENT,
+    NOT_FOUND or FAILED_PRECONDITION and one ErrorInfo. Partial failure of every verb: each target keeps its own outcome,
+    and the coordinator quarantines a stage with outcome UNKNOWN or DIRTY.
     """
 
     def __init__(self, channel):
@@ -275,20 +276,21 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """Administers a fleet. The admin verbs take a target and answer with an Operation: one outcome per stage, one result per rank.
-    Status codes tell whether the operation was accepted; what became of it stands in its state and outcomes. A request that is wrong
-    in itself is refused with INVALID_ARGUMENT, NOT_FOUND or FAILED_PRECONDITION before anything is sent, with one ErrorInfo.
-    Partial failure, for every verb: each target keeps its own outcome, stages whose outcome is UNKNOWN or DIRTY are quarantined.
+    """Administers a fleet. An admin verb takes a target and returns an Operation with one outcome per stage and one result
+    per rank. The status code says whether the coordinator accepted the operation. The operation's state and outcomes
+    hold the result. The coordinator refuses an invalid request before the first command, with INVALID_ARGUMENT,
+    NOT_FOUND or FAILED_PRECONDITION and one ErrorInfo. Partial failure of every verb: each target keeps its own outcome,
+    and the coordinator quarantines a stage with outcome UNKNOWN or DIRTY.
     """
 
     def GetModelInfo(self, request, context):
-        """Asks every rank what it has loaded.
+        """Returns the model that each rank has loaded.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: a target that does not answer is UNKNOWN; nothing else happens.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: A target without an answer is UNKNOWN. Nothing else happens.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -298,13 +300,16 @@ class CoordinatorServiceServicer(object):
     def PauseGeneration(self, request, context):
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause stays in
-        force until its ttl or a continue by name ends it. A stage of the target that is absent, restarts or joins later is paused before it
-        serves. With an adapter, all of this is about the requests with that adapter; the stages stay routable.
-        Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
+        Effect: The mode decides how waiting and running requests are handled. The stages stop being routable. The pause
+        stays in force until its ttl or a continue by name. A stage of the target that is absent, restarts or joins later
+        is paused before it serves. With an adapter, the pause covers only requests with that adapter, and the stages stay
+        routable.
+        Idempotency: Yes, with the same request_id. A pause in the mode of the present pause is confirmed. A change from
+        in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
-        Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Unless every target pauses, the paused targets continue and are REJECTED with CANCELLED. UNKNOWN
+        and DIRTY quarantine a target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -314,14 +319,15 @@ class CoordinatorServiceServicer(object):
     def ContinueGeneration(self, request, context):
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for
-        absent stages, but not for stages that refuse the continue. An open implicit update of theirs is committed first; if it does not
-        succeed, nothing goes on. With an adapter, pauses of that adapter end and nothing is committed.
-        Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
-        ASLEEP goes on later, if when_resident asks for that. With an adapter: as PauseGeneration.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Kept requests continue. Stages at an admitted version become routable. Pauses by name of the target end,
+        also for absent stages, but not for stages that refuse the continue. An open implicit update of the target is
+        committed first. If this commit fails, no stage continues. With an adapter, pauses of that adapter end and no
+        update is committed.
+        Idempotency: Yes, with the same request_id. A continue of a running stage is confirmed.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before the call of its engine. With
+        when_resident, an ASLEEP stage continues later. With an adapter: the states of PauseGeneration.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -331,11 +337,11 @@ class CoordinatorServiceServicer(object):
     def AbortRequests(self, request, context):
         """Ends requests early.
 
-        Effect: they return what they have, finish reason "abort".
-        Idempotency: with the same request_id, yes; unknown ids are counted.
-        States: every one but JOINING.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The requests return their tokens so far, with finish reason "abort".
+        Idempotency: Yes, with the same request_id. Unknown ids are counted.
+        States: Every state except JOINING.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -345,11 +351,11 @@ class CoordinatorServiceServicer(object):
     def FlushCache(self, request, context):
         """Empties the caches of computed KV entries.
 
-        Effect: KV entries of no running request are dropped from every tier that the engine names.
-        Idempotency: with the same request_id, yes.
+        Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
+        Idempotency: Yes, with the same request_id.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -359,11 +365,11 @@ class CoordinatorServiceServicer(object):
     def ReleaseMemory(self, request, context):
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
-        Idempotency: with the same request_id, yes; a region that is released already is confirmed.
-        States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Drops KV entries. Weights are STALE after the resume, unless the engine keeps their content.
+        Idempotency: Yes, with the same request_id. A region that is already released is confirmed.
+        States: PAUSED, ASLEEP, STALE, DIRTY, and READY without running requests.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -373,12 +379,13 @@ class CoordinatorServiceServicer(object):
     def ResumeMemory(self, request, context):
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was. An open implicit update is
-        committed first, as by ContinueGeneration. A stage that was continued with when_resident goes on once all is there.
-        Idempotency: with the same request_id, yes; a region that is resident is confirmed.
-        States: ASLEEP, and every other state in which nothing is released (confirmed).
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The named regions are resident again. Their former content is lost, except weights that the engine keeps.
+        An open implicit update is committed first, as by ContinueGeneration. A stage that was continued with when_resident
+        starts to generate once all regions are resident.
+        Idempotency: Yes, with the same request_id. A resident region is confirmed.
+        States: ASLEEP, and every other state without released regions (confirmed).
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -386,13 +393,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDisk(self, request, context):
-        """Every rank reads its part of a checkpoint; a whole update in one call.
+        """Updates the weights from a checkpoint. Every rank reads its part. The call is a whole update.
 
-        Effect: the version is published after every target has loaded, flushed and been verified.
-        Idempotency: with the same request_id, yes.
+        Effect: Publishes the version after every target has loaded, flushed and been verified.
+        Idempotency: Yes, with the same request_id.
         States: STALE, READY, PAUSED, DIRTY, with the weights resident.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -400,13 +407,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromTensor(self, request, context):
-        """Every rank copies its part out of shared segments on its host.
+        """Writes tensors from shared segments. Every rank copies its part on its host.
 
-        Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Inside an update, writes the tensors. Without an update id: see UpdateWeightsFromDistributed.
+        Idempotency: Yes, with the same request_id.
+        States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, DIRTY.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -416,13 +423,13 @@ class CoordinatorServiceServicer(object):
     def InitWeightsUpdateGroup(self, request, context):
         """Joins the ranks of the targets and the source into a process group.
 
-        Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
-        joins one operation with them.
-        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. The
-        ranks leave a group with another store or shape first, since its source has restarted.
+        Effect: Every rank is a member of the group. No weights change. A call with for_slot waits for the calls for the
+        other engines of the model. These calls join one operation.
+        Idempotency: Yes, with the same request_id. An existing group with the same name, store and shape is confirmed. The
+        ranks first leave a group of that name with a different store or shape, because its source has restarted.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -430,14 +437,15 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDistributed(self, request, context):
-        """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
+        """Announces the next tensors of a group to its ranks and waits until the tensors are placed.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
-        it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
-        Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Writes the tensors. The first write opens the weights at every target (see PrepareUpdate). Without an
+        update id, a write joins the open implicit update of the model. Without such an update, the first write under a
+        pause opens an implicit update, and a write outside of a pause is a whole update.
+        Idempotency: Yes, with the same request_id. A placed bucket is confirmed and not received again.
+        States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, ASLEEP, DIRTY.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -445,13 +453,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DestroyWeightsUpdateGroup(self, request, context):
-        """Leaves a group and forgets it.
+        """Removes the ranks from a group and deletes the group.
 
-        Effect: the group is gone at every rank.
-        Idempotency: with the same request_id, yes; a group that does not stand is refused with GROUP_NOT_FOUND, without effect.
+        Effect: The group no longer exists at any rank.
+        Idempotency: Yes, with the same request_id. An unknown group is refused with GROUP_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -459,13 +467,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PullWeights(self, request, context):
-        """Fetches a published checkpoint, full or delta, into a local directory, also while the engine generates.
+        """Fetches a published checkpoint, full or delta, into a local directory, also during generation.
 
-        Effect: files beside the engine change; its weights do not.
-        Idempotency: with the same request_id, yes; a directory at the target version is confirmed.
-        States: every one but JOINING.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Changes files beside the engine. The weights of the engine stay.
+        Idempotency: Yes, with the same request_id. A directory at the target version is confirmed.
+        States: Every state except JOINING.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 600 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -473,13 +481,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InspectCheckpoint(self, request, context):
-        """Asks every rank whether it could load a checkpoint: allowed, complete, of this very architecture.
+        """Checks at every rank whether a checkpoint is allowed, complete and of the rank's architecture.
 
-        Effect: none; headers are read, tensors are not.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: a target that does not answer is UNKNOWN; nothing else happens.
-        Retry: every code.
+        Effect: No change. Reads headers, no tensors.
+        Idempotency: Read-only.
+        States: Every state except JOINING.
+        Partial failure: A target without an answer is UNKNOWN. Nothing else happens.
+        Retry: On every status code.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -487,14 +495,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckWeights(self, request, context):
-        """Digests weights, keeps a snapshot, scrambles, or compares.
+        """Digests weights, keeps a snapshot, scrambles weights, or compares weights.
 
-        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
-        another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH).
-        Idempotency: with the same request_id, yes.
+        Effect: reset_tensors makes the stage DIRTY. The other actions leave the served weights unchanged. A stage is DIRTY
+        (DIGEST_MISMATCH) if its digest differs from its latest digest and rlctl has written nothing since.
+        Idempotency: Yes, with the same request_id.
         States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -502,14 +510,17 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter from disk, or replaces one of the same name: a whole update in one call, to all stages of the model.
+        """Loads a LoRA adapter from disk at all stages of the model, or replaces the adapter of the same name. The call is a
+        whole update.
 
-        Effect: generation may name it. The base weights and their version stay; requests without it wait a moment and go on. Refused while
-        requests run with the adapter that it replaces, unless generation is paused or abort_requests is set.
-        Idempotency: with the same request_id, yes.
+        Effect: Requests may name the adapter. The base weights and their version stay. Requests without the adapter wait
+        briefly and continue. Refused while requests run with the replaced adapter, unless generation is paused or
+        abort_requests is set.
+        Idempotency: Yes, with the same request_id.
         States: STALE, READY, PAUSED.
-        Partial failure: nothing is replaced anywhere unless every target has read the same adapter; one that fails after that does not serve it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Replaces the adapter only after every target has read the same adapter. A target that fails after
+        that does not serve the adapter.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -519,11 +530,13 @@ class CoordinatorServiceServicer(object):
     def UnloadAdapter(self, request, context):
         """Unloads an adapter.
 
-        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
-        Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
+        Effect: Requests may no longer name the adapter. Refused while requests run with the adapter, unless abort_requests
+        is set.
+        Idempotency: Yes, with the same request_id. An adapter that is not loaded is refused with ADAPTER_NOT_FOUND,
+        without effect.
         States: STALE, READY, PAUSED.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -533,11 +546,11 @@ class CoordinatorServiceServicer(object):
     def ListAdapters(self, request, context):
         """Lists the loaded adapters.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: a target that does not answer is UNKNOWN; nothing else happens.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state except JOINING.
+        Partial failure: A target without an answer is UNKNOWN. Nothing else happens.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -545,13 +558,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Asks every rank how it was started.
+        """Returns the start settings of every rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: a target that does not answer is UNKNOWN; nothing else happens.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: A target without an answer is UNKNOWN. Nothing else happens.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -559,13 +572,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Asks what is queued and running.
+        """Returns the queued and running requests.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: a target that does not answer is UNKNOWN; nothing else happens.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: A target without an answer is UNKNOWN. Nothing else happens.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -573,14 +586,15 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterStage(self, request, context):
-        """A stage joins, or comes back.
+        """Registers a stage that joins or returns.
 
-        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` started
-        refuses a slot that is neither in its topology nor admitted (SLOT_NOT_ADMITTED).
-        Idempotency: the same boot_id gets the same incarnation, another one the next.
-        States: -; a lower contract version than N-1 is refused.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: This incarnation fills the slot and starts STALE. The coordinator dials the stage. A fleet that `rlctl up`
+        started refuses a slot that is neither in its topology nor admitted (SLOT_NOT_ADMITTED). A new process at a
+        different address is refused while the stage in the slot is alive (INCARNATION_FENCED).
+        Idempotency: The same boot_id gets the same incarnation. A new boot_id gets the next incarnation.
+        States: Not applicable. A contract version more than 1 below or above the coordinator's is refused (FIELD_INVALID).
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -588,13 +602,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterStage(self, request, context):
-        """A stage leaves for good.
+        """Ends the registration of a stage.
 
-        Effect: the slot is RETIRED; it is no target any more.
-        Idempotency: yes.
-        States: every one; refused while the stage is the target of an open update, unless force says that it goes anyway.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: The slot is RETIRED and no longer a target.
+        Idempotency: Yes.
+        States: Every state. Refused while the stage is the target of an open update or heal (UPDATE_IN_PROGRESS), unless
+        force is set.
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -604,25 +619,26 @@ class CoordinatorServiceServicer(object):
     def BeginWeightUpdate(self, request, context):
         """Opens a weight update: freezes its targets, reserves its version, plans its groups.
 
-        Effect: the model's lease is held by the caller; nothing is paused and nothing written.
-        Idempotency: with the same request_id the same update comes back while it is open.
-        States: no other update of the model is open; every target's weights are resident.
-        Partial failure: none: a target that cannot take the update refuses it, named.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED, ABORTED (UPDATE_IN_PROGRESS) after the holder has ended.
-        Deadline: 30 s; the request's timeout bounds the whole update.
+        Effect: The caller holds the update lease of the model. No stage is paused or written.
+        Idempotency: Yes, with the same request_id: returns the same update while it is open.
+        States: No other update of the model is open. The weights of every target are resident.
+        Partial failure: Without a quorum, a target that cannot take the update fails the call, and the error names the
+        target. With a quorum, such a target is excluded.
+        Retry: On UNAVAILABLE, DEADLINE_EXCEEDED, and ABORTED (UPDATE_IN_PROGRESS) after the end of the other update.
+        Deadline: 30 s. The request's timeout limits the whole update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightUpdate(self, request, context):
-        """Gives a further source of an open update its plan: groups, buckets, version.
+        """Returns the plan of an open update to a further source: groups, buckets, version.
 
-        Effect: none. That every source has sent its part is seen at the commit, which refuses weights that are not complete.
-        Idempotency: yes.
-        States: the update is open.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: No change. CommitWeightUpdate refuses incomplete weights, so every source must send its part.
+        Idempotency: Yes.
+        States: The update is open.
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -630,13 +646,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RetryWeightUpdate(self, request, context):
-        """Plans another pass of the sources after a group failed, without the targets that are gone.
+        """Plans the next attempt after a group failed, without the lost targets.
 
-        Effect: the targets that are left start anew; new groups are named, the failed ones are abandoned.
-        Idempotency: yes, by failed_attempt.
-        States: the update is open, not decided, and was begun with retries; enough targets for the quorum are left.
-        Partial failure: targets that are left out are quarantined; the operation ends PARTIAL at best.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: The remaining targets start over. New groups are planned. The failed groups are abandoned.
+        Idempotency: Yes, by failed_attempt.
+        States: The update is open, undecided and was begun with retries (RETRIES_EXHAUSTED). Enough targets for the quorum
+        remain (QUORUM_NOT_MET).
+        Partial failure: Lost targets are quarantined. The operation ends PARTIAL at best.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -646,40 +663,44 @@ class CoordinatorServiceServicer(object):
     def CommitWeightUpdate(self, request, context):
         """Completes, verifies, publishes, admits and resumes.
 
-        Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
-        where nothing is open: the published version is known by that label from now on.
-        Idempotency: yes; once published it is finished, whatever the lease says.
-        States: the update is open and written.
-        Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
-        Deadline: what is left of the update's.
+        Effect: If the operation is OK, every target serves the version. No target serves the version before it is
+        published. Without an update id, with a version and without an open update: the published version gets that label.
+        Idempotency: Yes. The coordinator finishes a published update regardless of its lease.
+        States: The update is open and written.
+        Partial failure: Targets that do not confirm are DIRTY or UNKNOWN and quarantined. With a quorum, the version may
+        be published at the other targets, and the operation ends PARTIAL.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Deadline: The remaining time of the update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitBatch(self, request, context):
-        """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+        """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next
+        batch.
 
-        Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
-        Idempotency: yes, by batch.
-        States: the update rolls in place, the batch is written and is not the last one.
-        Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
-        Deadline: what is left of the update's.
+        Effect: After success, the targets of this batch and of earlier batches serve the version. The other targets serve
+        the previous version.
+        Idempotency: Yes, by batch.
+        States: The update rolls in place. The batch is written and not the last batch.
+        Partial failure: Targets that do not confirm are DIRTY or UNKNOWN and quarantined. If the quorum allows no further
+        failures, the update ends, PARTIAL if an earlier batch serves the version.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+        Deadline: The remaining time of the update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortWeightUpdate(self, request, context):
-        """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
+        """Ends an update without a version. An update that rolls in place and has published a batch ends PARTIAL.
 
-        Effect: targets past their first byte are DIRTY, the others are as before.
-        Idempotency: yes; an update that has ended answers with its end.
-        States: the update is open and not published.
-        Partial failure: targets that did not answer are UNKNOWN and quarantined.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: Targets past their first byte are DIRTY. The other targets are unchanged.
+        Idempotency: Yes. An ended update returns its operation.
+        States: The update is open and not published.
+        Partial failure: Targets without an answer are UNKNOWN and quarantined.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -687,13 +708,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Keeps an update's session alive.
+        """Renews the lease of an update.
 
-        Effect: the lease runs for its full time again.
-        Idempotency: yes.
-        States: the update is open and the token is its own.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: The lease runs for its full time again.
+        Idempotency: Yes.
+        States: The update is open (LEASE_EXPIRED), and the fencing token is the owner's (UPDATE_FENCED).
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -701,14 +722,15 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReserveRequestId(self, request, context):
-        """Finds the request_id that a key of a caller's own choice stands for, or makes one: for callers of other interfaces, whose keys are no
-        UUIDv7 and do not tell when they were made.
+        """Returns the request_id of an idempotency key, and makes a request_id for a new key. For callers of other
+        interfaces, whose keys are not UUIDv7 and carry no time.
 
-        Effect: the key stands for the request_id from now on, also after a restart, until 50,000 later keys have come.
-        Idempotency: yes: the same key with the same body gets the same request_id, whoever asks; with another body it is refused.
-        States: -.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: The key keeps its request_id, also after a restart, until 50,000 later keys.
+        Idempotency: Yes. The same key with the same body returns the same request_id to every caller. The same key with a
+        different body is refused (REQUEST_ID_REUSED).
+        States: Not applicable.
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -716,13 +738,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetOperation(self, request, context):
-        """Reads one operation.
+        """Returns one operation.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -730,13 +752,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOperations(self, request, context):
-        """Reads operations, newest first.
+        """Lists operations, newest first.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -744,27 +766,28 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchOperation(self, request, context):
-        """Follows one operation until it ends.
+        """Streams one operation until its end.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
-        Deadline: the call's.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
+        Deadline: The deadline of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelOperation(self, request, context):
-        """Gives up an operation that has had no effect yet.
+        """Cancels an operation.
 
-        Effect: targets that have not started do not; the others end as they would have.
-        Idempotency: yes.
-        States: the operation is RUNNING.
-        Partial failure: what had started is reported per target.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: Cancels commands that have not started. Running commands complete. If the operation is a weight update, the
+        update is aborted.
+        Idempotency: Yes.
+        States: The operation is RUNNING. An ended operation is returned unchanged.
+        Partial failure: The outcome of each target reports the started commands.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -772,13 +795,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetFleet(self, request, context):
-        """Reads the fleet.
+        """Returns the fleet.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -788,11 +811,11 @@ class CoordinatorServiceServicer(object):
     def ListVersions(self, request, context):
         """Lists the published versions of a model, the latest first.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -800,13 +823,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAuditRecords(self, request, context):
-        """Lists who changed what, and whose calls were denied, newest first.
+        """Lists changes and denied calls with their callers, newest first.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: Read-only.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -814,42 +837,43 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BackupJournal(self, request, context):
-        """Copies the journal as it stands, in use or not.
+        """Copies the journal, also while the journal is in use.
 
-        Effect: none. The copy has the update tokens of the fleet in it: keep it as secret as the fleet's own token.
-        Idempotency: a read.
-        States: -.
-        Partial failure: none: a copy without its end is no journal.
-        Retry: every code.
-        Deadline: the call's.
+        Effect: No change. The copy contains the update tokens of the fleet. Keep the copy as secret as the fleet's own
+        token.
+        Idempotency: Read-only.
+        States: Not applicable.
+        Partial failure: A truncated copy is not a journal.
+        Retry: On every status code.
+        Deadline: The deadline of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchFleet(self, request, context):
-        """Follows the fleet: a snapshot, then every change.
+        """Streams the fleet: a snapshot, then every change.
 
-        Effect: none.
-        Idempotency: a read; a reconnect starts with a snapshot.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
-        Deadline: the call's.
+        Effect: No change.
+        Idempotency: Read-only. A new stream starts with a snapshot.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
+        Deadline: The deadline of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmFleet(self, request, context):
-        """Says that a watch has taken in what it was told: a list that it keeps, a router's say, is as the fleet was then.
+        """Confirms that a watch has applied an event, for example that a router has updated its list of stages.
 
-        Effect: stages that are about to be paused or written to are not routable first, and wait for this, 1 s at most. A watch that takes
-        longer is not waited for until it has caught up.
-        Idempotency: yes.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: Before a pause or a write, the coordinator marks the stages not routable and waits for the confirmations, 1
+        s at most. The coordinator does not wait for a slower watch until that watch has confirmed the present state.
+        Idempotency: Yes.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -857,13 +881,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetStageEnabled(self, request, context):
-        """Sets whether the operator lets stages be routed to.
+        """Enables or disables stages for routing.
 
-        Effect: routing only; disabled stages remain targets. On return they are out of the lists that confirm (see ConfirmFleet).
-        Idempotency: yes.
-        States: every one.
-        Partial failure: none: unknown slots refuse the whole request.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: Routing only. Disabled stages remain targets. After a disable, the call returns once the routing followers
+        have confirmed (see ConfirmFleet).
+        Idempotency: Yes.
+        States: Every state.
+        Partial failure: An unknown slot refuses the whole request.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -871,13 +896,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportEngineFailure(self, request, context):
-        """Reports why a slot is empty. Launchers call it, since the ended process of a stage reports nothing.
+        """Reports the cause of an empty slot. Launchers call this RPC, because the ended process of a stage reports nothing.
 
-        Effect: the failure is shown with the stage while the coordinator has no link to it, until another process registers. Not journaled.
-        Idempotency: yes; the latest counts.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: The failure is shown with the stage while the coordinator has no link to the stage, until a new process
+        registers. Not journaled.
+        Idempotency: Yes. The latest report counts.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: On every status code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -887,12 +913,12 @@ class CoordinatorServiceServicer(object):
     def AdmitSlots(self, request, context):
         """Admits or dismisses slots of a fleet that is restricted to its topology (`rlctl coordinator --admit-only`).
 
-        Effect: admitted slots are kept in the journal. A stage of an admitted slot may join from now on. A stage in a dismissed slot stays
-        until it leaves.
-        Idempotency: yes.
-        States: -.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: Admitted slots are kept in the journal. A stage may fill an admitted slot from now on. A stage in a
+        dismissed slot stays until it deregisters.
+        Idempotency: Yes.
+        States: Not applicable.
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -900,14 +926,15 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeOverStages(self, request, context):
-        """Takes charge of stages that obey the epoch of another fleet's coordinator.
+        """Takes over stages that obey the epoch of another fleet's coordinator.
 
-        Effect: the fleet's epoch becomes higher than all epochs that these stages have seen, and every link is made again. A stage that
-        this coordinator holds already stays as it is. A coordinator that holds one of the stages now is fenced.
-        Idempotency: yes.
+        Effect: The epoch of the fleet rises above all epochs that these stages have seen, and every link is made again. A
+        stage with a link to this coordinator stays unchanged. The former coordinator of a stage is fenced.
+        Idempotency: Yes.
         States: UNREACHABLE, JOINING.
-        Partial failure: none: an unknown slot refuses the whole request; a stage that does not answer fails it, and it can be repeated.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Partial failure: An unknown slot refuses the whole request. A stage without an answer fails the call, and the call
+        can be repeated.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -915,13 +942,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetHealing(self, request, context):
-        """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
+        """Switches the automatic heals of a model on or off. Late, restarted and DIRTY stages need a heal.
 
-        Effect: from now on, until the coordinator ends: who starts it again says it again (`--heal-by-hand`). Heals that run go on.
-        Idempotency: yes.
-        States: every one; the model need not be there yet.
-        Partial failure: none.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
+        Running heals continue.
+        Idempotency: Yes.
+        States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -929,13 +957,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def HealStage(self, request, context):
-        """Brings stages to the published version from a known source, without the trainer.
+        """Brings stages to the published version from a heal source, without the trainer.
 
-        Effect: the stages are updated, verified and admitted.
-        Idempotency: yes.
+        Effect: The stages are updated, verified and admitted.
+        Idempotency: Yes.
         States: STALE, DIRTY.
-        Partial failure: per stage.
-        Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
+        Partial failure: Each stage has its own outcome.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1184,10 +1212,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Administers a fleet. The admin verbs take a target and answer with an Operation: one outcome per stage, one result per rank.
-    Status codes tell whether the operation was accepted; what became of it stands in its state and outcomes. A request that is wrong
-    in itself is refused with INVALID_ARGUMENT, NOT_FOUND or FAILED_PRECONDITION before anything is sent, with one ErrorInfo.
-    Partial failure, for every verb: each target keeps its own outcome, stages whose outcome is UNKNOWN or DIRTY are quarantined.
+    """Administers a fleet. An admin verb takes a target and returns an Operation with one outcome per stage and one result
+    per rank. The status code says whether the coordinator accepted the operation. The operation's state and outcomes
+    hold the result. The coordinator refuses an invalid request before the first command, with INVALID_ARGUMENT,
+    NOT_FOUND or FAILED_PRECONDITION and one ErrorInfo. Partial failure of every verb: each target keeps its own outcome,
+    and the coordinator quarantines a stage with outcome UNKNOWN or DIRTY.
     """
 
     @staticmethod

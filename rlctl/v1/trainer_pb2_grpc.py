@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Served by the trainer's lead, inside the SDK, on a port that the members learn through the trainer's own process group. Tensors never take this way.
+    """Service of the trainer's lead, inside the SDK. The members learn the port through the trainer's own process group.
+    Tensors are not sent over this service.
     """
 
     def __init__(self, channel):
@@ -43,18 +44,20 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Served by the trainer's lead, inside the SDK, on a port that the members learn through the trainer's own process group. Tensors never take this way.
+    """Service of the trainer's lead, inside the SDK. The members learn the port through the trainer's own process group.
+    Tensors are not sent over this service.
     """
 
     def Join(self, request_iterator, context):
-        """Joins a trainer rank to its lead, for as long as both live.
+        """Connects a trainer rank to its lead, until one of the processes ends.
 
-        Effect: the rank takes part in every update that the lead runs; when the stream ends, updates under way fail on every rank.
-        Idempotency: no; one stream per rank.
-        States: every one.
-        Partial failure: none.
-        Retry: none; a rank that lost its lead makes a new publisher.
-        Deadline: none.
+        Effect: The rank takes part in every update of the lead. The end of the stream fails the open updates on every
+        rank.
+        Idempotency: No. Each rank has a single stream.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: Never. A rank without a lead makes a new publisher.
+        Deadline: No deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +80,8 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Served by the trainer's lead, inside the SDK, on a port that the members learn through the trainer's own process group. Tensors never take this way.
+    """Service of the trainer's lead, inside the SDK. The members learn the port through the trainer's own process group.
+    Tensors are not sent over this service.
     """
 
     @staticmethod

@@ -106,10 +106,9 @@ def test_the_comment_of_every_rpc_answers_what_a_caller_asks(service: str, metho
 
 def test_an_answer_of_several_lines_is_one_answer() -> None:
     text, answers = descriptors.rpc("CoordinatorService", "LoadAdapter")
-    assert text.endswith("to all stages of the model.")
+    assert text.endswith("The call is a whole update.")
     assert answers["Effect"].endswith(
-        "Refused while requests run with the adapter that it replaces, unless generation "
-        "is paused or abort_requests is set."
+        "Refused while requests run with the replaced adapter, unless generation is paused or abort_requests is set."
     )
 
 
@@ -123,9 +122,9 @@ def test_the_deadline_in_the_comment_is_that_of_the_table(verb: Verb) -> None:
 def test_the_states_in_the_comment_are_those_of_the_table(verb: Verb) -> None:
     """Only the first sentence lists states. UPDATING may go unsaid: there the update itself is who asks."""
     said = descriptors.rpc("CoordinatorService", verb.name)[1]["States"].split(". ")[0]
-    if said.startswith("every one but JOINING"):
+    if said.startswith("Every state except JOINING"):
         assert verb.states == JOINED
-    elif said.startswith("every one"):
+    elif said.startswith("Every state"):
         assert verb.states == ANY
     elif "every other state" not in said:
         named = set(re.findall(r"\b[A-Z]{5,}\b", said))
