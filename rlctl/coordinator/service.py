@@ -215,23 +215,23 @@ class Coordinator:
             joined = await self.implicit.run(request, timeout_s)
             return await self._joined(joined, wait=not getattr(request, "is_async", False))
         if isinstance(request, UpdateWeightsFromDiskRequest):
-            known = self.operations.known(_header(request).request_id, request) is not None
+            replayed = self.operations.known(_header(request).request_id, request) is not None
             run = await self._disk.update(request, timeout_s)
-            return await self._answer(run, replayed=known, wait=not request.is_async)
+            return await self._answer(run, replayed=replayed, wait=not request.is_async)
         if isinstance(request, LoadAdapterRequest):
-            known = self.operations.known(_header(request).request_id, request) is not None
-            return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=known)
+            replayed = self.operations.known(_header(request).request_id, request) is not None
+            return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=replayed)
         if not verb.mutates(request) or _header(request).validate_only:
             return await self._ask(verb, request, timeout_s)
-        known_run = self.operations.known(_header(request).request_id, request)
-        if known_run is None and not _header(request).fence.update_id:
+        existing = self.operations.known(_header(request).request_id, request)
+        if existing is None and not _header(request).fence.update_id:
             targets = self._targets(verb, request)[0]
             await self.implicit.settle(request, targets)
             if verb.waits:
                 await self.updates.go_first(verb.name, targets, timeout_s)
-            known_run = self.operations.known(_header(request).request_id, request)  # repeat of a faster call
-        run = known_run or await self._submit(verb, request, timeout_s)
-        return await self._answer(run, replayed=known_run is not None)
+            existing = self.operations.known(_header(request).request_id, request)  # repeat of a faster call
+        run = existing or await self._submit(verb, request, timeout_s)
+        return await self._answer(run, replayed=existing is not None)
 
     async def _ask(self, verb: Verb, request: Message, timeout_s: float) -> Operation:
         """Carry out a read, without a record or a wait for writes. Or validate a write (``validate_only``)."""
@@ -273,10 +273,10 @@ class Coordinator:
             for model in {slot.model for slot in targets}:
                 self.implicit.joining.forget(model)
         attempt = self.updates.attempt(update_id)  # a next attempt may be planned before the operation is on record
-        told = request
+        command = request
         if joined:
-            told = type(request).FromString(request.SerializeToString())
-            _header(told).fence.update_id = joined
+            command = type(request).FromString(request.SerializeToString())
+            _header(command).fence.update_id = joined
 
         async def work(run: Run) -> None:
             if not isinstance(request, UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest):
@@ -308,7 +308,7 @@ class Coordinator:
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(
-                        told,
+                        command,
                         targets,
                         operation_id=run.operation.operation_id,
                         step="1",
@@ -359,12 +359,12 @@ class Coordinator:
     def _refuse_unknown_adapter(self, adapter: str, targets: Sequence[Slot]) -> None:
         """Raise ADAPTER_NOT_FOUND for an adapter that no target or its model has, and that no pause names."""
         models = sorted({slot.model for slot in targets})
-        known = {each.name for model in models for each in self.roster.models[model].record.adapters}
-        held = {each.name for slot in targets if slot.report is not None for each in slot.report.adapters}
+        published = {each.name for model in models for each in self.roster.models[model].record.adapters}
+        loaded = {each.name for slot in targets if slot.report is not None for each in slot.report.adapters}
         paused = {name for slot in targets for name in (*slot.adapter_pauses, *slot.paused_adapters)}
-        if adapter not in known | held | paused:
+        if adapter not in published | loaded | paused:
             raise Reason.ADAPTER_NOT_FOUND.error(
-                f"{', '.join(models)} has no adapter {adapter!r}; it has: {', '.join(sorted(known)) or 'none'}",
+                f"{', '.join(models)} has no adapter {adapter!r}; it has: {', '.join(sorted(published)) or 'none'}",
                 field="adapter",
             )
 
@@ -511,8 +511,8 @@ class Coordinator:
         return slot
 
     def _refuse_unadmitted(self, registration: StageRegistration) -> None:
-        known = self.roster.slots.get(registration.slot)
-        if known is not None and not known.record.retired:
+        slot = self.roster.slots.get(registration.slot)
+        if slot is not None and not slot.record.retired:
             return
         try:
             self.admitted_slots.refuse(registration.slot)
@@ -531,15 +531,15 @@ class Coordinator:
         slot = self.roster.slots.get(registration.slot)
         if slot is None or slot.commander is None or slot.commander.lost or slot.record.retired:
             return
-        known = slot.record.registration
-        if known.boot_id == registration.boot_id:
+        existing = slot.record.registration
+        if existing.boot_id == registration.boot_id:
             return
-        if known.address == registration.address:
-            found = (await self._ask_who(registration.address)).registration
-            if found.boot_id == registration.boot_id:
+        if existing.address == registration.address:
+            current = (await self._ask_who(registration.address)).registration
+            if current.boot_id == registration.boot_id:
                 return
         raise Reason.INCARNATION_FENCED.error(
-            f"{slot.name} is filled by a living stage, at {known.address}",
+            f"{slot.name} is filled by a living stage, at {existing.address}",
             field="registration.slot",
             next_step="Stop that one, or give this one a slot of its own. It is let in once the other has gone.",
         )
@@ -639,18 +639,18 @@ class Coordinator:
         """Take over stages that obey the epoch of a different coordinator, by order of an operator."""
         check(request)
         named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
-        taken = [slot for slot in named if not slot.linked]
-        attached = {slot.name: await self._ask_who(slot.record.registration.address) for slot in taken}
+        unlinked = [slot for slot in named if not slot.linked]
+        attached = {slot.name: await self._ask_who(slot.record.registration.address) for slot in unlinked}
         for index, name in enumerate(request.slots):
             if name in attached:
                 _refuse_epoch(attached[name], f"slots[{index}]")
-        seen = max((each.report.fleet_epoch for each in attached.values()), default=0)
-        if taken and not request.header.validate_only:
-            if seen > self.roster.epoch:
-                await self._take_over(seen)
+        epoch = max((each.report.fleet_epoch for each in attached.values()), default=0)
+        if unlinked and not request.header.validate_only:
+            if epoch > self.roster.epoch:
+                await self._take_over(epoch)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ATTACH_S):
-                    await self.roster.until(lambda: all(slot.linked for slot in taken))
+                    await self.roster.until(lambda: all(slot.linked for slot in unlinked))
         return self.roster.fleet()
 
     async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
@@ -663,8 +663,8 @@ class Coordinator:
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:
         check(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
-        known = self.operations.known(request.header.request_id, request) is not None
-        return await self._answer(await self.updates.heal(request, timeout_s), replayed=known)
+        replayed = self.operations.known(request.header.request_id, request) is not None
+        return await self._answer(await self.updates.heal(request, timeout_s), replayed=replayed)
 
     async def _reported(self, slot: Slot) -> None:
         """Take in a report of a stage: publish a first version or a first digest, and clear orphans."""
@@ -681,10 +681,10 @@ class Coordinator:
 
 def _refuse_epoch(attached: Attached, field: str) -> None:
     """Raise EPOCH_FENCED for a stage whose epoch this coordinator must not exceed."""
-    held = attached.report.fleet_epoch
-    if held >= TOO_HIGH:
+    epoch = attached.report.fleet_epoch
+    if epoch >= TOO_HIGH:
         raise Reason.EPOCH_FENCED.error(
-            f"{attached.registration.slot} is held by epoch {held}, which no fleet comes to",
+            f"{attached.registration.slot} is held by epoch {epoch}, which no fleet comes to",
             field=field,
             next_step="Restart its engine: it then obeys no epoch.",
         )

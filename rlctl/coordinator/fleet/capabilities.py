@@ -70,10 +70,10 @@ def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
 
 def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError | None:
     """Return the error of a missing pause mode. A stage that publishes no modes decides itself."""
-    known = slot.capabilities.pause_modes
+    modes = slot.capabilities.pause_modes
     if slot.pauses_in(mode):
         return None
-    name, *there = (PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in (mode, *known))
+    name, *there = (PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in (mode, *modes))
     return Reason.UNSUPPORTED.error(f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field=field)
 
 

@@ -89,9 +89,9 @@ class Pauses:
             others = [other for name, other in self._records.items() if name != key]
             others = [other for other in others if other.pause.adapter == scope]
             replaced = [other for other in others if _within(other.target, record.target)]
-            gone = [other.pause.operation_id for other in replaced]
-            await self._journal.write([_put(record), *(Delete("pause", other) for other in gone)])
-            for other in (*gone, key):
+            replaced_ids = [other.pause.operation_id for other in replaced]
+            await self._journal.write([_put(record), *(Delete("pause", other) for other in replaced_ids)])
+            for other in (*replaced_ids, key):
                 self._records.pop(other, None)
             self._records[key] = record
             self._replaced[key] = replaced
@@ -119,9 +119,9 @@ class Pauses:
         async with self._writing:
             restored = self._replaced.pop(key, []) if restores else []
             for newer, replaced in self._replaced.items():
-                kept = [other for other in replaced if other.pause.operation_id != key]
-                if len(kept) < len(replaced):  # a newer running pause covers all of these
-                    self._replaced[newer], restored = [*restored, *kept], []
+                remaining = [other for other in replaced if other.pause.operation_id != key]
+                if len(remaining) < len(replaced):  # a newer running pause covers all of these
+                    self._replaced[newer], restored = [*restored, *remaining], []
             self._records.pop(key, None)
             self._records = {**{other.pause.operation_id: other for other in restored}, **self._records}
             self._unrecorded |= {key, *(other.pause.operation_id for other in restored)}

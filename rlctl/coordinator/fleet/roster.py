@@ -208,8 +208,8 @@ class Slot:
     @property
     def unkept_adapters(self) -> list[str]:
         """Adapters that the stage keeps paused without a pause by name in force."""
-        kept = self.adapter_pauses
-        return [each for each in sorted(self.paused_adapters) if each not in kept and not self.in_hand[each]]
+        pauses = self.adapter_pauses
+        return [each for each in sorted(self.paused_adapters) if each not in pauses and not self.in_hand[each]]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -445,10 +445,10 @@ class Roster:
     ) -> None:
         """End the present quarantines of slots, with ``write`` as in :meth:`change`. Later quarantines stay."""
         # Compared as messages: bytes of a copy may differ, since maps have no order.
-        known = {slot.name: ErrorDetail.FromString(slot.record.quarantine.SerializeToString()) for slot in slots}
+        quarantines = {slot.name: ErrorDetail.FromString(slot.record.quarantine.SerializeToString()) for slot in slots}
 
         def lift(record: SlotRecord) -> None:
-            if record.quarantine == known[record.registration.slot]:
+            if record.quarantine == quarantines[record.registration.slot]:
                 record.ClearField("quarantine")
 
         await self.change(slots, lift, write)
@@ -488,9 +488,9 @@ class Roster:
         try:
             return self.slots[name]
         except KeyError:
-            known = ", ".join(sorted(self.slots)) or "none"
+            slot_names = ", ".join(sorted(self.slots)) or "none"
             raise Reason.STAGE_NOT_FOUND.error(
-                f"no stage fills slot {name!r}; there are: {known}", field=field_path
+                f"no stage fills slot {name!r}; there are: {slot_names}", field=field_path
             ) from None
 
     def model(self, name: str, field_path: str = "model") -> ModelState:
@@ -498,9 +498,9 @@ class Roster:
         try:
             return self.models[name]
         except KeyError:
-            known = ", ".join(sorted(self.models)) or "none"
+            model_names = ", ".join(sorted(self.models)) or "none"
             raise Reason.MODEL_NOT_FOUND.error(
-                f"no stage serves model {name!r}; there are: {known}", field=field_path
+                f"no stage serves model {name!r}; there are: {model_names}", field=field_path
             ) from None
 
     def select(self, target: Target) -> tuple[list[Slot], list[ExcludedStage]]:
@@ -542,11 +542,11 @@ class Roster:
         return Reason.NO_TARGETS.error("no stage is there to address" + f": {why}" * bool(why))
 
     def _refuse_unknown_stages(self, target: Target) -> None:
-        known = {slot.stage for slot in self.slots.values()}
+        stages = {slot.stage for slot in self.slots.values()}
         for index, name in enumerate(target.stages):
-            if name not in known:
+            if name not in stages:
                 raise Reason.STAGE_NOT_FOUND.error(
-                    f"no logical stage is called {name!r}; there are: {', '.join(sorted(known))}",
+                    f"no logical stage is called {name!r}; there are: {', '.join(sorted(stages))}",
                     field=f"header.target.stages[{index}]",
                 )
 
@@ -613,16 +613,16 @@ class Roster:
 
     async def watch(self, model: str = "", watch_id: str = "") -> AsyncGenerator[FleetEvent, None]:
         """Yield a snapshot, then changes. Bursts are merged. With ``watch_id`` the caller confirms the changes."""
-        seen: dict[str, bytes] = {}
+        previous: dict[str, bytes] = {}
         with self._watching() as queue, self.followers.following(watch_id, model) as follower:
             fleet = self.fleet(model)
-            _difference(fleet, seen)
+            _difference(fleet, previous)
             self.followers.looked(follower, fleet.revision, told=True)
             yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
             while not self._closed:
                 await queue.get()
                 began = self._clock.now()
-                changed = _difference(self.fleet(model), seen)
+                changed = _difference(self.fleet(model), previous)
                 rest_s = REST * (self._clock.now() - began)
                 new = bool(changed.models or changed.stages)
                 self.followers.looked(follower, changed.revision, told=new)

@@ -317,20 +317,20 @@ class Peers:
         )
 
     async def _keep(self, slot: Slot) -> None:
-        tries, told = 0, ""
+        tries, logged = 0, ""
         try:
             while not slot.record.retired and self._roster.slots.get(slot.name) is slot:
                 try:
                     await self._once(slot)
-                    tries, told = 0, ""
+                    tries, logged = 0, ""
                 except RlctlError as error:
-                    if str(error) != told:  # otherwise logged every two seconds while the stage is away
+                    if str(error) != logged:  # otherwise logged every two seconds while the stage is away
                         log.info("%s: %s", slot.name, error)
-                    told = str(error)
+                    logged = str(error)
                     away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if _is_taken(error) else error.message
-                    gone = slot.gone or REFUSED in error.metadata
-                    if (slot.gone, slot.away) != (gone, away):
-                        slot.gone, slot.away, slot.taken = gone, away, _is_taken(error)
+                    is_gone = slot.gone or REFUSED in error.metadata
+                    if (slot.gone, slot.away) != (is_gone, away):
+                        slot.gone, slot.away, slot.taken = is_gone, away, _is_taken(error)
                         self._roster.changed()
                 if self.succeeded.is_set():
                     return
@@ -376,9 +376,9 @@ class Peers:
             self._roster.formers.gone(registration.address)
             connected()
             self._unanswered.ask(slot, commander)
-            told = slot.report  # a newer report may have arrived while the stage was met
-            newer = told is not None and told.revision > attached.report.revision
-            self._reported(slot, told if told is not None and newer else attached.report)
+            latest = slot.report  # a newer report may have arrived while the stage was met
+            newer = latest is not None and latest.revision > attached.report.revision
+            self._reported(slot, latest if latest is not None and newer else attached.report)
             granting = asyncio.create_task(self._keep_granting(slot, commander))
             await receiving
         except TimeoutError:
@@ -404,11 +404,11 @@ class Peers:
     async def _turn_to_connect(self) -> Callable[[], None]:
         """Wait for a turn. Returns the function that ends the turn. The turn also ends by time."""
         await self._connecting.acquire()
-        held = [self._connecting]
+        permits = [self._connecting]
 
         def end() -> None:
-            while held:
-                held.pop().release()
+            while permits:
+                permits.pop().release()
 
         asyncio.get_running_loop().call_later(TURN_S, end)
         return end
@@ -431,10 +431,10 @@ class Peers:
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
-        held = report.update_id or report.paused_by_update or slot.record.continue_when_resident or slot.owes_pause
+        unsettled = report.update_id or report.paused_by_update or slot.record.continue_when_resident or slot.owes_pause
         other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
         other_pauses = slot.owed_adapters or slot.unkept_adapters or slot.withheld_adapters
-        if first or adoptable(self._roster, slot) or held or stale or other_adapters or other_pauses:
+        if first or adoptable(self._roster, slot) or unsettled or stale or other_adapters or other_pauses:
             self._consider(slot)
 
     def _consider(self, slot: Slot) -> None:
@@ -459,10 +459,10 @@ class Peers:
 
 
 def _log_damage(name: str, before: StageReport | None, report: StageReport) -> None:
-    known = before or StageReport()
-    if STAGE_STATE_DIRTY in (known.state, report.state) and known.state != report.state:
-        log.warning("%s was %s, and is %s", name, _state_name(known.state), _state_name(report.state))
-    dead = {rank.coordinates.rank for rank in known.ranks if not rank.alive}
+    previous = before or StageReport()
+    if STAGE_STATE_DIRTY in (previous.state, report.state) and previous.state != report.state:
+        log.warning("%s was %s, and is %s", name, _state_name(previous.state), _state_name(report.state))
+    dead = {rank.coordinates.rank for rank in previous.ranks if not rank.alive}
     for rank in report.ranks:
         if not rank.alive and rank.coordinates.rank not in dead:
             log.warning("%s: rank %d is gone: %s", name, rank.coordinates.rank, rank.reason)

@@ -234,17 +234,17 @@ def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
     """Return adapters of the model that a stage lacks, or has in a different load."""
     if slot.report is None:
         return []
-    held = {adapter.name: adapter for adapter in slot.report.adapters}
+    loaded = {adapter.name: adapter for adapter in slot.report.adapters}
     adapters = roster.models[slot.model].record.adapters
-    return [each for each in adapters if each.name not in held or not same(held[each.name], each)]
+    return [each for each in adapters if each.name not in loaded or not same(loaded[each.name], each)]
 
 
 def surplus(roster: Roster, slot: Slot) -> list[Adapter]:
     """Return a stage's adapters with a version that the model no longer has."""
     if slot.report is None:
         return []
-    known = {adapter.name for adapter in roster.models[slot.model].record.adapters}
-    return [adapter for adapter in slot.report.adapters if adapter.version and adapter.name not in known]
+    model_adapters = {adapter.name for adapter in roster.models[slot.model].record.adapters}
+    return [adapter for adapter in slot.report.adapters if adapter.version and adapter.name not in model_adapters]
 
 
 _UNUSABLE = (

@@ -68,9 +68,9 @@ class FromPeer:
         group = await self._new_group(self._update.model)
         both = [self._peer, self._slot]
         try:
-            together = Together(self._fanout, self._clock, both, self._update.update_id, [group])
-            await together.join(self._joining(group), self._update.deadline - self._clock.now())
-            together.refuse_failed()
+            fanout = Together(self._fanout, self._clock, both, self._update.update_id, [group])
+            await fanout.join(self._joining(group), self._update.deadline - self._clock.now())
+            fanout.refuse_failed()
             buckets = await self._buckets()
             await self._update.ready()
             send = SendWeightsRequest(group_name=group, buckets=buckets, adapter=self._adapter)
@@ -128,9 +128,9 @@ class FromPeer:
     async def _buckets(self) -> list[TensorBucket]:
         """Return a bucket with every tensor of the model or the adapter."""
         reference = GetModelInfoRequest(reference=True, adapter=self._adapter)
-        asked = await self.ask(reference, [self._peer], "reference", ANSWER_S)
-        refuse_failed(asked)
-        listed = asked[0].rank_results[0].model_info.reference
+        results = await self.ask(reference, [self._peer], "reference", ANSWER_S)
+        refuse_failed(results)
+        listed = results[0].rank_results[0].model_info.reference
         return [
             TensorBucket(
                 sequence=0,

@@ -147,9 +147,9 @@ class Healer:
 
         ``asked``: a caller requested the heal, not this coordinator.
         """
-        known = self._operations.known(request.header.request_id, request)
-        if known is not None:
-            return known
+        existing = self._operations.known(request.header.request_id, request)
+        if existing is not None:
+            return existing
         named = (self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots))
         slots = list(dict.fromkeys(named))
         everyone = self._roster.slots.values()
@@ -194,10 +194,10 @@ class Healer:
                     stopped = error.reason is Reason.CANCELLED
                     # A result of a read, or of a heal before a missing adapter, does not say that the stage is healed.
                     results = run.operation.stage_results
-                    answered = {result.slot for result in results if not acknowledged(result, update=True)}
-                    for left in slots[index:] if stopped else [slot]:
-                        if left.name not in answered:
-                            run.add(_not_healed(left, error))
+                    failed_slots = {result.slot for result in results if not acknowledged(result, update=True)}
+                    for unhealed in slots[index:] if stopped else [slot]:
+                        if unhealed.name not in failed_slots:
+                            run.add(_not_healed(unhealed, error))
                     if stopped:
                         break
             if failure is not None and len(slots) == 1:
@@ -221,17 +221,17 @@ class Healer:
         source.
         """
         failure: RlctlError | None = None
-        found = []
+        healable = []
         for slot in slots:
             try:
                 if needs_heal(slot) or not self._sources.lacks_adapters(slot):
                     self._sources.of(slot, checkpoint)
-                found.append(slot)
+                healable.append(slot)
             except RlctlError as error:
                 failure = failure or error
-        if failure is not None and (named or not found):
+        if failure is not None and (named or not healable):
             raise failure
-        return found
+        return healable
 
     def _is_due(self, slot: Slot) -> bool:
         """Whether a stage is to be healed now.
@@ -393,10 +393,10 @@ class Healer:
             adapter_config=config,
         )
         if adapter is not None:
-            told = Adapter()
-            told.CopyFrom(adapter)
-            told.ClearField("config")
-            adapter = told
+            without_config = Adapter()
+            without_config.CopyFrom(adapter)
+            without_config.ClearField("config")
+            adapter = without_config
         update = Update(self._context, UpdateRecord(request=begin, plan=plan), model, [slot], deadline, adapter)
         update.accept(run)
         return update

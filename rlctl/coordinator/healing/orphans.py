@@ -89,9 +89,9 @@ class Orphans:
         paused_by = report.paused_by_update
         if slot.pause is not None and (slot.owes_pause or slot.held):
             return self._due_pause(slot, slot.pause)
-        left = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
-        nobodys = left and slot.pause is None
-        if nobodys and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
+        leftover = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
+        ownerless = leftover and slot.pause is None
+        if ownerless and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
             # The stage continues as before the update. A pause by name stays in force.
             return ContinueGenerationRequest()
         scoped = self._due_scoped(slot, report)

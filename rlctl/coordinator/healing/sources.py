@@ -61,8 +61,8 @@ class Sources:
             raise from_detail(slot.report.quarantine)
         if not model.latest.sequence:
             raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
-        found = checkpoint or (self._peer(slot) if slot.misread else None) or model.checkpoint or self._peer(slot)
-        if not found:
+        source = checkpoint or (self._peer(slot) if slot.misread else None) or model.checkpoint or self._peer(slot)
+        if not source:
             why = "no other stage can send it"
             if not _receives(slot):
                 why = f"{slot.name} joins no group in which another stage could send it"
@@ -77,12 +77,12 @@ class Sources:
                 field="slots",
                 next_step="The trainer's next full update with digest=sha256 reaches the stage.",
             )
-        transport = TRANSPORT_DISK if isinstance(found, str) else TRANSPORT_TORCH_GLOO
+        transport = TRANSPORT_DISK if isinstance(source, str) else TRANSPORT_TORCH_GLOO
         obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])
         if all(obstacles.values()):
             why = obstacles[VERIFICATION_LEVEL_NONE]
             raise Reason.UNHEALABLE.error(f"what {slot.name} reads could not be verified: {why}", field="slots")
-        return found
+        return source
 
     def lacks_adapters(self, slot: Slot) -> bool:
         """Whether a stage at the version lacks adapters that a source exists for."""
@@ -119,4 +119,4 @@ def _receives(slot: Slot) -> bool:
 
 def _holds(slot: Slot, adapter: Adapter) -> bool:
     report = slot.report
-    return report is not None and any(same(held, adapter) for held in report.adapters)
+    return report is not None and any(same(loaded, adapter) for loaded in report.adapters)

@@ -41,11 +41,11 @@ def check_pages(path: Path) -> None:
     """Check every page, index and constraint of a file. Raises JOURNAL_FAILED, which names the damage."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
+            findings = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
     except sqlite3.Error as error:
         raise failed(path, error) from error
-    if found != ["ok"]:
-        raise Reason.JOURNAL_FAILED.error(f"journal {path}: it is damaged: {'; '.join(found)}")
+    if findings != ["ok"]:
+        raise Reason.JOURNAL_FAILED.error(f"journal {path}: it is damaged: {'; '.join(findings)}")
 
 
 def replace(path: Path, draft: Path) -> Path | None:
@@ -60,13 +60,13 @@ def replace(path: Path, draft: Path) -> Path | None:
     readable = refuse_used(path)
     if readable and _beside(path, "-wal").exists():
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: a coordinator has just opened it", next_step=LOCKED)
-    kept = path.with_name(f"{path.stem}.before-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}{path.suffix}")
-    os.link(path, kept)  # a journal of this name exists at every moment, even if this process dies
+    backup = path.with_name(f"{path.stem}.before-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}{path.suffix}")
+    os.link(path, backup)  # a journal of this name exists at every moment, even if this process dies
     for suffix in ("-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
-            os.replace(_beside(path, suffix), _beside(kept, suffix))
+            os.replace(_beside(path, suffix), _beside(backup, suffix))
     os.replace(draft, path)  # a coordinator that has opened the old file meanwhile notices the loss
-    return kept
+    return backup
 
 
 def refuse_as_target(target: Path, source: Path | None) -> None:

@@ -91,14 +91,14 @@ class SqliteJournal:
         uri = f"{self._path.absolute().as_uri()}?mode=rw"
         connection = sqlite3.connect(uri, LOCK_S, uri=True, check_same_thread=False, isolation_level=None)
         try:
-            found = self._inspect(connection)
+            schema = self._inspect(connection)
             run = connection.execute
             run("PRAGMA locking_mode = EXCLUSIVE")
             run("PRAGMA journal_mode = WAL")
             run("PRAGMA synchronous = FULL")
             run("BEGIN EXCLUSIVE")
             run("COMMIT")
-            self._migrate(connection, found)
+            self._migrate(connection, schema)
         except sqlite3.DatabaseError as error:
             connection.close()
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
@@ -112,16 +112,16 @@ class SqliteJournal:
 
     def _inspect(self, connection: sqlite3.Connection) -> int:
         """Return the schema of a sound file, without changing the file."""
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
-        if not found:
+        (schema,) = connection.execute("PRAGMA user_version").fetchone()
+        if not schema:
             raise self._failed("it is empty, or was not written by rlctl", DAMAGED)
-        if found > len(MIGRATIONS):
-            why = f"it has schema {found}, this version writes {len(MIGRATIONS)}"
+        if schema > len(MIGRATIONS):
+            why = f"it has schema {schema}, this version writes {len(MIGRATIONS)}"
             raise self._failed(why, "Start the version of rlctl that wrote it, or a newer one.")
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise self._failed(f"it is damaged: {verdict.splitlines()[-1]}", DAMAGED)
-        return int(found)
+        return int(schema)
 
     def _migrate(self, connection: sqlite3.Connection, found: int) -> None:
         """Migrate a file of schema ``found`` to the present schema, in a single transaction."""

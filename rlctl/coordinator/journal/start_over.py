@@ -37,10 +37,10 @@ def start_over(path: Path) -> None:
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         asyncio.run(_begin(draft, reached))
-        aside = previous(path)
+        backup = previous(path)
         for suffix in ("", "-wal", "-shm"):
-            aside.with_name(aside.name + suffix).unlink(missing_ok=True)
-        os.link(path, aside)  # a journal of this name exists at every moment, even if this process dies
+            backup.with_name(backup.name + suffix).unlink(missing_ok=True)
+        os.link(path, backup)  # a journal of this name exists at every moment, even if this process dies
         os.replace(draft, path)
     except OSError as error:
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: {error}") from error
@@ -66,8 +66,8 @@ def read_reached(path: Path) -> FleetRecord:
             reached = parsed("fleet", key, body, FleetRecord)
         for key, body in journal.read("model"):
             model = parsed("model", key, body, ModelRecord)
-            given = max(model.reserved_sequence, model.latest.sequence)
-            reached.first_sequence = max(reached.first_sequence, given + 1)
+            last = max(model.reserved_sequence, model.latest.sequence)
+            reached.first_sequence = max(reached.first_sequence, last + 1)
     finally:
         journal.close()
     return reached

@@ -75,9 +75,9 @@ class Joining:
         ``start`` accepts the operation, and may take long; every call gets the error.
         """
         header = body.header  # type: ignore[attr-defined]
-        known = self.known(body)
-        if known is not None:
-            return Joined(known, True, body)
+        existing = self.known(body)
+        if existing is not None:
+            return Joined(existing, True, body)
         self._drop_old()
         key = body_hash(body)
         shared = self._shared.get(key)
@@ -151,12 +151,12 @@ async def _started(run: asyncio.Task[Run]) -> None:
     if caller is None:
         await asyncio.wait({run})
         return
-    left = asyncio.create_task(caller.left.wait())
+    disconnected = asyncio.create_task(caller.left.wait())
     try:
-        await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({run, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        left.cancel()
+        disconnected.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await left
+            await disconnected
     if not run.done():
         raise Reason.CANCELLED.error("the caller has left")

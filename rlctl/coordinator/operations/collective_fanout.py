@@ -151,8 +151,8 @@ class Together:
 def _comes(result: StageResult) -> bool:
     """Whether the only failure is a store that does not listen yet, as the stage itself reports."""
     error = result.error
-    said = result.outcome == OUTCOME_REJECTED and error.field == "master_address"
-    return said and error.reason == Reason.UNREACHABLE.name
+    rejected = result.outcome == OUTCOME_REJECTED and error.field == "master_address"
+    return rejected and error.reason == Reason.UNREACHABLE.name
 
 
 def _stands(result: StageResult) -> bool:

@@ -179,14 +179,14 @@ class Fanout:
             self._peers.cancel(slot, f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}")
 
     def _pack(self, request: Message) -> Any:
-        sent = type(request)()
-        sent.CopyFrom(request)
-        header = sent.header  # type: ignore[attr-defined]
+        command = type(request)()
+        command.CopyFrom(request)
+        header = command.header  # type: ignore[attr-defined]
         header.fence.fleet_epoch = self._roster.epoch
         for name in ("target", "timeout", "for_slot", "unkeyed"):
             header.ClearField(name)
         packed = Any()
-        packed.Pack(sent)
+        packed.Pack(command)
         return packed
 
     @staticmethod

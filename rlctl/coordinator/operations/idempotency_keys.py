@@ -33,8 +33,8 @@ class Keys:
         self._writing: dict[str, asyncio.Task[None]] = {}
 
     def load(self) -> None:
-        found = [(key, parsed("key", key, body, KeyRecord)) for key, body in self._journal.read("key")]
-        self._records = dict(sorted(found, key=lambda each: each[1].request_id))
+        records = [(key, parsed("key", key, body, KeyRecord)) for key, body in self._journal.read("key")]
+        self._records = dict(sorted(records, key=lambda each: each[1].request_id))
 
     async def reserve(self, key: str, body_sha256: bytes) -> str:
         """Return the request id of a key. Raises REQUEST_ID_REUSED for a second body, JOURNAL_FAILED."""

@@ -77,14 +77,14 @@ class CommitAdapter(Commit):
         update = self._update
         if update.published:
             return
-        told = Adapter()
-        told.CopyFrom(self._adapter)
-        told.digest = digest
-        told.lora_rank = told.lora_rank or _rank_of(self._run)
-        if not told.path:
-            told.config.CopyFrom(update.record.request.adapter_config)
+        adapter = Adapter()
+        adapter.CopyFrom(self._adapter)
+        adapter.digest = digest
+        adapter.lora_rank = adapter.lora_rank or _rank_of(self._run)
+        if not adapter.path:
+            adapter.config.CopyFrom(update.record.request.adapter_config)
         async with self._roster.publishing:
-            record = versions.with_adapter(update.model, told)
+            record = versions.with_adapter(update.model, adapter)
             await update.record_published(model_put(record))
             update.model.record = record
         self._roster.changed()
@@ -138,8 +138,8 @@ async def unload(
     results = await context.fanout.run(
         request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
     )
-    kept = all(r.outcome not in versions.POSSIBLY_DONE and r.error.reason != _NOT_FOUND for r in results)
-    if not kept:
+    unchanged = all(r.outcome not in versions.POSSIBLY_DONE and r.error.reason != _NOT_FOUND for r in results)
+    if not unchanged:
         async with context.roster.publishing:
             record = versions.without_adapter(model, request.name)
             await context.journal.write([model_put(record)])
@@ -154,13 +154,15 @@ _NOT_FOUND = Reason.ADAPTER_NOT_FOUND.name
 def holders(request: UnloadAdapterRequest, model: ModelState, slots: Sequence[Slot]) -> list[Slot]:
     """Return the stages that hold an adapter, or all stages if no stage reports it. Raises ADAPTER_NOT_FOUND."""
     name = request.name
-    found = [slot for slot in slots if slot.report is not None and name in {held.name for held in slot.report.adapters}]
-    known = sorted(adapter.name for adapter in model.record.adapters)
-    if not found and name not in known:
+    reporting = [
+        slot for slot in slots if slot.report is not None and name in {loaded.name for loaded in slot.report.adapters}
+    ]
+    adapter_names = sorted(adapter.name for adapter in model.record.adapters)
+    if not reporting and name not in adapter_names:
         raise Reason.ADAPTER_NOT_FOUND.error(
-            f"{model.record.name} has no adapter {name!r}; it has: {', '.join(known) or 'none'}", field="name"
+            f"{model.record.name} has no adapter {name!r}; it has: {', '.join(adapter_names) or 'none'}", field="name"
         )
-    return found or list(slots)
+    return reporting or list(slots)
 
 
 def _refused(slot: Slot, error: RlctlError) -> StageResult:

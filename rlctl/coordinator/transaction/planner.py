@@ -209,8 +209,8 @@ class Planner:
                 "adapters are loaded and unloaded at every stage of a model; name no others", field="header.target"
             )
         if not target.model and len(self._roster.models) != 1:
-            known = ", ".join(sorted(self._roster.models)) or "none"
-            raise Reason.FIELD_REQUIRED.error(f"name the model; there are: {known}", field="header.target.model")
+            model_names = ", ".join(sorted(self._roster.models)) or "none"
+            raise Reason.FIELD_REQUIRED.error(f"name the model; there are: {model_names}", field="header.target.model")
         return self._roster.model(target.model or next(iter(self._roster.models)), "header.target.model").record.name
 
     def only_updatable(self, target: Target) -> str:
@@ -310,21 +310,21 @@ class Planner:
                 field="path",
                 next_step="Send it from a process on the same host, or save it and call LoadAdapter.",
             )
-        gone = slot.dead_ranks()
-        if gone:
-            return Reason.RANK_LOST.error(f"{slot.name}: rank {', '.join(map(str, gone))} is gone")
+        dead_ranks = slot.dead_ranks()
+        if dead_ranks:
+            return Reason.RANK_LOST.error(f"{slot.name}: rank {', '.join(map(str, dead_ranks))} is gone")
         if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
             return Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released")
         full = request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
         if not full and slot.state == STAGE_STATE_DIRTY:
             return Reason.WEIGHTS_DIRTY.error(f"{slot.name} is DIRTY", field="kind")
         latest = self._roster.model(request.model).record.latest
-        beside = request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_PARTIAL)
+        needs_latest = request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_PARTIAL)
         field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
-        if beside and (slot.report is None or slot.report.weight_version != latest):
+        if needs_latest and (slot.report is None or slot.report.weight_version != latest):
             # The tensors outside of the update would have a different version than at the other targets.
             return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field=field)
-        if beside and slot.quarantine is not None:
+        if needs_latest and slot.quarantine is not None:
             # The stage reports the version without proof. The new version's digest could be computed over wrong
             # weights.
             why = slot.quarantine.message
@@ -380,19 +380,19 @@ def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.Value
 
 def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
     """Return the first of the sources' transports by which a target can take the update, else the first transport."""
-    given = [transport for transport in request.transports or [TRANSPORT_TORCH_GLOO] if transport in BACKENDS]
-    if not given:
+    supported = [transport for transport in request.transports or [TRANSPORT_TORCH_GLOO] if transport in BACKENDS]
+    if not supported:
         raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
     offered = slot.capabilities.transports
-    fit = (each for each in given if each in offered and not _waits_for_its_own_ranks(request, slot, each))
-    return next(fit, given[0])
+    fit = (each for each in supported if each in offered and not _waits_for_its_own_ranks(request, slot, each))
+    return next(fit, supported[0])
 
 
 def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
     """Whether the update's NCCL collectives would run concurrently with the collectives of the target's steps."""
     alone = len(slot.workers) == 1
-    aside = request.apply == APPLY_MODE_STAGED or request.kind == UPDATE_KIND_ADAPTER
-    return aside and not alone and transport == TRANSPORT_TORCH_NCCL
+    staged = request.apply == APPLY_MODE_STAGED or request.kind == UPDATE_KIND_ADAPTER
+    return staged and not alone and transport == TRANSPORT_TORCH_NCCL
 
 
 def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:

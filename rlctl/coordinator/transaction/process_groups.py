@@ -131,9 +131,9 @@ def place(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> No
         request.members.extend(members(targets))
         return
     ranks = {member.slot: member.num_ranks for member in members(targets)}
-    given = {member.slot: member.num_ranks for member in request.members}
-    if given != ranks or len(request.members) != len(ranks):
-        raise Reason.FIELD_INVALID.error(f"members are {given}; the roster has {ranks}", field="members")
+    named_ranks = {member.slot: member.num_ranks for member in request.members}
+    if named_ranks != ranks or len(request.members) != len(ranks):
+        raise Reason.FIELD_INVALID.error(f"members are {named_ranks}; the roster has {ranks}", field="members")
     due = 1
     for member in sorted(request.members, key=lambda member: member.rank_offset):
         if member.rank_offset != due:

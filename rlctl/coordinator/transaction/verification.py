@@ -102,8 +102,8 @@ async def verify(
     update.timeline.fail(wrong, levels)
     values = NOTHING_COMPUTED if update.staged else await compute(update, slots)
     wrong |= values.wrong
-    found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
-    return Verdict(wrong, checks, found.pop() if len(found) == 1 else "", values.decode)
+    digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
+    return Verdict(wrong, checks, digests.pop() if len(digests) == 1 else "", values.decode)
 
 
 async def compute(update: Update, slots: Sequence[Slot]) -> Computed:
@@ -147,8 +147,8 @@ async def _compared(
         return {}
     slots = {slot.name: slot for slot in update.targets if slot.name in differ}
     sound = {result.slot for result in results} - wrong.keys()
-    beside = update.reference or (update.done[0] if update.done else None)
-    right = next((slot for slot in update.targets if slot.name in sound), beside)
+    fallback = update.reference or (update.done[0] if update.done else None)
+    right = next((slot for slot in update.targets if slot.name in sound), fallback)
     reference = expected.fingerprints or await _fingerprints_of(update, right or slots[differ[0]], expected)
     if not reference:
         return {}
@@ -159,16 +159,16 @@ async def _compared(
 async def _fingerprints_of(update: Update, slot: Slot, expected: Expected) -> bytes:
     """Return the fingerprints of a target, empty if the target does not list its tensors."""
     (result,) = await update.step(_check(update, expected, per_tensor=True), [slot])
-    found = {tensor.name: tensor.sha256 for rank in result.rank_results for tensor in rank.check.model_tensors}
-    return fingerprints(found) if result.outcome == OUTCOME_APPLIED else b""
+    digests = {tensor.name: tensor.sha256 for rank in result.rank_results for tensor in rank.check.model_tensors}
+    return fingerprints(digests) if result.outcome == OUTCOME_APPLIED else b""
 
 
 def _check(
     update: Update, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
 ) -> CheckWeightsRequest:
     """Return the check of a target, with the digest function of the expected digest or of the update."""
-    given = expected.digest or expected.held
-    key = key_of(given) if given else update.record.plan.digest_key
+    digest = expected.digest or expected.held
+    key = key_of(digest) if digest else update.record.plan.digest_key
     return CheckWeightsRequest(
         shadow=update.staged,
         fingerprints=fingerprints,

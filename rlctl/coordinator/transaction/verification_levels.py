@@ -117,7 +117,7 @@ def _with(key: bytes) -> str:
 def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
     """Raise VERIFICATION_UNREACHABLE for a probe or a decode check that a target cannot compute."""
     capabilities, released = slot.capabilities, slot.report.released if slot.report is not None else ()
-    for wanted, able, resident, field, what in (
+    for requested, able, resident, field, what in (
         (
             options.HasField("probe"),
             VERIFICATION_LEVEL_PROBE in capabilities.verification,
@@ -127,7 +127,7 @@ def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
         ),
         (options.decode_check, checks_decode(slot), not released, "decode_check", "the decode check"),
     ):
-        if not wanted or (able and resident):
+        if not requested or (able and resident):
             continue
         why = "its KV cache is released, so it can compute nothing" if able else "its engine has no code for it"
         raise Reason.VERIFICATION_UNREACHABLE.error(
@@ -170,17 +170,17 @@ def refuse_unreachable(
         transports: the targets' transports, by slot.
         together: as for :func:`reached`.
     """
-    wanted = of_bytes(options)
+    level = of_bytes(options)
     if options.verify == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
         raise Reason.FIELD_REQUIRED.error("verify=probe needs the probe to verify with", field="options.probe")
     for slot in targets:
         refuse_uncomputable(options, slot)
         obstacles = reached(slot, transports[slot.name], options, together)
-        if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
+        if level == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
             continue
-        if wanted != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[wanted]:
+        if level != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[level]:
             continue
-        raise _unreachable(slot, wanted, obstacles)
+        raise _unreachable(slot, level, obstacles)
 
 
 def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> RlctlError:
@@ -218,11 +218,13 @@ def levels(
         VERIFICATION_UNREACHABLE: without the sources' digest a target reaches no level, or cannot compute the probe any
             more.
     """
-    wanted = of_bytes(options)
-    given = {VERIFICATION_LEVEL_EXPECTED: expected.digest, VERIFICATION_LEVEL_RECEIVED: expected.sent}
-    missing = [level for level, digest in given.items() if not digest]
-    if wanted in missing:
-        raise Reason.FIELD_REQUIRED.error(f"verify={_name(wanted)} needs the sources' digest", field="expected_digest")
+    requested = of_bytes(options)
+    source_digests = {VERIFICATION_LEVEL_EXPECTED: expected.digest, VERIFICATION_LEVEL_RECEIVED: expected.sent}
+    missing = [level for level, digest in source_digests.items() if not digest]
+    if requested in missing:
+        raise Reason.FIELD_REQUIRED.error(
+            f"verify={_name(requested)} needs the sources' digest", field="expected_digest"
+        )
     chosen = {}
     for slot in targets:
         refuse_uncomputable(options, slot)
@@ -232,9 +234,9 @@ def levels(
         if slot.name not in digesting:
             obstacles[VERIFICATION_LEVEL_RECEIVED] = "it was not told to digest what it takes in"
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
-        if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
-            raise _unreachable(slot, wanted, obstacles)
-        chosen[slot.name] = wanted or max(possible)
+        if requested == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
+            raise _unreachable(slot, requested, obstacles)
+        chosen[slot.name] = requested or max(possible)
     return chosen
 
 
@@ -263,18 +265,18 @@ def judge_digests(
     already. If targets disagree, no target is known to be right. A single remaining target has no proof.
     """
     wrong: dict[str, RlctlError] = {}
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for result in results:
         try:
-            found[result.slot] = _digest(result)
+            digests[result.slot] = _digest(result)
         except RlctlError as error:
             wrong[result.slot] = error
-    compared = [slot for slot in found if levels[slot] == VERIFICATION_LEVEL_REPLICA]
+    compared = [slot for slot in digests if levels[slot] == VERIFICATION_LEVEL_REPLICA]
     if len(compared) == 1 and not expected.held:
         alone = f"no other replica is left that {compared[0]} could be compared with"
         wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(alone, field="options.verify", outcome=OUTCOME_DIRTY)
-    replicas = {found[slot] for slot in compared} | ({expected.held} if expected.held else set())
-    for slot, digest in found.items():
+    replicas = {digests[slot] for slot in compared} | ({expected.held} if expected.held else set())
+    for slot, digest in digests.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and not comparable(digest, expected.digest):
             wrong[slot] = Reason.VERIFICATION_UNREACHABLE.error(
                 "its engine answered with another digest function than requested", outcome=OUTCOME_DIRTY
@@ -318,12 +320,12 @@ def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict
     wrong = {}
     for result in committed:
         for rank in result.rank_results:
-            found = rank.weights.received_digest
-            if found != expected.sent:
+            received = rank.weights.received_digest
+            if received != expected.sent:
                 wrong[result.slot] = _mismatch(
-                    f"rank {rank.coordinates.rank} took in {found[:16] or 'nothing that it digested'}, "
+                    f"rank {rank.coordinates.rank} took in {received[:16] or 'nothing that it digested'}, "
                     f"the source sent {expected.sent[:16]}",
-                    digest=found,
+                    digest=received,
                     expected=expected.sent,
                     ranks=str(rank.coordinates.rank),
                 )
@@ -349,20 +351,20 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
     if not answers or any(len(answer) != len(probe.prompts) for answer in answers):
         return Reason.PROBE_MISMATCH.error("it did not answer every prompt of the probe", outcome=OUTCOME_DIRTY)
     for answer in answers:
-        for index, (wanted, found) in enumerate(zip(probe.prompts, answer, strict=True)):
-            if len(found.logprobs) != len(wanted.logprobs):
+        for index, (prompt, reply) in enumerate(zip(probe.prompts, answer, strict=True)):
+            if len(reply.logprobs) != len(prompt.logprobs):
                 return Reason.PROBE_MISMATCH.error(
-                    f"it computed {len(found.logprobs)} log probabilities of prompt {index}, not "
-                    f"{len(wanted.logprobs)}",
+                    f"it computed {len(reply.logprobs)} log probabilities of prompt {index}, not "
+                    f"{len(prompt.logprobs)}",
                     outcome=OUTCOME_DIRTY,
                 )
-            pairs = zip(wanted.logprobs, found.logprobs, strict=True)
+            pairs = zip(prompt.logprobs, reply.logprobs, strict=True)
             gaps = [math.inf if math.isnan(mine) else abs(mine - theirs) for theirs, mine in pairs]
             worst = max(range(len(gaps)), key=gaps.__getitem__)
             if not gaps[worst] <= probe.tolerance:
                 return Reason.PROBE_MISMATCH.error(
-                    f"token {worst + 1} of prompt {index} has log probability {found.logprobs[worst]:.6g}, the trainer "
-                    f"expects {wanted.logprobs[worst]:.6g} within {probe.tolerance:g}",
+                    f"token {worst + 1} of prompt {index} has log probability {reply.logprobs[worst]:.6g}, the trainer "
+                    f"expects {prompt.logprobs[worst]:.6g} within {probe.tolerance:g}",
                     metadata={"prompt": str(index), "token": str(worst + 1), "difference": f"{gaps[worst]:.6g}"},
                     outcome=OUTCOME_DIRTY,
                 )
@@ -380,14 +382,14 @@ def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[
         if result.outcome == OUTCOME_APPLIED and any(rank.check.HasField("decode") for rank in result.rank_results):
             passed.add(result.slot)
             continue
-        found = from_detail(result.error)
-        if found.reason is not Reason.DECODE_MISMATCH:
+        failure = from_detail(result.error)
+        if failure.reason is not Reason.DECODE_MISMATCH:
             if not wanted and result.outcome != OUTCOME_DIRTY:
                 continue
             why = result.error.message or "it says nothing of it"
-            found = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {why}")
-        found.outcome = max(result.outcome, OUTCOME_DIRTY)
-        wrong[result.slot] = found
+            failure = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {why}")
+        failure.outcome = max(result.outcome, OUTCOME_DIRTY)
+        wrong[result.slot] = failure
     return wrong, frozenset(passed)
 
 
@@ -449,16 +451,16 @@ def _digest(result: StageResult) -> str:
         raise Reason.DIGEST_MISMATCH.error(
             f"its weights could not be digested: {result.error.message}", outcome=outcome
         )
-    found = {rank.check.model_digest for rank in result.rank_results}
+    digests = {rank.check.model_digest for rank in result.rank_results}
     inconsistent = sorted({name for rank in result.rank_results for name in rank.check.inconsistent})
     if inconsistent:
         raise _mismatch(
             f"replicas of {inconsistent[0]} differ between its ranks ({len(inconsistent)} tensors do)",
             tensors=",".join(inconsistent),
         )
-    if len(found) != 1 or not next(iter(found)):
+    if len(digests) != 1 or not next(iter(digests)):
         raise _mismatch("its ranks do not name one model digest")
-    return found.pop()
+    return digests.pop()
 
 
 def _mismatch(message: str, **metadata: str) -> RlctlError:

@@ -115,11 +115,11 @@ class FromDisk:
             await update.ready()
         if update.owner.decided.is_set():
             return
-        sent = type(request).FromString(request.SerializeToString())
+        command = type(request).FromString(request.SerializeToString())
         compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in update.targets)
-        if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:
-            sent.expected_digest = digest  # a read with a different digest is rolled back
-        reading = asyncio.create_task(update.step(sent, update.targets))
+        if isinstance(command, UpdateWeightsFromDiskRequest) and compares:
+            command.expected_digest = digest  # a read with a different digest is rolled back
+        reading = asyncio.create_task(update.step(command, update.targets))
         aborted = asyncio.create_task(update.owner.decided.wait())
         await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
         aborted.cancel()
@@ -150,10 +150,10 @@ class FromDisk:
             update.run.add(result)
         if failed and update.left - len(failed) < update.quorum:
             raise blame(failed[0])
-        said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
-        wanted = update.record.request.options.verify != VERIFICATION_LEVEL_NONE
-        known = len(said) == 1 and update.full and not failed and wanted
-        return request.expected_digest or (said.pop() if known else "")
+        declared = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
+        verifies = update.record.request.options.verify != VERIFICATION_LEVEL_NONE
+        usable = len(declared) == 1 and update.full and not failed and verifies
+        return request.expected_digest or (declared.pop() if usable else "")
 
 
 def _tell(reading: asyncio.Task[list[StageResult]]) -> None:

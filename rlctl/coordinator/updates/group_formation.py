@@ -74,13 +74,13 @@ class Gathering:
             body.header.target.slots[:] = [engine.name]
             own.rank_offset = request.rank_offset or 1
             return await self._joining.run(body, engine.model, [engine.name], lambda: _begin(body, [own], start))
-        known = self._joining.known(body)
-        if known is not None:
-            return Joined(known, True, body)
-        wanted = targets(engine.model)
-        process_groups.refuse_world_size(request, wanted)
+        existing = self._joining.known(body)
+        if existing is not None:
+            return Joined(existing, True, body)
+        slots = targets(engine.model)
+        process_groups.refuse_world_size(request, slots)
         place = (engine.model, request.group_name)
-        ranks = {member.slot: member.num_ranks for member in process_groups.members(wanted)}
+        ranks = {member.slot: member.num_ranks for member in process_groups.members(slots)}
         if engine.name not in ranks:
             raise Reason.UNREACHABLE.error(f"no link to {engine.name} stands", outcome=OUTCOME_NOT_SENT)
         pending = self._pending.get(place)
@@ -97,14 +97,14 @@ class Gathering:
 
         async def gather() -> Run:
             try:
-                given = await _gathered(pending, timeout_s)
+                members = await _gathered(pending, timeout_s)
             finally:
                 if self._pending.get(place) is pending:
                     del self._pending[place]
-            return await _begin(body, given, start)
+            return await _begin(body, members, start)
 
         try:
-            joined = await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
+            joined = await self._joining.run(body, engine.model, [slot.name for slot in slots], gather)
         except BaseException:
             # An engine whose caller has disconnected joins nothing, unless a repeat of the call still waits.
             pending.callers[engine.name] -= 1

@@ -179,9 +179,9 @@ class Implicit:
         begin.CopyFrom(request)
         begin.model = self._model(Target(model=request.model), request.header.for_slot)
         async with self._opening[begin.model]:
-            known = self._operations.known(request.header.request_id, request)
-            if known is not None:
-                return self._updates.get(known.operation.update_id).record.plan
+            existing = self._operations.known(request.header.request_id, request)
+            if existing is not None:
+                return self._updates.get(existing.operation.update_id).record.plan
             update = self._updates.implicit_of(begin.model)
             if update is None or not self._takes_writes(update) or update.written:
                 if update is not None and self._takes_writes(update) and not request.header.validate_only:
@@ -201,7 +201,7 @@ class Implicit:
         begin.kind = begin.kind if reference is None else UPDATE_KIND_PARTIAL
         self._complete(begin)
         update = await self._updates.begin_implicit(begin, timeout_s, request=asked)
-        self._came = {key: came for key, came in self._came.items() if self._updates.is_open(key)}
+        self._came = {key: tensors for key, tensors in self._came.items() if self._updates.is_open(key)}
         self._came[update.update_id] = WrittenTensors(reference)
         self._unended.pop(begin.model, None)
         return update
@@ -269,8 +269,8 @@ class Implicit:
 
         verb = of_request(request).name
         # The record of the operation has the hash of the request as received.
-        asked = type(request).FromString(request.SerializeToString())
-        return (await self._updates.begin_implicit(begin, timeout_s, request=asked, verb=verb, content=content)).run
+        received = type(request).FromString(request.SerializeToString())
+        return (await self._updates.begin_implicit(begin, timeout_s, request=received, verb=verb, content=content)).run
 
     async def _kind(self, request: Write, targets: list[Slot]) -> UpdateKind.ValueType:
         """Return FULL for a write with every parameter of the model. Engines without a list decide themselves."""
@@ -298,9 +298,9 @@ class Implicit:
         begin = update.record.request
         if not self._takes_writes(update):
             raise in_progress(update.model)
-        came = self._came[update.update_id]
-        came.announce(request)
-        came.refuse_other_kind(request, begin.kind)
+        tensors = self._came[update.update_id]
+        tensors.announce(request)
+        tensors.refuse_other_kind(request, begin.kind)
         other = BeginWeightUpdateRequest()
         _by_path(other, request, update.targets)
         if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
@@ -313,12 +313,12 @@ class Implicit:
 
     async def _into(self, update: Update, request: Write, timeout_s: float) -> Run:
         """Carry out a write as a part of the open update, and renew the lease."""
-        came = self._came[update.update_id]
+        tensors = self._came[update.update_id]
         body = type(request).FromString(request.SerializeToString())
         body.header.fence.update_id = update.update_id
-        came.announce(request)
-        came.refuse_other_source(body)
-        added = came.number(body)
+        tensors.announce(request)
+        tensors.refuse_other_source(body)
+        added = tensors.number(body)
         update.owner.renew(self._clock.now())
 
         async def work(run: Run) -> None:
@@ -336,9 +336,9 @@ class Implicit:
                     update.owner.decide(verdict=blame(to_blame(failed)) if failed else Reason.GROUP_FAILED.error())
                     await update.run.ended.wait()
                 elif failed:
-                    came.forget(body, added)
+                    tensors.forget(body, added)
                 elif run.operation.stage_results:
-                    came.done(body, {slot.name for slot in update.targets})
+                    tensors.done(body, {slot.name for slot in update.targets})
 
         try:
             return await self._operations.start(
@@ -352,7 +352,7 @@ class Implicit:
                 update_id=update.update_id,
             )
         except BaseException:
-            came.take_back(body, added)
+            tensors.take_back(body, added)
             raise
 
     # End.
@@ -400,15 +400,15 @@ class Implicit:
 
         Engines that were prepared for a full update check for missing tensors themselves.
         """
-        came = self._came.get(update.update_id)
-        if came is None or not update.written or update.owner.decided.is_set():
+        tensors = self._came.get(update.update_id)
+        if tensors is None or not update.written or update.owner.decided.is_set():
             return False
-        error = came.uneven({slot.name for slot in update.targets}) or came.incomplete(partial=partial)
+        error = tensors.uneven({slot.name for slot in update.targets}) or tensors.incomplete(partial=partial)
         if error is not None:
             update.owner.decide(verdict=error)
-        elif came.reference is None:
+        elif tensors.reference is None:
             return False
-        elif came.whole:
+        elif tensors.whole:
             update.record.request.kind = UPDATE_KIND_FULL
         else:
             log.info("update %s of %s is partial", update.update_id, update.model.record.name)

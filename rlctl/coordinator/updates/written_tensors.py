@@ -153,9 +153,9 @@ def reader_of(request: Write) -> str:
 
 
 def _incomplete(why: str, names: list[str]) -> RlctlError:
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    listing = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return Reason.WEIGHTS_INCOMPLETE.error(
-        f"{len(names)} tensors {why}: {shown}", metadata={"missing": "\n".join(names)}
+        f"{len(names)} tensors {why}: {listing}", metadata={"missing": "\n".join(names)}
     )
 
 

@@ -129,13 +129,13 @@ class Pausing:
         """Continue the targets, now or when memory is resumed. Pauses by name end there and for absent stages of the
         target.
         """
-        target, known = request.header.target, self._roster.pauses.besides((), "")
-        with self._in_hand(targets, ""), _undecided(targets, known), continuing(targets, ""):
+        target, earlier = request.header.target, self._roster.pauses.besides((), "")
+        with self._in_hand(targets, ""), _undecided(targets, earlier), continuing(targets, ""):
             await self._waking.go_on(request, targets, run, deadline)
             going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in going]
             if going:
-                await self._end(target, refused, addressed=targets, newer=self._roster.pauses.besides(known, ""))
+                await self._end(target, refused, addressed=targets, newer=self._roster.pauses.besides(earlier, ""))
 
     async def go_on_with(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
@@ -145,8 +145,8 @@ class Pausing:
         An absent stage continues on return.
         """
         adapter = request.adapter
-        known = self._roster.pauses.besides((), adapter)
-        with self._in_hand(targets, adapter), _undecided(targets, known), continuing(targets, adapter):
+        earlier = self._roster.pauses.besides((), adapter)
+        with self._in_hand(targets, adapter), _undecided(targets, earlier), continuing(targets, adapter):
             operation_id = run.operation.operation_id
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
             results = await self._fanout.run(
@@ -154,7 +154,7 @@ class Pausing:
             )
             refused = [r.slot for r in results if r.outcome not in (OUTCOME_APPLIED, OUTCOME_SKIPPED)]
             if len(refused) < len(targets):
-                newer = self._roster.pauses.besides(known, adapter)
+                newer = self._roster.pauses.besides(earlier, adapter)
                 await self.end_with(adapter, request.header.target, refused, newer)
 
     async def end_with(

@@ -77,28 +77,28 @@ class Lifting:
         if record.pause.adapter:
             await self._lift_adapter(record)
             return
-        kept = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
-        now = [slot.name for slot in kept if slot.state == STAGE_STATE_PAUSED]
+        to_continue = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
+        now = [slot.name for slot in to_continue if slot.state == STAGE_STATE_PAUSED]
         if now:
             await self._go_on(ContinueGenerationRequest(header=RequestHeader(target=Target(slots=now))))
-        later = [slot.name for slot in self._own(record) if slot in kept and slot.state != STAGE_STATE_PAUSED]
+        later = [slot.name for slot in self._own(record) if slot in to_continue and slot.state != STAGE_STATE_PAUSED]
         if later:
             await self._pausing.go_on_later(Target(slots=later))
-        if not any(slot in kept for slot in self._own(record)):
+        if not any(slot in to_continue for slot in self._own(record)):
             await pauses.expire(key)  # an older pause may decide again; stages that join later generate
 
     async def _lift_adapter(self, record: PauseRecord) -> None:
         """End a pause of an adapter. Stages without a further pause continue the adapter, absent stages on return."""
         key, adapter, pauses = _key(record), record.pause.adapter, self._roster.pauses
-        kept = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
-        now = [slot.name for slot in kept if slot.linked and adapter in slot.paused_adapters]
+        to_continue = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
+        now = [slot.name for slot in to_continue if slot.linked and adapter in slot.paused_adapters]
         if now:
             header = RequestHeader(target=Target(slots=now))
             await self._go_on(ContinueGenerationRequest(header=header, adapter=adapter))
-        rest = [slot.name for slot in self._own(record) if slot in kept and slot.name not in now]
+        rest = [slot.name for slot in self._own(record) if slot in to_continue and slot.name not in now]
         if rest:
             await self._pausing.end_with(adapter, Target(slots=rest))
-        if not any(slot in kept for slot in self._own(record)):
+        if not any(slot in to_continue for slot in self._own(record)):
             await pauses.expire(key)
 
     def _own(self, record: PauseRecord) -> list[Slot]:
