@@ -212,13 +212,13 @@ class Commander:
             await asyncio.sleep(PING_EVERY_S)
             # Counted in turns, not in time: a stopped process sends no pings.
             unanswered = unanswered + 1 if self.last_heard == heard else 0
-            answered = self.echoed_at != echoed
+            has_echo = self.echoed_at != echoed
             heard, echoed = self.last_heard, self.echoed_at
             starting = self._attached is not None and not self._attached.done()
             if unanswered * PING_EVERY_S >= self._silence_s + starting * self._starting_s:
                 await self._link.close()
                 return
-            if answered:  # just now: skip one turn, since this halves the cost of an idle fleet
+            if has_echo:  # just now: skip one turn, since this halves the cost of an idle fleet
                 continue
             nonce += 1
             with contextlib.suppress(RlctlError):

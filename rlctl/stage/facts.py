@@ -273,18 +273,18 @@ class Facts:
             )
         before = (self.model_digest, self.sha256_digest)
         differ = sorted(
-            (found, earlier)
-            for found in _digests(results)
+            (later, earlier)
+            for later in _digests(results)
             for earlier in filter(None, before)
-            if found != earlier and comparable(found, earlier)
+            if later != earlier and comparable(later, earlier)
         )
         if not differ or not _of_all(request):
             return None
-        found, earlier = differ[0]
+        later, earlier = differ[0]
         return Reason.DIGEST_MISMATCH.error(
-            f"the weights digest to {found} now, and {earlier} when they were digested last; rlctl has written nothing "
+            f"the weights digest to {later} now, and {earlier} when they were digested last; rlctl has written nothing "
             "since: something else has, or memory is damaged",
-            metadata={"expected": earlier, "found": found},
+            metadata={"expected": earlier, "found": later},
             outcome=OUTCOME_DIRTY,
         )
 
@@ -328,8 +328,8 @@ class Facts:
             case verbs_pb2.ReleaseMemoryRequest() if possible:
                 named = frozenset(request.tags) or frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
                 released = memory_regions.released(results)
-                kept = memory_regions.kept(results) if applied else frozenset[MemoryTag.ValueType]()
-                self._released(released if applied else self.released | released | named, kept)
+                preserved = memory_regions.kept(results) if applied else frozenset[MemoryTag.ValueType]()
+                self._released(released if applied else self.released | released | named, preserved)
                 if MEMORY_TAG_KV_CACHE in named:
                     self.cache_in_doubt = not applied
             case verbs_pb2.ResumeMemoryRequest() if applied:
@@ -351,9 +351,9 @@ class Facts:
             case verbs_pb2.SealUpdateRequest() if applied and self.update is not None:
                 self.update.prepared = True
             case verbs_pb2.LoadAdapterRequest() if applied and self.update is not None:
-                told = (adapter for result in results for adapter in result.adapters.adapters)
+                reported = (adapter for result in results for adapter in result.adapters.adapters)
                 load_id = self.update.adapter.load_id if self.update.adapter is not None else ""
-                self.update.adapter = next(told, self.update.adapter)
+                self.update.adapter = next(reported, self.update.adapter)
                 if self.update.adapter is not None:
                     self.update.adapter.load_id = load_id  # unknown to engines
             case verbs_pb2.UnloadAdapterRequest() if possible:
@@ -386,9 +386,9 @@ class Facts:
             case _:
                 changed = False
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
-        beside = self.update is not None and self.update.adapter is not None
+        adapter_update = self.update is not None and self.update.adapter is not None
         # A write of a staged update affects the served weights only if the engine reports DIRTY.
-        spared = beside or (self.is_aside(verb, request) and outcome != OUTCOME_DIRTY)
+        spared = adapter_update or (self.is_aside(verb, request) and outcome != OUTCOME_DIRTY)
         if verb.writes_weights and possible and not finished and not spared:
             if self.update is not None:
                 self.update.touched = True
@@ -415,9 +415,9 @@ class Facts:
         """Version by name of the servable adapters: adapters of the stage at the admitted version."""
         admitted = self.admitted_adapters
         return {
-            name: held.version
-            for name, held in self.adapters.items()
-            if name in admitted and same(held, admitted[name])
+            name: adapter.version
+            for name, adapter in self.adapters.items()
+            if name in admitted and same(adapter, admitted[name])
         }
 
     def admit(
@@ -463,8 +463,8 @@ class Facts:
         (digest,) = digests
         if request.shadow:
             if update is not None and update.prepared:
-                known = verifies or not update.digest or comparable(digest, update.digest)
-                update.digest = digest if known else update.digest
+                accepted = verifies or not update.digest or comparable(digest, update.digest)
+                update.digest = digest if accepted else update.digest
         elif self.weights is Weights.WHOLE:
             before = self.model_digest
             first = not before and not key_of(digest)  # never a key that a caller chose

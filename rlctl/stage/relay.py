@@ -166,8 +166,8 @@ class Relay:
         remaining = call.deadline - self._clock.now()
         await self._wait(accepted, call.deadline - min(SETTLE_S, remaining / 5))
         remaining = call.deadline - self._clock.now()  # not positive if this process was stopped
-        held = all(a.done() for a in accepted) and not any(r.done() for r in results)
-        if held and remaining > 0 and not ordering.withdrawn:
+        ready = all(a.done() for a in accepted) and not any(r.done() for r in results)
+        if ready and remaining > 0 and not ordering.withdrawn:
             ordering.begun = True
             try:
                 async with asyncio.timeout(remaining):

@@ -463,7 +463,7 @@ class StageServer:
 
     async def _stay_registered(self) -> None:
         """Register, and repeat while no coordinator is attached: the coordinator may have been replaced."""
-        stage, told = self._stage, ""
+        stage, logged = self._stage, ""
         assert stage is not None
         while True:
             try:
@@ -471,16 +471,16 @@ class StageServer:
                 stage.home_epoch = (await self._call_coordinator("RegisterStage", request)).header.fleet_epoch
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
-                told = ""
+                logged = ""
                 await stage.left.wait()
                 trouble = "the coordinator's stream has ended"
             except TimeoutError:
                 trouble = "registered, but no coordinator attached"
             except RlctlError as error:
                 trouble = f"not registered: {error}"
-            if trouble != told:
+            if trouble != logged:
                 log.warning("%s: %s", self.config.slot, trouble)
-            told = trouble
+            logged = trouble
             await asyncio.sleep(REGISTER_AGAIN_S)
 
     async def _deregister(self) -> None:

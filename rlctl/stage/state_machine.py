@@ -284,8 +284,8 @@ class Stage:
         ``granted``: the cause is a grant, and most grants only prolong the lease.
         """
         self.serving = self._serving()
-        held = self._clock.now() < self._lease_until
-        standing = (self.serving.state, held, self._confirmed_grant, self.facts.update is None)
+        has_lease = self._clock.now() < self._lease_until
+        standing = (self.serving.state, has_lease, self._confirmed_grant, self.facts.update is None)
         if granted and standing == self._standing:
             return
         self._standing = standing
@@ -351,7 +351,7 @@ class Stage:
     async def _relayed(self, verb: Verb, request: Message, call: Call) -> CommandResult:
         self.facts.refuse(verb, request)
         self._place(request)
-        aside, spoiling = self.facts.is_aside(verb, request), spoils(request)
+        staging, spoiling = self.facts.is_aside(verb, request), spoils(request)
         if spoiling:  # a rank may be done long before the last rank answers
             self._spoiling = verb.name
         # Close the adapter first. Otherwise the ranks would have to stop requests that arrive meanwhile.
@@ -382,7 +382,7 @@ class Stage:
                 self._pausing = ""
             if spoiling:
                 self._spoiling = ""  # takes effect once the outcome is settled
-        outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
+        outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not staging)
         if isinstance(request, verbs_pb2.GetModelInfoRequest):
             self._name_version(results)
         steady = not self._writing and self._written == written

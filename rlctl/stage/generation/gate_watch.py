@@ -33,9 +33,9 @@ class Ongoing:
         """Register a request; the caller must call :meth:`end`. ``deadline`` is a time of the clock, in seconds."""
         loop = asyncio.get_running_loop()
         request = OngoingRequest(self._serving, self._clock, deadline, adapter)
-        left = deadline - self._clock.now()
-        if left != float("inf"):
-            request.limit = loop.call_later(max(left, 0.0), request.time_up)
+        remaining = deadline - self._clock.now()
+        if remaining != float("inf"):
+            request.limit = loop.call_later(max(remaining, 0.0), request.time_up)
         self._requests.add(request)
         if self._looking is None:
             self._looking = loop.call_later(LOOK_S, self._look)

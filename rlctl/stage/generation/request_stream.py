@@ -84,10 +84,10 @@ class Multiplexed:
     async def _take(self, requests: AsyncIterator[Message]) -> None:
         async for message in requests:
             message = cast(GenerateManyRequest, message)
-            for taken, numbered in enumerate(message.begin, start=1):
+            for count, numbered in enumerate(message.begin, start=1):
                 await self._room_until(None)
                 self._begin(numbered)
-                if taken % AT_ONCE == 0:
+                if count % AT_ONCE == 0:
                     await asyncio.sleep(0)
             for number in message.leave:
                 if number in self._running:
@@ -171,10 +171,10 @@ class Multiplexed:
         if not self._unsent or self._bytes_of_last > BATCH_BYTES:
             self._unsent.append(GenerateManyResponse())
             self._bytes_of_last = 0
-        said = self._unsent[-1].parts.add(
+        entry = self._unsent[-1].parts.add(
             number=number, ended=ended, response=part, error=None if error is None else error.detail()
         )
-        self._bytes_of_last += size or said.ByteSize()
+        self._bytes_of_last += size or entry.ByteSize()
         self._news.set()
 
 

@@ -46,22 +46,22 @@ class Generation:
 
     async def many(self, requests: AsyncIterator[Message]) -> AsyncGenerator[GenerateManyResponse, None]:
         """Yield the new parts of many requests of one caller."""
-        together = Multiplexed(self.stream)
-        self._many.add(together)
+        multiplexed = Multiplexed(self.stream)
+        self._many.add(multiplexed)
         if self._closed:
-            together.end()
+            multiplexed.end()
         try:
-            async with contextlib.aclosing(together.serve(requests)) as messages:
+            async with contextlib.aclosing(multiplexed.serve(requests)) as messages:
                 async for message in messages:
                     yield message
         finally:
-            self._many.discard(together)
+            self._many.discard(multiplexed)
 
     def close(self) -> None:
         """Accept no more requests on streams of many requests. Each stream ends with its last running request."""
         self._closed = True
-        for together in self._many:
-            together.end()
+        for multiplexed in self._many:
+            multiplexed.end()
 
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
         """Yield new parts of an answer. At the deadline, the request is aborted at the engine."""
