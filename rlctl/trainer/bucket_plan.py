@@ -97,9 +97,9 @@ class Published:
     def refuse_as_base(self, label: str) -> None:
         """Raise BASE_MISMATCH if the publisher does not know the digests of a version with this label."""
         if label != self.version.label or not self.digests:
-            known = f"the last that it sent is {self.version.label!r}" if self.digests else "it knows of none"
+            detail = f"the last that it sent is {self.version.label!r}" if self.digests else "it knows of none"
             raise Reason.BASE_MISMATCH.error(
-                f"this publisher does not know the digests of version {label!r}: {known}", field="base"
+                f"this publisher does not know the digests of version {label!r}: {detail}", field="base"
             )
 
 
@@ -109,32 +109,32 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
     Raises FIELD_INVALID for a name or shape that is not in the reference, and for a name from two sources. Raises
     WEIGHTS_INCOMPLETE for names that a full update lacks. An engine without a reference checks by itself.
     """
-    wanted = {meta.name: meta for meta in reference}
+    expected = {meta.name: meta for meta in reference}
     usual = set[str]().union(*(offered.usual for offered in offers))
-    offers = [offered.of_checkpoint(wanted, usual) for offered in offers]
-    given = by_name((meta for offered in offers for meta in offered.metas), field="weights")
+    offers = [offered.of_checkpoint(expected, usual) for offered in offers]
+    source_metas = by_name((meta for offered in offers for meta in offered.metas), field="weights")
     if not reference:
         return offers
-    refuse_unknown(model, given, wanted)
-    for name, meta in given.items():
-        if meta.shape != wanted[name].shape:
+    refuse_unknown(model, source_metas, expected)
+    for name, meta in source_metas.items():
+        if meta.shape != expected[name].shape:
             raise Reason.FIELD_INVALID.error(
-                f"{name} has shape {meta.shape}; {model} has {wanted[name].shape}", field="weights"
+                f"{name} has shape {meta.shape}; {model} has {expected[name].shape}", field="weights"
             )
-        if not castable(meta.dtype, wanted[name].dtype):
+        if not castable(meta.dtype, expected[name].dtype):
             raise Reason.FIELD_INVALID.error(
-                f"{name} is {meta.dtype}; {model} has {wanted[name].dtype}, and values do not survive that cast",
+                f"{name} is {meta.dtype}; {model} has {expected[name].dtype}, and values do not survive that cast",
                 field="weights",
                 next_step="Give them in the checkpoint's wire form: BlockFp8 of rlctl.weights.formats quantises.",
             )
-    missing = sorted(wanted.keys() - given.keys())
+    missing = sorted(expected.keys() - source_metas.keys())
     if missing and not partial:
         raise Reason.WEIGHTS_INCOMPLETE.error(
-            f"{len(missing)} of {len(wanted)} tensors are not given: {', '.join(missing[:5])}",
+            f"{len(missing)} of {len(expected)} tensors are not given: {', '.join(missing[:5])}",
             field="weights",
             next_step="Give every tensor of the rollout checkpoint. With partial=True the others stay as they are.",
         )
-    return [replace(offered, metas=[wanted[meta.name] for meta in offered.metas]) for offered in offers]
+    return [replace(offered, metas=[expected[meta.name] for meta in offered.metas]) for offered in offers]
 
 
 def refuse_full(offers: Sequence[Offered]) -> None:
@@ -203,14 +203,14 @@ def changed(wire: list[Offered], before: Mapping[str, str], now: Mapping[str, st
     all.
     """
     names = {name for name, digest in now.items() if before.get(name) != digest}
-    for together in (list_ for offered in wire for list_ in offered.together):
-        if not names.isdisjoint(together):
-            names.update(together)
+    for atomic_list in (list_ for offered in wire for list_ in offered.together):
+        if not names.isdisjoint(atomic_list):
+            names.update(atomic_list)
     return [
         replace(
             offered,
             metas=[meta for meta in offered.metas if meta.name in names],
-            together=[together for together in offered.together if together[0] in names],
+            together=[atomic_list for atomic_list in offered.together if atomic_list[0] in names],
         )
         for offered in wire
     ]

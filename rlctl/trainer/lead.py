@@ -130,34 +130,34 @@ class Leading:
         try:
             offers = await self._offers(source)
             if checkpoint:
-                operation, sent = await self._from_disk(source, offers, request, checkpoint, deadline)
+                operation, totals = await self._from_disk(source, offers, request, checkpoint, deadline)
             else:
-                operation, sent = await self._broadcast(source, offers, request, deadline)
+                operation, totals = await self._broadcast(source, offers, request, deadline)
         except BaseException:
             # Our groups may be gone: the next update must not reuse any.
             self._renew_identity()
             raise
         self._members.end(JoinResponse(ended=operation))
-        return operation, sent
+        return operation, totals
 
     async def _offers(self, source: WeightSource) -> list[Offered]:
         """Return the offer of each source, once every trainer rank has joined the update."""
-        found: dict[int, Offered] = {}
+        offers: dict[int, Offered] = {}
         self._local = local_values(source) is not None
         if self._part.source is not None:
-            found[self._part.source] = Offered(
+            offers[self._part.source] = Offered(
                 source.metas(), atomic_lists(source), host_id(), self._part.room, spares_of(source)
             )
         for offer in (await self._members.offers()).values():
             self._going_on |= offer.goes_on
             self._local &= offer.local
             if offer.HasField("source"):
-                if offer.source in found:
+                if offer.source in offers:
                     raise Reason.FIELD_CONFLICT.error(f"two trainer ranks are source {offer.source}", field="source")
-                found[offer.source] = Offered.of(offer)
-        if sorted(found) != list(range(len(found))) or not found:
-            raise Reason.FIELD_INVALID.error(f"the sources are {sorted(found)}; count them from 0 on", field="source")
-        return [found[index] for index in range(len(found))]
+                offers[offer.source] = Offered.of(offer)
+        if sorted(offers) != list(range(len(offers))) or not offers:
+            raise Reason.FIELD_INVALID.error(f"the sources are {sorted(offers)}; count them from 0 on", field="source")
+        return [offers[index] for index in range(len(offers))]
 
     async def _from_disk(
         self,
@@ -237,7 +237,7 @@ class Leading:
             request.base.CopyFrom(self._sent.version)
         plan = await self._begin(request, deadline)
         digests: dict[str, str] = {}
-        sent = [Sent()]
+        results = [Sent()]
         try:
             async with self._renewing(plan):
                 if request.options.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not plan.digest_key:
@@ -251,21 +251,21 @@ class Leading:
                 elif self._finite:
                     await self._refuse_not_finite(source, metas)
                 while True:  # once, or once per batch of a rolling update in place
-                    plan, sent = await self._deliver(source, wire, plan, request, deadline)
-                    taken = digests_of(sent, plan.digest_key)
-                    digests |= taken
-                    said: dict[str, Any] = {
+                    plan, results = await self._deliver(source, wire, plan, request, deadline)
+                    pass_digests = digests_of(results, plan.digest_key)
+                    digests |= pass_digests
+                    fields: dict[str, Any] = {
                         "update_id": plan.update_id,
                         "fencing_token": plan.fencing_token,
                         "expected_digest": "" if partial else combined(digests, plan.digest_key),
-                        "sent_digest": combined(taken, plan.digest_key),
+                        "sent_digest": combined(pass_digests, plan.digest_key),
                         "fingerprints": b"" if partial else fingerprints(digests),
                     }
                     if not _more_batches(plan):
                         self._say_delivered()
-                        operation = await self._commit(CommitWeightUpdateRequest(**said), deadline)
+                        operation = await self._commit(CommitWeightUpdateRequest(**fields), deadline)
                         break
-                    answer = await self._commit_batch(CommitBatchRequest(batch=plan.batch.number, **said), deadline)
+                    answer = await self._commit_batch(CommitBatchRequest(batch=plan.batch.number, **fields), deadline)
                     if answer.HasField("ended"):
                         operation = answer.ended
                         break
@@ -273,7 +273,7 @@ class Leading:
                 await self._name_ranks(source, wire, operation, digests, plan.digest_key, deadline)
                 refuse_unpublished(operation)
                 self._note(request, operation, digests)
-                return operation, sent[0]
+                return operation, results[0]
         except BaseException as error:
             cause = error if isinstance(error, RlctlError) else None
             reason = cause.message if cause else f"{type(error).__name__}: {error}"
@@ -283,7 +283,7 @@ class Leading:
                 # The commit was under way: the coordinator has completed the update, and only the answer is missing.
                 self._note(request, ended, digests)
                 if isinstance(error, Exception):
-                    return ended, sent[0]
+                    return ended, results[0]
             if ended is not None and _failed_at_the_fleet(error):
                 if ended.weight_version.sequence:
                     # A rolling update in place: earlier batches serve the version.
@@ -379,7 +379,7 @@ class Leading:
         try:
             if plan.groups:
                 await asyncio.sleep(HEAD_START_S)
-            sent = await self._take_turns(source, attempt, ship, fleet)
+            results = await self._take_turns(source, attempt, ship, fleet)
         except BaseException:
             if store is not None:
                 # SGLang's ranks retry a lost store until declared stuck. A store that answers first and closes later
@@ -390,7 +390,7 @@ class Leading:
             fleet.cancel()
         if store is not None:
             store.close()
-        return sent
+        return results
 
     def _say_delivered(self) -> None:
         """Tell all ranks that no further attempt needs the weights."""
@@ -452,8 +452,8 @@ class Leading:
             if causes and fleet is not None and all(cut_off(cause) for cause in causes):
                 # An interrupted broadcast of ours explains less than the ranks' next answer.
                 await asyncio.wait({fleet})
-                told = fleet.exception()
-                causes = [told] if told is not None else causes
+                fleet_error = fleet.exception()
+                causes = [fleet_error] if fleet_error is not None else causes
             if causes:
                 raise await explained(causes[0], theirs)
         except BaseException as error:
@@ -465,20 +465,20 @@ class Leading:
             raise
         finally:
             await stopped(shipping)
-        return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
+        return [own.result(), *(result for _, result in sorted(theirs.result().items()))]
 
     async def _forward(self, attempt: int, ship: Ship) -> None:
         """Forward the shipments of members to the ranks in this attempt, in sequence."""
         while True:
-            said = await self._members.shipments.get()
-            if not self._members.waits(said, attempt):
+            request = await self._members.shipments.get()
+            if not self._members.waits(request, attempt):
                 continue
             answer = Shipped()
             try:
-                await ship(said.shipment.segments)
+                await ship(request.shipment.segments)
             except RlctlError as error:
                 answer.error.CopyFrom(error.detail())
-            self._members.answer(said.rank, JoinResponse(shipped=answer))
+            self._members.answer(request.rank, JoinResponse(shipped=answer))
 
     async def _get_reference(self, plan: BeginWeightUpdateResponse) -> list[TensorMeta]:
         """Return the reference of the model. Ask again if a target changed: the reference may differ."""
@@ -520,8 +520,8 @@ class Leading:
         report only lists the suspected ranks.
         """
         parts = parts_in_question(operation)
-        left = deadline - asyncio.get_running_loop().time()
-        if not parts or left <= 0 or self._going_on:
+        remaining = deadline - asyncio.get_running_loop().time()
+        if not parts or remaining <= 0 or self._going_on:
             return
         names = {part.name for part in parts}
         metas = [meta for offered in wire for meta in offered.metas if meta.name in names]
@@ -530,11 +530,11 @@ class Leading:
             buckets=[buckets.to_proto(Bucket(0, metas, True))],
             parts=parts,
             digest_key=key,
-            timeout=duration(left),
+            timeout=duration(remaining),
         )
         # A failure to find the ranks does not change the result of the update.
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(remaining):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
     async def _abort(

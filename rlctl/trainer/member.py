@@ -33,7 +33,7 @@ async def follow(
 
     ``update``: number from :meth:`Lead.update`. Raises this rank's error, the lead's error, or TRAINER_RANK_LOST.
     """
-    sent, number = Sent(), 0
+    result, number = Sent(), 0
     attempt: asyncio.Task[Sent] | None = None
     shipped: asyncio.Future[None] | None = None
 
@@ -57,9 +57,9 @@ async def follow(
                 failure, ended = attempt.exception(), attempt
                 attempt = None
                 if failure is None:
-                    sent = ended.result()
+                    result = ended.result()
                     progress.decided = True
-                    lead.say(update, number, sent=sent)
+                    lead.say(update, number, sent=result)
                 elif cut_off(failure):
                     lead.say(update, number, failed=detail(failure))  # the lead may retry
                 else:
@@ -70,32 +70,32 @@ async def follow(
                         await stopped(lost)
             if not hearing.done():
                 continue
-            said = hearing.result()
+            message = hearing.result()
             hearing = asyncio.create_task(lead.hear(update))
-            match said.WhichOneof("message"):
+            match message.WhichOneof("message"):
                 case "attempt":
-                    number = said.attempt.number
-                    progress.decided = said.attempt.published
-                    attempt = asyncio.create_task(part.attempt(source, said.attempt, ship, progress))
+                    number = message.attempt.number
+                    progress.decided = message.attempt.published
+                    attempt = asyncio.create_task(part.attempt(source, message.attempt, ship, progress))
                 case "delivered":
                     progress.sent.set()
                 case "shipped":
                     if shipped is not None and not shipped.done():
-                        if said.shipped.HasField("error"):
+                        if message.shipped.HasField("error"):
                             # Reported as a failed group: the lead may retry.
-                            why = f"what was shared was not taken in: {said.shipped.error.message}"
+                            why = f"what was shared was not taken in: {message.shipped.error.message}"
                             shipped.set_exception(Reason.GROUP_FAILED.error(why))
                         else:
                             shipped.set_result(None)
                 case "stop":
                     await stopped(attempt)
                     attempt = None
-                    lead.say(update, number, failed=said.stop)
+                    lead.say(update, number, failed=message.stop)
                 case "failed":
-                    raise from_detail(said.failed)
+                    raise from_detail(message.failed)
                 case "ended":
-                    refuse_unpublished(said.ended)
-                    return said.ended, sent
+                    refuse_unpublished(message.ended)
+                    return message.ended, result
     except RlctlError as error:
         if progress.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
             error.outcome = OUTCOME_UNKNOWN
@@ -107,7 +107,7 @@ async def follow(
 
 async def _lost(hearing: asyncio.Task[JoinResponse]) -> None:
     """Raise the lead's next message if that is a failure."""
-    said = await asyncio.shield(hearing)
+    message = await asyncio.shield(hearing)
     for name in ("stop", "failed"):
-        if said.HasField(name):
-            raise from_detail(getattr(said, name))
+        if message.HasField(name):
+            raise from_detail(getattr(message, name))

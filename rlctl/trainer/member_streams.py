@@ -107,9 +107,9 @@ class Members:
         try:
             yield
         except BaseException as error:
-            told = progress.told if isinstance(error, asyncio.CancelledError) else None
-            served = told is not None and bool(told.weight_version.sequence)
-            self.end(JoinResponse(ended=told) if served else JoinResponse(failed=detail(error)))
+            operation = progress.told if isinstance(error, asyncio.CancelledError) else None
+            served = operation is not None and bool(operation.weight_version.sequence)
+            self.end(JoinResponse(ended=operation) if served else JoinResponse(failed=detail(error)))
             raise
 
     def tell(self, message: JoinResponse) -> None:
@@ -138,11 +138,11 @@ class Members:
 
         Raises FIELD_CONFLICT if a member waits in an update to a different version, or the first error of a member.
         """
-        return {rank: said.offer for rank, said in (await self._collect(0)).items()}
+        return {rank: request.offer for rank, request in (await self._collect(0)).items()}
 
     async def sent(self, attempt: int) -> dict[int, Sent]:
         """Return the results of every member in an attempt, by rank. Raises the first error of a member."""
-        return {rank: said.sent for rank, said in (await self._collect(attempt)).items()}
+        return {rank: request.sent for rank, request in (await self._collect(attempt)).items()}
 
     async def stopped(self, attempt: int) -> None:
         """Wait until every member has ended an attempt, with any result. Raises TRAINER_RANK_LOST."""
@@ -160,11 +160,11 @@ class Members:
         while True:
             self._take_in()
             now = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
-            for rank, said in sorted(now.items()):
-                if said.HasField("failed"):
+            for rank, request in sorted(now.items()):
+                if request.HasField("failed"):
                     if self._is_elsewhere(rank):
                         raise self._conflict(rank)
-                    error = from_detail(said.failed)
+                    error = from_detail(request.failed)
                     error.message = f"trainer rank {rank}: {error.message}"
                     raise error
             if len(now) == len(self._ranks) and not any(self._is_elsewhere(rank) for rank in now):

@@ -12,10 +12,10 @@ from rlctl.v1.verbs_pb2 import TensorPart
 
 def parts_in_question(operation: Operation) -> list[TensorPart]:
     """Return the parts of wrong tensors that the ranks' answers neither confirm nor blame; each once."""
-    found = {
+    parts = {
         _key(part): part for result in operation.stage_results for part in map(_open_part, result.rank_results) if part
     }
-    return list(found.values())
+    return list(parts.values())
 
 
 def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Sequence[Sent]) -> None:
@@ -24,11 +24,11 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
     ``digests`` are the hex digests of the sent tensors, by name. Tensors that changed at the sources since then prove
     nothing and are ignored.
     """
-    now = {tensor.name: tensor.sha256 for sent in answers for tensor in sent.digests}
+    now = {tensor.name: tensor.sha256 for answer in answers for tensor in answer.digests}
     right = {
         _key(part): part.sha256
-        for sent in answers
-        for part in sent.parts
+        for answer in answers
+        for part in answer.parts
         if now.get(part.name) == digests.get(part.name)
     }
     for result in operation.stage_results:
@@ -42,16 +42,16 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
                     name = part.name
                     ranks.append(str(rank.coordinates.rank))
         if ranks:
-            said = f"; it is the part of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} that differs"
+            note = f"; it is the part of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} that differs"
             for error in _errors_about(operation, result, name):
-                error.message += said
+                error.message += note
             result.error.metadata["ranks"] = ",".join(ranks)
 
 
 def _errors_about(operation: Operation, result: StageResult, tensor: str) -> list[ErrorDetail]:
     """Return the stage's own error and, if that names this tensor at this stage too, the operation's error."""
-    told = tensor in operation.error.message and result.slot in operation.error.message
-    return [result.error, operation.error] if told else [result.error]
+    is_named = tensor in operation.error.message and result.slot in operation.error.message
+    return [result.error, operation.error] if is_named else [result.error]
 
 
 def _open_part(rank: RankResult) -> TensorPart | None:

@@ -72,11 +72,11 @@ class AsyncPending:
         The version is not served yet. With ``retries``, this waits until every target has received the weights, since
         sources may have to repeat the pass until then. Raises the error of the update.
         """
-        sent = asyncio.create_task(self._progress.sent.wait())
+        sent_task = asyncio.create_task(self._progress.sent.wait())
         try:
-            await asyncio.wait({sent, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sent_task, self._task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            sent.cancel()
+            sent_task.cancel()
         if self._task.done():
             self.outcome()
 

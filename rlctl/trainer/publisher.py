@@ -138,8 +138,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
         backends = [backend] if isinstance(backend, str) else list(backend)
         if not backends or not set(backends) <= _TRANSPORTS.keys():
-            known = ", ".join(_TRANSPORTS)
-            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {known}", field="backend")
+            backend_names = ", ".join(_TRANSPORTS)
+            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {backend_names}", field="backend")
         if host and network:
             raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
         self._path = _PATHS[path]
@@ -257,7 +257,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 if self._lead is not None:
                     with self._lead.update(version) as number:
                         source = await self._part.read(weights, progress)
-                        operation, sent = await follow(self._lead, self._part, source, version, number, progress)
+                        operation, totals = await follow(self._lead, self._part, source, version, number, progress)
                 else:
                     assert self._leading is not None
                     assert self._members is not None
@@ -292,13 +292,13 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                             renew_interval=duration(RENEW_S),
                             retries=retries,
                         )
-                        operation, sent = await self._leading.run(
+                        operation, totals = await self._leading.run(
                             source, request, progress, checkpoint=checkpoint, finite_only=finite, deadline_s=deadline_s
                         )
         except TimeoutError:
             if not limit.expired():
                 raise  # raised by the source
-            operation, sent = _in_the_end(progress, deadline_s), Sent()
+            operation, totals = _in_the_end(progress, deadline_s), Sent()
         finally:
             try:
                 # The trainer's next collectives must not overlap the collectives of a running pass.
@@ -317,9 +317,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             version=operation.weight_version,
             operation=operation,
             model_digest=operation.model_digest,
-            bytes_sent=sent.bytes,
-            tensors_sent=sent.tensors,
-            transfer_s=seconds(sent.elapsed),
+            bytes_sent=totals.bytes,
+            tensors_sent=totals.tensors,
+            transfer_s=seconds(totals.elapsed),
             pause_s=seconds(operation.pause_time),
             total_s=time.perf_counter() - started,
         )
@@ -388,16 +388,16 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         await asyncio.shield(self._meeting)
 
     async def _met(self) -> None:
-        told = ""
+        invitation = ""
         if self._fleet is not None:
             if self._members is not None:
                 await self._members.close()
             self._members = Members(self._size)
             if self._size > 1:
                 tls = self._fleet.connection.tls
-                told = json.dumps((*await self._members.start(self._host, tls), tls is not None))
+                invitation = json.dumps((*await self._members.start(self._host, tls), tls is not None))
         if self._trainer_group is not None and self._size > 1:
-            meet = functools.partial(self._share, self._trainer_group, told)
+            meet = functools.partial(self._share, self._trainer_group, invitation)
             shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
             address, token, secure = json.loads(await shared)
             if self._rank:
@@ -544,8 +544,10 @@ def _adapter_config(
         raise Reason.FIELD_REQUIRED.error("what are the adapter's tensors?", field="adapter_config")
     dtypes = {meta.dtype for meta in source.metas()}
     if len(dtypes) != 1:
-        shown = ", ".join(sorted(map(str, dtypes))) or "none"
-        raise Reason.FIELD_INVALID.error(f"an adapter's tensors are of one dtype; these are: {shown}", field="weights")
+        listing = ", ".join(sorted(map(str, dtypes))) or "none"
+        raise Reason.FIELD_INVALID.error(
+            f"an adapter's tensors are of one dtype; these are: {listing}", field="weights"
+        )
     return lora.from_peft(config, field="adapter_config", dtype=dtype_name(dtypes.pop()))
 
 

@@ -190,10 +190,10 @@ class Part:
         """Wait for the end of the last pass and return True; False if no tensor comes for ``quiet_s``."""
         started = time.monotonic()
         while self._under_way is not None and not self._under_way.done():
-            left = max(started, self._pass.moved) + quiet_s - time.monotonic()
-            if left <= 0:
+            remaining_s = max(started, self._pass.moved) + quiet_s - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            await asyncio.wait({self._under_way}, timeout=left)
+            await asyncio.wait({self._under_way}, timeout=remaining_s)
         return True
 
     def _work(
@@ -216,12 +216,12 @@ class Part:
         weights = only(weights, dtypes)
         if attempt.parts:
             return _digest_parts(weights, attempt, dtypes)
-        wanted = [group for group in attempt.groups if group.source == self.source]
+        own_groups = [group for group in attempt.groups if group.source == self.source]
         digest = None if attempt.without_digests else ModelDigest(attempt.digest_key)
-        sent = Sent()
+        result = Sent()
         started = time.perf_counter()
-        if wanted:
-            groups = self._join(wanted, attempt, stop)
+        if own_groups:
+            groups = self._join(own_groups, attempt, stop)
             started = time.perf_counter()
             passing: list[SentInPassing] = []
             buckets = [[bucket for name, bucket in announced if name == group.name] for group in groups]
@@ -233,7 +233,7 @@ class Part:
                 weights = passing[-1]
             try:
                 if attempt.shared_devices:
-                    sent.bytes += self._share(weights, dtypes, attempt, None, ship, left)
+                    result.bytes += self._share(weights, dtypes, attempt, None, ship, left)
                 else:
                     deque(weights.tensors(), maxlen=0)
             except BaseException:
@@ -243,23 +243,23 @@ class Part:
             finally:
                 for each in reversed(passing):
                     each.close()
-            sent.bytes += sum(each.bytes for each in passing)
+            result.bytes += sum(each.bytes for each in passing)
         elif attempt.shared_devices:
-            sent.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
+            result.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
         elif digest is not None or attempt.finite:
             for name, tensor in as_announced(weights, dtypes):
                 if attempt.finite and not is_finite(tensor, dtypes[name]):
-                    sent.not_finite.append(name)
+                    result.not_finite.append(name)
                 if digest is not None:
                     digest.add(name, tensor, dtypes[name])
         if not attempt.shared_devices:
             left()
-        if sent.bytes:
-            sent.tensors = len(weights.metas())
-        sent.elapsed.CopyFrom(duration(time.perf_counter() - started))
+        if result.bytes:
+            result.tensors = len(weights.metas())
+        result.elapsed.CopyFrom(duration(time.perf_counter() - started))
         if digest is not None:
-            sent.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
-        return sent
+            result.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
+        return result
 
     def _share(
         self,
@@ -365,11 +365,11 @@ def _look(weights: WeightSource, announced: Sequence[tuple[str, Bucket]]) -> Sen
 
 def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, torch.dtype]) -> Sent:
     """Digest the requested parts and the whole tensors, with present values."""
-    sent = Sent()
+    result = Sent()
     for name, tensor in weights.tensors():
-        sent.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name], key=attempt.digest_key))
-        sent.parts.extend(digest_parts(name, tensor.detach(), attempt.parts, dtypes[name], attempt.digest_key))
-    return sent
+        result.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name], key=attempt.digest_key))
+        result.parts.extend(digest_parts(name, tensor.detach(), attempt.parts, dtypes[name], attempt.digest_key))
+    return result
 
 
 async def _awaited(work: Awaitable[None]) -> None:
@@ -403,13 +403,13 @@ async def explained(failure: BaseException, others: asyncio.Future[Any]) -> Base
         return failure
     # A rank with a failed source waits equally long before reporting.
     await asyncio.wait({others}, timeout=LOST_S + SAYS_S if broken else LOST_S)
-    told = others.exception() if others.done() and not others.cancelled() else None
-    if not isinstance(told, RlctlError) or told.reason is Reason.GROUP_FAILED:
+    reported = others.exception() if others.done() and not others.cancelled() else None
+    if not isinstance(reported, RlctlError) or reported.reason is Reason.GROUP_FAILED:
         return failure
-    if not broken and told.reason is not Reason.TRAINER_RANK_LOST:
+    if not broken and reported.reason is not Reason.TRAINER_RANK_LOST:
         return failure
-    told.__cause__ = failure
-    return told
+    reported.__cause__ = failure
+    return reported
 
 
 def detail(error: BaseException) -> common_pb2.ErrorDetail:
