@@ -103,7 +103,7 @@ class Ending(Protocol):
         """Return the number of samples of the active requests."""
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests. Return their number, and the ids that were not found."""
+        """End requests. Return their number, and the unknown ids."""
 
 
 class ServerEngine(Engine):
@@ -192,9 +192,9 @@ class ServerEngine(Engine):
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
             raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
-        why = self._facts.unsupported.get(verb)
-        if why:
-            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
+        reason = self._facts.unsupported.get(verb)
+        if reason:
+            raise Reason.UNSUPPORTED.error(f"{verb}: {reason}", outcome=OUTCOME_SKIPPED)
 
     async def _calibrate(self, capabilities: fleet_pb2.Capabilities, call: Call) -> None:
         """Calibrate the decode check with the weights of the start, and add its time to the capabilities.
@@ -253,8 +253,8 @@ class ServerEngine(Engine):
         """Return the number of active requests, for an attached server including requests of other callers."""
         active = self._ending.active
         if not self._server.launched:
-            told = await self._loads(call)
-            active = max(active, told.running + told.waiting)
+            loads = await self._loads(call)
+            active = max(active, loads.running + loads.waiting)
         return active
 
     async def _settle(self, call: Call, *, abort: bool) -> None:

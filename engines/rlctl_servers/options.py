@@ -22,16 +22,16 @@ def interpreter(product: str, given: str, variable: str) -> str:
     """
     name = product.lower()
     if given:
-        found = Path(given)
+        path = Path(given)
     else:
-        found = Path(os.environ.get(variable) or Path(sys.prefix).parent / f".venv-{name}") / "bin" / "python"
-    if not os.access(found, os.X_OK):
+        path = Path(os.environ.get(variable) or Path(sys.prefix).parent / f".venv-{name}") / "bin" / "python"
+    if not os.access(path, os.X_OK):
         raise Reason.FIELD_INVALID.error(
-            f"{product}'s environment is not there: {found} cannot be run",
+            f"{product}'s environment is not there: {path} cannot be run",
             field="options.python",
             next_step=f"Run `tools/engines install {name}`, or set {variable} or --option python=PATH.",
         )
-    return str(found)
+    return str(path)
 
 
 def check_arguments(product: str, arguments: Collection[str], taken: Collection[str]) -> None:
@@ -71,11 +71,11 @@ def key(given: Mapping[str, str], name: str) -> str:
 
 def directories(text: str) -> tuple[str, ...]:
     """Split a text like PATH into absolute paths. Raises FIELD_INVALID."""
-    found = tuple(filter(None, text.split(os.pathsep)))
-    for directory in found:
+    paths = tuple(filter(None, text.split(os.pathsep)))
+    for directory in paths:
         if not os.path.isabs(directory):
             raise Reason.FIELD_INVALID.error(f"{directory!r} is no absolute path", field="options.allowed_roots")
-    return found
+    return paths
 
 
 def data_routes(text: str) -> tuple[HttpRoute, ...]:
@@ -84,13 +84,13 @@ def data_routes(text: str) -> tuple[HttpRoute, ...]:
     Raises FIELD_INVALID.
     """
     routes: list[HttpRoute] = []
-    for given in filter(None, map(str.strip, text.split(","))):
-        found = _ROUTE.fullmatch(given)
-        if found is None:
+    for entry in filter(None, map(str.strip, text.split(","))):
+        match = _ROUTE.fullmatch(entry)
+        if match is None:
             raise Reason.FIELD_INVALID.error(
-                f"{given!r} is no route: write METHOD /path, with POST, PUT or GET", field="options.data_routes"
+                f"{entry!r} is no route: write METHOD /path, with POST, PUT or GET", field="options.data_routes"
             )
-        routes.append(HttpRoute(found[1], found[2]))
+        routes.append(HttpRoute(match[1], match[2]))
     return tuple(routes)
 
 

@@ -153,7 +153,7 @@ class Adapters(abc.ABC):
     @property
     def listed(self) -> AdapterList:
         """Return the serving adapters, sorted by name."""
-        return AdapterList(adapters=[held.info for _, held in sorted(self._table.by_name.items())])
+        return AdapterList(adapters=[adapter.info for _, adapter in sorted(self._table.by_name.items())])
 
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
         """Open an update; a repeat with the same id starts anew.
@@ -171,17 +171,17 @@ class Adapters(abc.ABC):
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
         await self._sweep()
-        sent = None
+        sent_adapter = None
         if request.HasField("adapter_config"):
             self._refuse_config(request.adapter_config, "adapter_config")
-            sent = SentAdapter(request.adapter_config, self._layers, call.update_id)
+            sent_adapter = SentAdapter(request.adapter_config, self._layers, call.update_id)
         if request.abort_all_requests or not request.pause:
             await self._free(request.adapter.name, call, abort=request.abort_all_requests)
         self._let_go()
         self._drop_staged()
         info = Adapter()
         info.CopyFrom(request.adapter)
-        self._update = OpenAdapter(call.update_id, info, request.pause, sent=sent)
+        self._update = OpenAdapter(call.update_id, info, request.pause, sent=sent_adapter)
         return WeightsReport()
 
     async def load(self, request: LoadAdapterRequest, call: Call) -> AdapterList:
@@ -247,9 +247,9 @@ class Adapters(abc.ABC):
             stored.check_unchanged()
         finally:
             stored.close()
-        again, stored = await asyncio.to_thread(lora.open_adapter, path)
+        reread, stored = await asyncio.to_thread(lora.open_adapter, path)
         stored.close()
-        if again != config:
+        if reread != config:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} was changed while it was read", field="path")
         update.info.lora_rank, update.info.digest = config.lora_rank, digest
         update.info.pinned = pinned
@@ -278,9 +278,9 @@ class Adapters(abc.ABC):
             raise _unread(update)
         self._let_go()
         staged, self._update = update.staged, None
-        before = self._table.put(staged)
-        if before is not None:
-            await self._forget(before)
+        replaced = self._table.put(staged)
+        if replaced is not None:
+            await self._forget(replaced)
         return WeightsReport(tensors=staged.tensors, bytes_received=staged.nbytes)
 
     async def abort(self, call: Call) -> None:
@@ -304,7 +304,7 @@ class Adapters(abc.ABC):
                 field="mode",
                 outcome=OUTCOME_SKIPPED,
             )
-        before = self._requests.is_paused(name)
+        was_paused = self._requests.is_paused(name)
         self._requests.pause(name)
         try:
             if stopped and mode == PAUSE_MODE_DRAIN:
@@ -313,7 +313,7 @@ class Adapters(abc.ABC):
                 await self._free(name, call, abort=True)
             await self._until_free(name, call)
         except BaseException:
-            if not before:
+            if not was_paused:
                 self._requests.go_on(name)
             raise
 
@@ -346,18 +346,20 @@ class Adapters(abc.ABC):
         if request.per_tensor or request.fingerprints:
             raise Reason.UNSUPPORTED.error("an adapter is digested as a whole", outcome=OUTCOME_SKIPPED)
         if self._update is not None and self._update.info.name == request.adapter:
-            held = self._update.staged
-            if held is None:
+            adapter = self._update.staged
+            if adapter is None:
                 raise _unread(self._update)
         else:
-            held = self._table.find(request.adapter, "adapter")
-        if request.expected_digest and request.expected_digest != held.info.digest:
+            adapter = self._table.find(request.adapter, "adapter")
+        if request.expected_digest and request.expected_digest != adapter.info.digest:
             raise Reason.DIGEST_MISMATCH.error(
-                f"the adapter's digest is {held.info.digest}, {request.expected_digest} was expected",
+                f"the adapter's digest is {adapter.info.digest}, {request.expected_digest} was expected",
                 field="expected_digest",
-                metadata={"expected": request.expected_digest, "found": held.info.digest},
+                metadata={"expected": request.expected_digest, "found": adapter.info.digest},
             )
-        report = CheckReport(action=CHECK_ACTION_CHECKSUM, tensor_count=held.tensors, model_digest=held.info.digest)
+        report = CheckReport(
+            action=CHECK_ACTION_CHECKSUM, tensor_count=adapter.tensors, model_digest=adapter.info.digest
+        )
         return [
             RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_ENGINE, check=report)
             for rank in ranks
@@ -376,17 +378,17 @@ class Adapters(abc.ABC):
                 f"it has rank {config.lora_rank}, and the server was started with --max-lora-rank {limits.rank}",
                 field=field,
             )
-        held = len(self._table.by_name) + len(self._left)
-        if limits.most and held >= limits.most:
+        count = len(self._table.by_name) + len(self._left)
+        if limits.most and count >= limits.most:
             raise Reason.UNSUPPORTED.error(
-                f"{self._product} holds {held} adapters and would forget one that serves; see --max-loaded-loras",
+                f"{self._product} holds {count} adapters and would forget one that serves; see --max-loaded-loras",
                 field="name",
                 next_step="Unload one, or start the server with room for one more: a new version comes beside the old.",
             )
         expected = lora.expected(config, self._layers, field=field)
-        if beyond := sorted({module.rpartition(".")[2] for module in expected} - set(limits.targets)):
+        if unsupported := sorted({module.rpartition(".")[2] for module in expected} - set(limits.targets)):
             raise Reason.UNSUPPORTED.error(
-                f"it adds to {', '.join(beyond)}, which the server was not started for: --lora-target-modules",
+                f"it adds to {', '.join(unsupported)}, which the server was not started for: --lora-target-modules",
                 field=field,
             )
         self.refuse(config, expected, field)
@@ -395,12 +397,12 @@ class Adapters(abc.ABC):
     @property
     def _layers(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of the layers that adapters can add to, by module."""
-        found = {}
+        shapes = {}
         for name, meta in self._checkpoints.reference.items():
             module = name.removesuffix(".weight")
             if module != name and module.rpartition(".")[2] in LAYERS and _is_plain(module, meta):
-                found[module] = (meta.shape[0], meta.shape[1])
-        return found
+                shapes[module] = (meta.shape[0], meta.shape[1])
+        return shapes
 
     async def _free(self, name: str, call: Call, *, abort: bool) -> None:
         """Raise ACTIVE_REQUESTS if requests use the serving adapter of a name, or end them if ``abort``."""
@@ -470,8 +472,8 @@ class Adapters(abc.ABC):
 def _unread(update: OpenAdapter) -> RlctlError:
     missing = update.sent.missing if update.sent is not None else []
     names = ", ".join(missing[:5])
-    said = f"{len(missing)} tensors of the adapter did not come: {names}" if missing else "no adapter was read"
-    return Reason.WEIGHTS_INCOMPLETE.error(said, metadata={"missing": "\n".join(missing)} if missing else None)
+    cause = f"{len(missing)} tensors of the adapter did not come: {names}" if missing else "no adapter was read"
+    return Reason.WEIGHTS_INCOMPLETE.error(cause, metadata={"missing": "\n".join(missing)} if missing else None)
 
 
 def _is_plain(module: str, meta: TensorMeta) -> bool:

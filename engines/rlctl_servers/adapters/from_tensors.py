@@ -47,8 +47,8 @@ class SentAdapter:
 
     def take(self, request: UpdateWeightsFromTensorRequest) -> WeightsReport:
         """Copy tensors out of segments. Raises as :meth:`SegmentReader.check` and :meth:`SegmentReader.read` do."""
-        told = [segment.from_proto(message, f"segments[{i}]") for i, message in enumerate(request.segments)]
-        stats = self._reader.read(self._reader.check(told, self._receiver), self._receiver)
+        segments = [segment.from_proto(message, f"segments[{i}]") for i, message in enumerate(request.segments)]
+        stats = self._reader.read(self._reader.check(segments, self._receiver), self._receiver)
         return WeightsReport(tensors=stats.tensors, bytes_received=stats.bytes_received)
 
     def save(self, directory: Path) -> None:

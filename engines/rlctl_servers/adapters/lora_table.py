@@ -52,24 +52,24 @@ class LoraTable:
     def put(self, held: Held) -> Held | None:
         """Replace the adapter of the same name. Return the replaced adapter, or None."""
         with self._lock:
-            before = self.by_name.get(held.info.name)
+            previous = self.by_name.get(held.info.name)
             self.by_name = {**self.by_name, held.info.name: held}
-            return before
+            return previous
 
     def drop(self, name: str) -> Held:
         """Remove an adapter and return it. Raises ADAPTER_NOT_FOUND."""
         with self._lock:
-            found = self.find(name, "name")
-            self.by_name = {other: held for other, held in self.by_name.items() if other != name}
-            return found
+            removed = self.find(name, "name")
+            self.by_name = {other: adapter for other, adapter in self.by_name.items() if other != name}
+            return removed
 
     def find(self, name: str, field: str) -> Held:
         """Return the adapter of this name. Raises ADAPTER_NOT_FOUND."""
-        found = self.by_name.get(name)
-        if found is None:
-            there = ", ".join(sorted(self.by_name)) or "none"
-            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {name!r} is loaded; there are: {there}", field=field)
-        return found
+        adapter = self.by_name.get(name)
+        if adapter is None:
+            names = ", ".join(sorted(self.by_name)) or "none"
+            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {name!r} is loaded; there are: {names}", field=field)
+        return adapter
 
     @contextmanager
     def using(self, name: str) -> Iterator[Held | None]:
@@ -81,13 +81,13 @@ class LoraTable:
             yield None
             return
         with self._lock:
-            held = self.find(name, "adapter")
-            self._users[held.name] += 1
+            adapter = self.find(name, "adapter")
+            self._users[adapter.name] += 1
         try:
-            yield held
+            yield adapter
         finally:
             with self._lock:
-                self._users[held.name] -= 1
+                self._users[adapter.name] -= 1
 
     def users(self, held_name: str) -> int:
         """Return the number of running samples with the adapter of this name at the server."""

@@ -59,19 +59,19 @@ async def relabelled(
     kind = next((value for name, value in head.headers if name.lower() == "content-type"), "").partition(";")[0]
     if kind == _JSON:
         body = labels.put_into(b"".join([part async for part in parts if isinstance(part, bytes)]))
-        others = [(name, value) for name, value in head.headers if name.lower() != "content-length"]
-        yield HttpHead(head.status, [*others, ("Content-Length", str(len(body)))])
+        headers = [(name, value) for name, value in head.headers if name.lower() != "content-length"]
+        yield HttpHead(head.status, [*headers, ("Content-Length", str(len(body)))])
         yield body
         return
     yield head
-    rest = b""
+    remainder = b""
     async for part in parts:
         assert isinstance(part, bytes)
         if kind != _EVENTS:
             yield part
             continue
-        lines, end, rest = (rest + part).rpartition(b"\n")
+        lines, end, remainder = (remainder + part).rpartition(b"\n")
         if end:
             yield labels.put_into(lines + end)
-    if rest:
-        yield labels.put_into(rest)
+    if remainder:
+        yield labels.put_into(remainder)

@@ -47,23 +47,23 @@ class Passing:
         return _Exchange(reading, lambda: answer(request, reading))
 
     async def _open(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        names = {held.name: name for name, held in self._adapters.by_name.items()}
-        sent = self._sent(request, reading)
-        labelled = relabelled(sent, Labels(self._stamps, names, strict=False))
-        async with aclosing(sent), aclosing(labelled):
+        names = {adapter.name: name for name, adapter in self._adapters.by_name.items()}
+        answer = self._sent(request, reading)
+        labelled = relabelled(answer, Labels(self._stamps, names, strict=False))
+        async with aclosing(answer), aclosing(labelled):
             async for part in labelled:
                 yield part
 
     async def _gated(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        with self._adapters.using(reading.adapter) as held:
-            if held is not None:
-                reading = self._reader.with_adapter(request, reading, held)
+        with self._adapters.using(reading.adapter) as adapter:
+            if adapter is not None:
+                reading = self._reader.with_adapter(request, reading, adapter)
             # Only after the gate has admitted the request: an update may have ended while the request waited.
-            salt = salt_of(self._stamps.present, held.name if held is not None else "")
+            salt = salt_of(self._stamps.present, adapter.name if adapter is not None else "")
             reading = self._reader.salted(request, reading, salt)
-            sent = self._sent(request, reading)
+            answer = self._sent(request, reading)
             del request  # a large body is not kept during its answer
-            parts = self._requests.pass_on(reading, sent)
+            parts = self._requests.pass_on(reading, answer)
             if reading.labelled:
                 parts = relabelled(parts, Labels(self._stamps, reading.names))
             async with aclosing(parts):
@@ -73,9 +73,9 @@ class Passing:
     def _sent(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
         """Return the answer of the server. The server gets the request when the first part is read."""
         replaced = {name.lower() for name in reading.headers}
-        kept = {name: value for name, value in request.headers.items() if name.lower() not in replaced}
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in replaced}
         body = overridden(request.body, reading.fields)
-        return _unreached(self._http.forward(request.method, request.target, {**kept, **reading.headers}, body))
+        return _unreached(self._http.forward(request.method, request.target, {**headers, **reading.headers}, body))
 
 
 async def _unreached(parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[HttpHead | bytes, None]:

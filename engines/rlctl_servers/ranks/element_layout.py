@@ -325,16 +325,16 @@ class _Search:
         metas = {meta.name: meta for meta in self._rank.metas}
         pieces: dict[str, tuple[Piece, ...]] = {}
         omissions: dict[str, Omission] = {}
-        now = self._rank.now()
+        parameters = self._rank.now()
         for number, meta in enumerate(self._rank.metas, start=1):
-            result = self._pieces(number, meta, now)
+            result = self._pieces(number, meta, parameters)
             if isinstance(result, Omission):
                 omissions[meta.name] = result
             else:
                 pieces[meta.name] = result
-        for name, other in (*aliases.items(), *((other, name) for name, other in aliases.items())):
-            if name in omissions and other in pieces and metas[name].shape == metas[other].shape:
-                pieces[name] = pieces[other]
+        for name, alias in (*aliases.items(), *((alias, name) for name, alias in aliases.items())):
+            if name in omissions and alias in pieces and metas[name].shape == metas[alias].shape:
+                pieces[name] = pieces[alias]
                 del omissions[name]
         coverage = self._coverage(pieces)
         return Layout(metas, pieces, omissions, dict(self._rank.forms), coverage, tuple(self._rank.passes))
@@ -347,17 +347,17 @@ class _Search:
         for place in range(self.code.length(count)):
             digits = self.code.digit(torch.arange(count + 1), place).tolist()
             with self._rank.read_after("number", partial(self._number, digits)):
-                now = self._rank.now()
-                for name, seen in samples.items():
-                    seen.append(self.code.decode(_sample(now[name])))
-                    grid = Grid.of(now[name], self.code.decode) if name in grids else None
+                parameters = self._rank.now()
+                for name, decoded in samples.items():
+                    decoded.append(self.code.decode(_sample(parameters[name])))
+                    grid = Grid.of(parameters[name], self.code.decode) if name in grids else None
                     if grid is None:
                         grids.pop(name, None)
                     else:
                         grids[name].append(grid)
-        for name, each in grids.items():
-            joined = join(each, self.code.base) if each else None
-            parts = regions(name, joined, tuple(now[name].shape)) if joined is not None else None
+        for name, passes in grids.items():
+            joined = join(passes, self.code.base) if passes else None
+            parts = regions(name, joined, tuple(parameters[name].shape)) if joined is not None else None
             if parts is not None:
                 self._parts[name] = parts
                 for region in parts:
@@ -377,12 +377,14 @@ class _Search:
         for step in range(max(map(len, plans), default=0)):
             steps = [plan[step] if step < len(plan) else None for plan in plans]
             with self._rank.read_after("index", partial(self._index, steps, {})):
-                now = self._rank.now()
+                parameters = self._rank.now()
                 for number, (meta, at) in enumerate(zip(self._rank.metas, steps, strict=True), start=1):
                     for region in self._regions.get(number, []) if at else []:
                         dim, place = at or (0, 0)
                         first = self.code.first_index(self.code.index_length(meta.shape[dim])) if place == 0 else 0
-                        region.add_digits(now[region.parameter], dim, self.code.base**place, -first, self.code.decode)
+                        region.add_digits(
+                            parameters[region.parameter], dim, self.code.base**place, -first, self.code.decode
+                        )
 
     def _index(
         self,
@@ -477,6 +479,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 def _numbers(digits: Sequence[torch.Tensor], base: int) -> set[int]:
     """Return the numbers with these digits, except numbers with an invalid digit."""
     valid = torch.stack(list(digits)).ne(INVALID).all(dim=0)
-    total = sum(each[valid] * base**place for place, each in enumerate(digits))
+    total = sum(digit[valid] * base**place for place, digit in enumerate(digits))
     assert isinstance(total, torch.Tensor)
     return set(total.tolist())

@@ -68,8 +68,8 @@ class Grid:
 
     def refined(self, starts: Sequence[Array]) -> Array:
         values = self.values
-        for dim, (own, finer) in enumerate(zip(self.starts, starts, strict=True)):
-            values = values.take(numpy.searchsorted(own, finer, side="right") - 1, axis=dim)
+        for dim, (coarse, finer) in enumerate(zip(self.starts, starts, strict=True)):
+            values = values.take(numpy.searchsorted(coarse, finer, side="right") - 1, axis=dim)
         return values
 
 
@@ -327,8 +327,8 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
         waiting = sorted(result, key=lambda piece: (piece.parameter, piece.start[dim], piece.offset))
         result = []
         for piece in waiting:
-            for place, other in enumerate(result):
-                joined = _joined(other, piece, dim)
+            for place, existing in enumerate(result):
+                joined = _joined(existing, piece, dim)
                 if joined is not None:
                     result[place] = joined
                     break
@@ -340,10 +340,10 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 def _joined(one: Piece, two: Piece, dim: int) -> Piece | None:
     if one.parameter != two.parameter or one.start[dim] + one.size[dim] != two.start[dim]:
         return None
-    for other in range(len(one.size)):
-        if other != dim and (
-            (one.start[other], one.size[other]) != (two.start[other], two.size[other])
-            or (one.size[other] > 1 and one.stride[other] != two.stride[other])
+    for axis in range(len(one.size)):
+        if axis != dim and (
+            (one.start[axis], one.size[axis]) != (two.start[axis], two.size[axis])
+            or (one.size[axis] > 1 and one.stride[axis] != two.stride[axis])
         ):
             return None
     strides = {piece.stride[dim] for piece in (one, two) if piece.size[dim] > 1} or {two.offset - one.offset}
@@ -362,8 +362,8 @@ def _progressions(index: Array, offsets: Array) -> Iterator[tuple[int, int]]:
     while start < len(index):
         stop = start + 1
         if start < len(steps) and steps[start] >= 0:
-            other = numpy.flatnonzero(steps[start:] != steps[start])
-            stop = start + (int(other[0]) if len(other) else len(steps) - start) + 1
+            changes = numpy.flatnonzero(steps[start:] != steps[start])
+            stop = start + (int(changes[0]) if len(changes) else len(steps) - start) + 1
         yield start, stop
         start = stop
 
@@ -376,8 +376,8 @@ def _axes(positions: Array) -> Iterator[Axis]:
         length, step = 1, 1
         if start < len(steps):
             step = int(steps[start])
-            other = numpy.flatnonzero(steps[start:] != step)
-            length = (int(other[0]) if len(other) else len(steps) - start) + 1
+            changes = numpy.flatnonzero(steps[start:] != step)
+            length = (int(changes[0]) if len(changes) else len(steps) - start) + 1
         yield Axis(int(positions[start]), step, length)
         start += length
 
@@ -392,15 +392,15 @@ def _distinct(values: Array, dim: int) -> tuple[Array, Array]:
 def _changes(bits: torch.Tensor, dim: int) -> torch.Tensor:
     """Return whether any element differs from its predecessor along a dimension, by index less 1."""
     length = bits.shape[dim] - 1
-    one, two = bits.narrow(dim, 1, length), bits.narrow(dim, 0, length)
+    elements, predecessors = bits.narrow(dim, 1, length), bits.narrow(dim, 0, length)
     result = torch.zeros(length, dtype=torch.bool, device=bits.device)
     for start, stop in _chunks(bits):
-        first, second = one[start:stop], two[start:stop]
+        first, second = elements[start:stop], predecessors[start:stop]
         if torch.equal(first, second):
             continue
         differs = first != second
-        others = [each for each in range(differs.ndim) if each != dim]
-        differs = differs.any(dim=others) if others else differs
+        other_dims = [axis for axis in range(differs.ndim) if axis != dim]
+        differs = differs.any(dim=other_dims) if other_dims else differs
         if dim:
             result |= differs
         else:
@@ -416,16 +416,16 @@ def _independent_part(part: torch.Tensor) -> torch.Tensor:
     depends = [len(line) > 1 and not torch.equal(line, first.expand_as(line)) for line in corner]
     if not _repeats(bits, depends):
         depends = [not _repeats(bits, [each != dim for each in range(bits.ndim)]) for dim in range(bits.ndim)]
-    for dim, kept in enumerate(depends):
-        part = part if kept else part.narrow(dim, 0, 1)
+    for dim, dependent in enumerate(depends):
+        part = part if dependent else part.narrow(dim, 0, 1)
     return part
 
 
 def _repeats(bits: torch.Tensor, depends: Sequence[bool]) -> bool:
     """Return whether the elements depend on these dimensions only."""
     expected = bits
-    for dim, kept in enumerate(depends):
-        expected = expected if kept else expected.narrow(dim, 0, 1)
+    for dim, dependent in enumerate(depends):
+        expected = expected if dependent else expected.narrow(dim, 0, 1)
     expected = expected.expand_as(bits)
     return all(torch.equal(bits[start:stop], expected[start:stop]) for start, stop in _chunks(bits))
 

@@ -55,9 +55,9 @@ class ParameterViews:
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> ShardMap:
         """Return the parts in these parameters. Raises INTERNAL if a parameter is missing or has a different form."""
         for name, form in self._forms.items():
-            now = ParameterForm.of(parameters[name]) if name in parameters else None
-            if now != form:
-                raise Reason.INTERNAL.error(f"the parameter {name} is now {now} instead of {form}")
+            present = ParameterForm.of(parameters[name]) if name in parameters else None
+            if present != form:
+                raise Reason.INTERNAL.error(f"the parameter {name} is now {present} instead of {form}")
         return ShardMap({name: place.of(parameters[place.parameter]) for name, place in self._places.items()})
 
 

@@ -305,7 +305,7 @@ class Rank:
         if self._staged is not None:
             return self._later(partial(self._staged_of(update_id).from_segments, request))
         loading = self._open(update_id)
-        offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
+        offered = [segments.from_proto(message, f"segments[{index}]") for index, message in enumerate(request.segments)]
         checked = self._segments.check(offered, self._receiver)
         self._shards.refuse_again(
             (meta.name, f"{segment.field}.tensors[{number}].name")
@@ -361,8 +361,8 @@ class Rank:
             raise unknown(request.tensor)
         rows_of(request, meta)
         with self._together.exchanging(self._number, timeout_s) as exchange:
-            held = self._held(exchange, {meta.name: meta})
-        return v.CheckReport(action=request.action, values=first_rows(request, held.shards[meta.name]))
+            shard_map = self._held(exchange, {meta.name: meta})
+        return v.CheckReport(action=request.action, values=first_rows(request, shard_map.shards[meta.name]))
 
     def _held(self, exchange: Exchange, only: Mapping[str, TensorMeta] | None = None) -> ShardMap:
         """Return the weights that the ranks compute with, or only these tensors. All ranks refuse if a rank does."""

@@ -23,20 +23,20 @@ def for_decode(model: torch.nn.Module, decodes: Callable[..., bool]) -> None:
     ``decodes`` returns whether a forward pass with these arguments is a decode step. Raises FIELD_INVALID for an
     unknown negative control.
     """
-    how = os.environ.get(VARIABLE, "")
-    if not how:
+    control = os.environ.get(VARIABLE, "")
+    if not control:
         return
-    if how != "stale-decode":
-        raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {how!r}, which is no negative control", field=VARIABLE)
+    if control != "stale-decode":
+        raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {control!r}, which is no negative control", field=VARIABLE)
     # Servers pack other weights for their kernels, and these kernels do not read the parameter.
     weights = [
         weight for name, weight in model.named_parameters() if name.endswith(("embed_tokens.weight", "norm.weight"))
     ]
-    others, forward = [weight.data.clone() for weight in weights], model.forward
+    spares, forward = [weight.data.clone() for weight in weights], model.forward
 
     def exchange() -> None:
         for number, weight in enumerate(weights):
-            weight.data, others[number] = others[number], weight.data
+            weight.data, spares[number] = spares[number], weight.data
 
     def stale(*args: Any, **kwargs: Any) -> Any:
         if not decodes(*args, **kwargs):

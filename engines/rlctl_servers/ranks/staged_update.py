@@ -84,7 +84,9 @@ class StagedUpdate:
                     f"a staged update writes memory; loader {request.load_format!r} would write the weights that serve",
                     field="load_format",
                 )
-            offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
+            offered = [
+                segments.from_proto(message, f"segments[{index}]") for index, message in enumerate(request.segments)
+            ]
             checked = self._reader.check(offered, self._receiver)
             return add(self._report, self._reader.read(checked, self._receiver, gently=True))
 
@@ -132,17 +134,17 @@ class StagedUpdate:
         if not self._sealed:
             raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
         targets = self._shadow.targets()
-        begun = False
+        write_started = False
 
         def copy() -> None:
-            nonlocal begun
-            begun = True
+            nonlocal write_started
+            write_started = True
             self._shadow.swap(targets)
 
         try:
             self._model.swap(self.load, copy)
         except Exception as error:
-            if isinstance(error, RlctlError) and not begun:
+            if isinstance(error, RlctlError) and not write_started:
                 raise
             cause = f"the swap failed: {type(error).__name__}: {error}"
             raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error

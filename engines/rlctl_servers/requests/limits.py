@@ -77,14 +77,14 @@ def logprob_start(request: GenerateRequest, length: int | None = None) -> int:
 
 def new_tokens(params: SamplingParams, limits: Limits, length: int | None) -> int:
     """Return the limit of new tokens, cut to the context length. Servers refuse a higher limit."""
-    wanted = params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
-    return wanted if length is None else min(wanted, limits.context_length - length)
+    requested = params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
+    return requested if length is None else min(requested, limits.context_length - length)
 
 
 def temperature(params: SamplingParams, greedy_below: float) -> float:
     """Return the temperature, or 0 for values below ``greedy_below``."""
-    wanted = params.temperature if params.HasField("temperature") else 1.0
-    return 0.0 if wanted < greedy_below else wanted
+    requested = params.temperature if params.HasField("temperature") else 1.0
+    return 0.0 if requested < greedy_below else requested
 
 
 def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
     check_sampling(params, limits.vocab_size)
     if params.stop and not limits.tokenizer:
         raise Reason.UNSUPPORTED.error("the server has no tokenizer to find stop strings with", field="stop")
-    known = {
+    fields = {
         "top_p": params.top_p if params.HasField("top_p") else 1.0,
         "min_p": params.min_p,
         "ignore_eos": params.ignore_eos,
@@ -104,8 +104,8 @@ def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
         "stop_token_ids": list(params.stop_token_ids),
     }
     if params.HasField("spaces_between_special_tokens"):
-        known["spaces_between_special_tokens"] = params.spaces_between_special_tokens
-    return known
+        fields["spaces_between_special_tokens"] = params.spaces_between_special_tokens
+    return fields
 
 
 def engine_fields(
@@ -121,13 +121,13 @@ def engine_fields(
     except ValueError as error:  # JSON has no NaN
         raise Reason.FIELD_INVALID.error(str(error), field="engine_fields") from error
     sampling = fields.pop("sampling_params", {})
-    for given, allowed, where in (
+    for values, allowed, where in (
         (fields, known, "engine_fields"),
         (sampling, known_sampling, "engine_fields.sampling_params"),
     ):
-        if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(allowed))):
-            what = f"{', '.join(unknown)} cannot be given" if isinstance(given, dict) else "it is no object"
-            raise Reason.FIELD_INVALID.error(f"{what} here; there are: {', '.join(sorted(allowed))}", field=where)
+        if not isinstance(values, dict) or (unknown := sorted(values.keys() - set(allowed))):
+            cause = f"{', '.join(unknown)} cannot be given" if isinstance(values, dict) else "it is no object"
+            raise Reason.FIELD_INVALID.error(f"{cause} here; there are: {', '.join(sorted(allowed))}", field=where)
     return fields, sampling
 
 

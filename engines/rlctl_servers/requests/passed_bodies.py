@@ -113,8 +113,8 @@ def check_token_ids(value: object, vocab_size: int, name: str, *, texts: bool = 
         if kinds == {int}:
             _check_range(value, vocab_size, name)
         elif kinds <= {list, TokenIds, type(None)} or (texts and kinds == {list, str}):
-            for each in value:
-                check_token_ids(each, vocab_size, name, texts=texts)
+            for item in value:
+                check_token_ids(item, vocab_size, name, texts=texts)
         elif not texts or kinds not in ({str}, {dict}, {str, dict}):
             raise _no_ids(name, texts=texts)
     elif not (value is None or value == [] or (texts and isinstance(value, str | dict))):
@@ -122,8 +122,8 @@ def check_token_ids(value: object, vocab_size: int, name: str, *, texts: bool = 
 
 
 def _no_ids(name: str, *, texts: bool) -> Exception:
-    what = "a text or a list of token ids" if texts else "a list of token ids"
-    return Reason.FIELD_INVALID.error(f"{name} must be {what}", field=name)
+    expected = "a text or a list of token ids" if texts else "a list of token ids"
+    return Reason.FIELD_INVALID.error(f"{name} must be {expected}", field=name)
 
 
 def _check_range(ids: Sequence[int], vocab_size: int, name: str) -> None:

@@ -118,13 +118,13 @@ class Prober(abc.ABC):
         generated = await asyncio.gather(
             *(self.compute(prompt, count, call, top) for prompt, count in zip(prompts, OUTPUTS, strict=True))
         )
-        if any(len(made.tokens) != count for made, count in zip(generated, OUTPUTS, strict=True)):
+        if any(len(computed.tokens) != count for computed, count in zip(generated, OUTPUTS, strict=True)):
             raise Reason.CANCELLED.error("the requests of the decode check were ended early")
-        sequences = [[*prompt, *made.tokens] for prompt, made in zip(prompts, generated, strict=True)]
+        sequences = [[*prompt, *computed.tokens] for prompt, computed in zip(prompts, generated, strict=True)]
         scored = await asyncio.gather(*(self.compute(sequence, 1, call, top) for sequence in sequences))
         # The first position is that of the second token, and prefill computes the first output.
-        decoded = [made.likely[len(prompt) :] for prompt, made in zip(prompts, generated, strict=True)]
-        prefilled = [made.likely[len(prompt) : -1] for prompt, made in zip(prompts, scored, strict=True)]
+        decoded = [computed.likely[len(prompt) :] for prompt, computed in zip(prompts, generated, strict=True)]
+        prefilled = [computed.likely[len(prompt) : -1] for prompt, computed in zip(prompts, scored, strict=True)]
         return decode_check.compare(decoded, prefilled)
 
     @property
@@ -151,9 +151,9 @@ class Prober(abc.ABC):
         """
 
     async def _one(self, tokens: list[int], call: Call) -> ProbePrompt:
-        found = list((await self.compute(tokens, 1, call)).logprobs)[:-1]
-        if len(found) != len(tokens) - 1:
+        logprobs = list((await self.compute(tokens, 1, call)).logprobs)[:-1]
+        if len(logprobs) != len(tokens) - 1:
             raise Reason.ANSWER_INVALID.error(
-                f"{self._product} gave {len(found)} log probabilities after the first of {len(tokens)} tokens"
+                f"{self._product} gave {len(logprobs)} log probabilities after the first of {len(tokens)} tokens"
             )
-        return ProbePrompt(token_ids=tokens, logprobs=found)
+        return ProbePrompt(token_ids=tokens, logprobs=logprobs)

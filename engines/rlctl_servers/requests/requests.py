@@ -155,20 +155,20 @@ class Requests:
                     for index, sample in samples.items():
                         yield GenerateResponse(rid=rid, samples=[_cut_off(index, sample)])
                     return
-                index, told = event
+                index, payload = event
                 if index not in samples:
                     continue
-                if told is _CUT:
+                if payload is _CUT:
                     yield GenerateResponse(rid=rid, samples=[_cut_off(index, samples.pop(index))])
                     continue
-                if isinstance(told, RlctlError):
-                    raise told
-                if told is None:
+                if isinstance(payload, RlctlError):
+                    raise payload
+                if payload is None:
                     raise Reason.ENGINE_FAILED.error(
                         f"{self._dialect.product} ended its answer before the sample had ended"
                     )
                 engine_rid, sample = engine_rids[index], samples[index]
-                response = sample.take(told)
+                response = sample.take(payload)
                 if running.cut.is_set() and not running.heard(engine_rid) and not sample.over:
                     await self._dialect.end([engine_rid])  # held back when its end was requested
                 running.heard_of.add(engine_rid)
@@ -255,21 +255,25 @@ class Requests:
         return [rid for running in self._all() if running.prepared and not running.leaves for rid in running.not_heard]
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests. Return their number, and the ids that were not found. Raises as :meth:`Http.call`."""
+        """End requests. Return their number, and the unknown ids. Raises as :meth:`Http.call`."""
         with self._lock:
             chosen = list(self._running) if all_of_them else list(dict.fromkeys(rids))
-            found = {rid: self._running[rid] for rid in chosen if rid in self._running}
-        ended = list({id(running): running for running in found.values()}.values())
+            matches = {rid: self._running[rid] for rid in chosen if rid in self._running}
+        ended = list({id(running): running for running in matches.values()}.values())
         # Marked first: a request that reaches the server after the next call is ended at its first output.
         for running in ended:
             running.end()
         if all_of_them:
             await self._dialect.end(None)
         else:
-            ids = ((running, each) for running in ended if not running.leaves for each in running.engine_rids)
-            if ending := [each for running, each in ids if self._dialect.ends(heard=running.heard(each))]:
+            ids = (
+                (running, engine_rid) for running in ended if not running.leaves for engine_rid in running.engine_rids
+            )
+            if ending := [
+                engine_rid for running, engine_rid in ids if self._dialect.ends(heard=running.heard(engine_rid))
+            ]:
                 await self._dialect.end(ending)
-        return len(ended), [rid for rid in chosen if rid not in found]
+        return len(ended), [rid for rid in chosen if rid not in matches]
 
 
 async def _pump(
@@ -277,11 +281,11 @@ async def _pump(
 ) -> None:
     try:
         async with aclosing(sample.events()) as stream:
-            async for told in stream:
+            async for payload in stream:
                 silent.pop(index, None)
-                events.put_nowait((index, told))
+                events.put_nowait((index, payload))
         events.put_nowait((index, None))
-    except Exception as error:  # noqa: BLE001 - whoever reads would wait for ever
+    except Exception as error:  # noqa: BLE001 - the reader would wait for ever
         events.put_nowait((index, typed(error)))
     except asyncio.CancelledError:
         events.put_nowait((index, _CUT))
@@ -309,5 +313,5 @@ async def _next(events: asyncio.Queue[_Event], cut: asyncio.Event) -> _Event | N
             await asyncio.wait({coming}, timeout=ABORT_S)
         return coming.result() if coming.done() else None
     finally:
-        for each in (coming, cutting):
-            each.cancel()
+        for task in (coming, cutting):
+            task.cancel()

@@ -35,10 +35,10 @@ def added(call: ast.Call) -> list[str]:
 
 def names(node: ast.AST | None) -> list[str]:
     """Return the argument names in an expression: "tp_size" for "--tp-size"."""
-    found = ast.walk(node) if node is not None else ()
+    nodes = ast.walk(node) if node is not None else ()
     return [
         part.value.removeprefix("--").replace("-", "_")
-        for part in found
+        for part in nodes
         if isinstance(part, ast.Constant) and isinstance(part.value, str) and re.match("--[a-z]", part.value)
     ]
 

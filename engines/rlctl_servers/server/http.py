@@ -138,8 +138,10 @@ class Http:
             response = await self._forwarded(method, self.url + target, headers, body)
             del body  # the answer may take long
             async with response:
-                answered = [(name, value) for name, value in response.headers.items() if name.lower() not in _OF_LINK]
-                yield HttpHead(response.status, answered)
+                response_headers = [
+                    (name, value) for name, value in response.headers.items() if name.lower() not in _OF_LINK
+                ]
+                yield HttpHead(response.status, response_headers)
                 async for part in response.content.iter_any():
                     yield part
         except aiohttp.ClientError as error:
@@ -154,15 +156,15 @@ class Http:
         connection after an answer with a failure.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        how: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": False, "data": body or None}
+        options: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": False, "data": body or None}
         session = self._session(flow=True)
         try:
-            return await session.request(method, url, **how)
+            return await session.request(method, url, **options)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             if isinstance(error, aiohttp.ClientConnectorError):
                 raise
             await asyncio.sleep(0)  # the loop sees closed connections
-            return await session.request(method, url, **{**how, "headers": {**headers, "Connection": "close"}})
+            return await session.request(method, url, **{**options, "headers": {**headers, "Connection": "close"}})
 
     async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
         """POST a body and return the beginning of the answer. A body that could not be written is written again.
@@ -170,20 +172,20 @@ class Http:
         Under load the server may have closed the kept connection before this process notices.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        how: dict[str, Any] = {"headers": self._headers(admin=False), "timeout": limit, "allow_redirects": False}
+        options: dict[str, Any] = {"headers": self._headers(admin=False), "timeout": limit, "allow_redirects": False}
         try:
-            return await self._session().post(self.url + path, data=data, **how)
+            return await self._session().post(self.url + path, data=data, **options)
         except aiohttp.ClientOSError as error:
             if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
                 raise
             await asyncio.sleep(0)  # the loop sees closed connections
-            return await self._session().post(self.url + path, data=data, **how)
+            return await self._session().post(self.url + path, data=data, **options)
 
     async def close(self) -> None:
         """Close the connections of all loops."""
-        here = asyncio.get_running_loop()
+        current_loop = asyncio.get_running_loop()
         for (loop, *_), session in self._sessions.items():
-            if loop is here:
+            if loop is current_loop:
                 await session.close()
             elif loop.is_running():
                 with suppress(TimeoutError):
@@ -219,10 +221,10 @@ class Http:
         return {**_JSON, "Authorization": f"Bearer {key}"} if key else _JSON
 
     def _event(self, data: bytes) -> dict[str, Any]:
-        told = _parse(data)
-        if not isinstance(told, dict):
-            raise self._odd(repr(told)[:_SHOWN])
-        return told
+        event = _parse(data)
+        if not isinstance(event, dict):
+            raise self._odd(repr(event)[:_SHOWN])
+        return event
 
     def _odd(self, what: str) -> RlctlError:
         return Reason.ANSWER_INVALID.error(f"{self.product} sent {what} for an event", outcome=OUTCOME_UNKNOWN)

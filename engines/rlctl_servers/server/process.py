@@ -166,9 +166,9 @@ class ServerProcess(abc.ABC):
         popen.stdout.close()
         self._unwatch()
         self.ended()
-        told = self._ended.is_set()
+        stopping = self._ended.is_set()
         self._ended.set()
-        if not told:
+        if not stopping:
             on_end(self.failure())
 
     def _unwatch(self) -> None:
@@ -197,8 +197,8 @@ class ServerProcess(abc.ABC):
 def cores_of(ranks: int) -> str:
     """Divide this process's cores among ranks: "0,1|2,3". If there are fewer cores than ranks, ranks share cores."""
     cores = sorted(os.sched_getaffinity(0))
-    each = max(len(cores) // ranks, 1)
-    shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
+    per_rank = max(len(cores) // ranks, 1)
+    shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(ranks)]
     return "|".join(",".join(map(str, share)) for share in shares)
 
 

@@ -34,17 +34,17 @@ def server_info(
     name: str, version: str, node: str, pid: int, uptime_s: float, settings: Iterable[tuple[str, Any]]
 ) -> ServerInfo:
     """Return how a server was started, without keys and values that are not plain. ``uptime_s`` in seconds."""
-    shown = {key: value for key, value in settings if not _secret(key)}
+    public = {key: value for key, value in settings if not _secret(key)}
     info = ServerInfo(
         engine=name,
         engine_version=version,
         rlctl_version=__version__,
         pid=pid,
         node=node,
-        settings={key: str(value) for key, value in shown.items() if isinstance(value, _PLAIN)},
+        settings={key: str(value) for key, value in public.items() if isinstance(value, _PLAIN)},
         uptime=Duration(seconds=int(uptime_s)),
     )
-    info.arguments.update({key: value for key, value in shown.items() if value is None or _is_plain(value)})
+    info.arguments.update({key: value for key, value in public.items() if value is None or _is_plain(value)})
     return info
 
 
@@ -57,8 +57,8 @@ def _is_plain(value: Any) -> bool:
 
 def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iterable[str]) -> dict[str, str]:
     """Return the verbs without their routes, with the reason. ``product``: name and version."""
-    there = set(routes)
-    absent = {verb: [route for route in paths if route not in there] for verb, paths in needed.items()}
+    present = set(routes)
+    absent = {verb: [route for route in paths if route not in present] for verb, paths in needed.items()}
     return {verb: f"{product} has no {', '.join(paths)}" for verb, paths in absent.items() if paths}
 
 
@@ -79,7 +79,7 @@ def without_levels(
         VERIFICATION_LEVEL_EXPECTED: "what this server holds cannot be read",
     }
     named = {level: VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower() for level in reasons}
-    return {f"verify={named[level]}": why for level, why in reasons.items() if level not in levels}
+    return {f"verify={named[level]}": reason for level, reason in reasons.items() if level not in levels}
 
 
 def levels_of(
@@ -136,9 +136,9 @@ def stage_layout(
 
 def check_tags(product: str, tags: Sequence[MemoryTag.ValueType], known: Iterable[MemoryTag.ValueType]) -> None:
     """Raise FIELD_INVALID for a memory region that a server does not have."""
-    there = set(known)
+    known_tags = set(known)
     for index, tag in enumerate(tags):
-        if tag not in there:
+        if tag not in known_tags:
             name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag
             raise Reason.FIELD_INVALID.error(f"this {product} has no region {name}", field=f"tags[{index}]")
 

@@ -101,9 +101,9 @@ class RankCalls(abc.ABC):
         large = len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED
         meeting = json.dumps({"store": ranks[0]["store"], "digest": not large, "expected": expected}).encode()
         answers = _good(await self._call("Meet", meeting, call))
-        said = [json.loads(base64.b64decode(answer["answer"])) for answer in answers]
-        digests = {each["digest"] for each in said}
-        return Met(digests.pop() if len(digests) == 1 else "", next(filter(None, (e["unstaged"] for e in said)), ""))
+        results = [json.loads(base64.b64decode(answer["answer"])) for answer in answers]
+        digests = {result["digest"] for result in results}
+        return Met(digests.pop() if len(digests) == 1 else "", next(filter(None, (e["unstaged"] for e in results)), ""))
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """Return the answer of every rank, in order.
@@ -139,7 +139,7 @@ class RankCalls(abc.ABC):
             "timeout_s": max(remaining - LEAVING_S, remaining / 2),
         }
         answers = await self._send(arguments, call)
-        if any(not isinstance(each, dict) or each.get("number") != number for each in answers):
+        if any(not isinstance(answer, dict) or answer.get("number") != number for answer in answers):
             raise out_of_step(self._control)
         return number, list(answers)
 
@@ -163,7 +163,7 @@ def _good(answers: list[dict[str, Any]], *, mutates: bool = True) -> list[dict[s
         return answers
     number, answer = failed[0]
     error = from_detail(ErrorDetail.FromString(base64.b64decode(answer["error"])))
-    outcomes: set[Outcome.ValueType] = {one["outcome"] for _, one in failed}
+    outcomes: set[Outcome.ValueType] = {failed_answer["outcome"] for _, failed_answer in failed}
     if mutates and len(failed) < len(answers):
         outcomes.add(OUTCOME_DIRTY)
     error.outcome = next((o for o in (OUTCOME_DIRTY, OUTCOME_UNKNOWN) if o in outcomes), OUTCOME_REJECTED)

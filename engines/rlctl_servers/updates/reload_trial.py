@@ -93,8 +93,8 @@ async def trial(limits: Limits, compute: Compute, load: Callable[[], Awaitable[N
     except RlctlError as error:
         if error.reason is not Reason.ENGINE_FAILED or error.outcome == OUTCOME_UNKNOWN:
             raise
-        what = "loading the checkpoint a second time failed" if loaded else "nothing could be computed at the start"
-        return Refuted(f"{what}: {error.message}", loaded)
+        subject = "loading the checkpoint a second time failed" if loaded else "nothing could be computed at the start"
+        return Refuted(f"{subject}: {error.message}", loaded)
     difference = differing(before, after)
     return Refuted(difference, loaded) if difference else None
 
@@ -117,12 +117,12 @@ def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
 
 def _distance(one: Computed, other: Computed) -> float:
     """Return the largest difference of log probabilities in the prompt, and in the output to its first other token."""
-    same = len(one.logprobs) - len(one.tokens)
+    comparable = len(one.logprobs) - len(one.tokens)
     for mine, theirs in zip(one.tokens, other.tokens, strict=False):
-        same += 1
+        comparable += 1
         if mine != theirs:
             break
-    pairs = list(zip(one.logprobs[:same], other.logprobs[:same], strict=True))
+    pairs = list(zip(one.logprobs[:comparable], other.logprobs[:comparable], strict=True))
     if not pairs:
         return float("nan")
     return max((abs(mine - theirs) for mine, theirs in pairs), key=_nan_last)

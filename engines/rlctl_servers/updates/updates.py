@@ -169,7 +169,7 @@ class Updates:
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
         """Open an update; a repeat with the same id starts anew. A staged update leaves the server generating."""
         self.refuse(request, call)
-        before, staged = self._update, request.apply == APPLY_MODE_STAGED
+        previous, staged = self._update, request.apply == APPLY_MODE_STAGED
         if not staged:
             await self._pause.begin(call)
         try:
@@ -179,10 +179,12 @@ class Updates:
             if staged:
                 await self._drop_copies(call)
                 raise _spared(error) from error
-            if before is None:
+            if previous is None:
                 await self._pause.end(call)
             raise
-        self._update = OpenUpdate(call.update_id, staged, request.selector, dirty=before is not None and before.dirty)
+        self._update = OpenUpdate(
+            call.update_id, staged, request.selector, dirty=previous is not None and previous.dirty
+        )
         return self._update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> list[RankResult]:

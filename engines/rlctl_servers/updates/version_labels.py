@@ -42,9 +42,9 @@ class Stamps:
 
     def bind(self, version: WeightVersion, label: str = "") -> None:
         """Bind a label, by default the present label, to this version."""
-        kept = WeightVersion()
-        kept.CopyFrom(version)
-        self._versions[label or self.label] = kept
+        bound = WeightVersion()
+        bound.CopyFrom(version)
+        self._versions[label or self.label] = bound
 
     def flushed(self) -> None:
         """Record that no KV entry of an earlier version remains."""
@@ -97,6 +97,6 @@ class Stamps:
         ``since``: the version in its cache salt. Entries of earlier versions are out of reach.
         """
         oldest = max(self.oldest_kv, since, key=lambda version: version.sequence)
-        for made in sample.versions:
-            if oldest.sequence < made.version.sequence and (made.start or sample.cached_tokens):
-                made.kv_version.CopyFrom(oldest)  # no flush since, as requested
+        for span in sample.versions:
+            if oldest.sequence < span.version.sequence and (span.start or sample.cached_tokens):
+                span.kv_version.CopyFrom(oldest)  # no flush since, as requested
