@@ -297,12 +297,12 @@ class SGLangEngine(ServerEngine):
         try:
             if mode != MODES[PAUSE_MODE_ABORT] and not self._state.stopped:
                 await self._end_prepared(call)
-            before, self._state.paused = self._state.paused, _mode_of(mode)
+            previous, self._state.paused = self._state.paused, _mode_of(mode)
             try:
                 await self._control.must("/pause_generation", {"mode": mode}, call=call)
             except RlctlError as error:
                 if error.outcome != OUTCOME_UNKNOWN:
-                    self._state.paused = before
+                    self._state.paused = previous
                 raise
             finally:
                 await self._leave_unbegun()
@@ -385,12 +385,12 @@ class SGLangEngine(ServerEngine):
         self, request: verbs_pb2.CommitUpdateRequest, label: str, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
         was_open = self._updates.open
-        before, self._stamps.label = self._stamps.label, label  # while the update is open, see _admit
+        previous, self._stamps.label = self._stamps.label, label  # while the update is open, see _admit
         try:
             return await self._updates.commit(request, label, call)
         except BaseException:
             if not was_open or self._updates.open:
-                self._stamps.label = before
+                self._stamps.label = previous
             raise
 
     async def check_weights(
@@ -426,20 +426,20 @@ class SGLangEngine(ServerEngine):
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
         self._check("GetModelInfo")
-        told = await self._control.ask("/model_info", call=call, admin=False)
+        info = await self._control.ask("/model_info", call=call, admin=False)
         limits = self._facts.limits(self._checkpoints.config)
         reference = self._checkpoints.reference
-        label = str(told.get("weight_version", ""))
+        label = str(info.get("weight_version", ""))
         return verbs_pb2.ModelInfo(
             model_path=self._updates.checkpoint,
-            model_type=told.get("model_type") or "",
-            architectures=told.get("architectures") or (),
+            model_type=info.get("model_type") or "",
+            architectures=info.get("architectures") or (),
             weight_version=self._stamps.version(label) or common_pb2.WeightVersion(label=label),
             dtype=f"torch.{self._facts.info.get('dtype')}",
             vocab_size=limits.vocab_size,
             context_length=limits.context_length,
             local_parameters=sum(meta.numel for meta in reference.values()) if self._facts.world_size == 1 else 0,
-            tokenizer_path=told.get("tokenizer_path") or "",
+            tokenizer_path=info.get("tokenizer_path") or "",
             reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
         )
 
@@ -483,4 +483,4 @@ class SGLangEngine(ServerEngine):
 
 
 def _mode_of(name: str) -> common_pb2.PauseMode.ValueType:
-    return next(mode for mode, known in MODES.items() if known == name)
+    return next(mode for mode, mode_name in MODES.items() if mode_name == name)

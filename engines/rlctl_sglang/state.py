@@ -65,8 +65,8 @@ class State(ServerState):
         if self.paired:
             return MODES[PAUSE_MODE_ABORT]
         # The plug-in pauses in place. A failed release may have left this pause, with requests under it.
-        left = self.holding and not self.paused and not self.released and not self.updating
-        frozen = left or self.paused == PAUSE_MODE_IN_PLACE
+        stale_pause = self.holding and not self.paused and not self.released and not self.updating
+        frozen = stale_pause or self.paused == PAUSE_MODE_IN_PLACE
         if frozen and mode == PAUSE_MODE_ABORT:
             if active:
                 raise Reason.PAUSE_MODE_CONFLICT.error(

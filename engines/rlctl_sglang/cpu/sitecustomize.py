@@ -44,9 +44,9 @@ class _Empty(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         is_class = name[0].isupper() or name in ("constexpr", "dtype", "tensor")
-        found = type(name, (_Anything,), {}) if is_class else _Empty(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
+        attribute = type(name, (_Anything,), {}) if is_class else _Empty(f"{self.__name__}.{name}")
+        setattr(self, name, attribute)
+        return attribute
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return the decorated object, with or without decorator arguments."""
@@ -92,10 +92,10 @@ class _Unpinned:
         self._torch = torch
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._torch, name)
+        attribute = getattr(self._torch, name)
         if name not in ("arange", "empty", "tensor", "zeros"):
-            return found
-        return lambda *given, pin_memory=False, **named: found(*given, **named)  # noqa: ARG005
+            return attribute
+        return lambda *given, pin_memory=False, **named: attribute(*given, **named)  # noqa: ARG005
 
 
 def _without_pinning(module: types.ModuleType) -> None:

@@ -76,8 +76,8 @@ _WHY = {
 
 async def checkpoint_at(url: str, given: Mapping[str, str]) -> str:
     """Return the checkpoint of a diffusion server at a URL; see :func:`rlctl.engine.recognise`."""
-    told = await server.told_at(PRODUCT, url, "/model_info", options_.key(given, "api_key_file"))
-    return str(told.get("model_path", "")) if told.get("model_type") == DIFFUSION else ""
+    info = await server.told_at(PRODUCT, url, "/model_info", options_.key(given, "api_key_file"))
+    return str(info.get("model_path", "")) if info.get("model_type") == DIFFUSION else ""
 
 
 def known_options(given: Mapping[str, str]) -> KnownOptions:
@@ -102,8 +102,8 @@ class Server(server.Server):
 
     async def refuse_unready(self) -> None:
         """Raise if the server cannot be attached to."""
-        known = await self.http.call("/model_info", timeout_s=server.PROBE_S)
-        if not known.ok or not isinstance(known.body, dict) or known.body.get("model_type") != DIFFUSION:
+        info = await self.http.call("/model_info", timeout_s=server.PROBE_S)
+        if not info.ok or not isinstance(info.body, dict) or info.body.get("model_type") != DIFFUSION:
             raise Reason.FIELD_INVALID.error(f"what answers at {self.http.url} is no {PRODUCT}", field="options.url")
         answer = await self.http.call(self.probe, timeout_s=server.PROBE_S)
         if not answer.ok:
@@ -124,12 +124,12 @@ class DiffusionEngine(Engine):
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Raises FIELD_REQUIRED without option ``url``, FIELD_INVALID, and as :class:`Pipelines`."""
-        given = config.options
-        for name in given.keys() - set(_OPTIONS):
+        options = config.options
+        for name in options.keys() - set(_OPTIONS):
             raise Reason.FIELD_INVALID.error(
                 f"there is no option {name!r}; there are: {', '.join(_OPTIONS)}", field=f"options.{name}"
             )
-        url = options_.address(given, ())
+        url = options_.address(options, ())
         if not url:
             raise Reason.FIELD_REQUIRED.error(
                 f"{PRODUCT} is not launched, only attached to",
@@ -137,11 +137,11 @@ class DiffusionEngine(Engine):
                 next_step="Start it with `sglang serve --model-path DIR`, and give its address.",
             )
         self._config = config
-        self._reload = given.get("reload", "false") == "true"
-        if given.get("reload", "false") not in ("true", "false"):
+        self._reload = options.get("reload", "false") == "true"
+        if options.get("reload", "false") not in ("true", "false"):
             raise Reason.FIELD_INVALID.error("it is true or false", field="options.reload")
-        self._pipelines = Pipelines(config.model_path, options_.directories(given.get("allowed_roots", "")))
-        self._server = Server(None, Http(PRODUCT, url, options_.key(given, "api_key_file")), self._failed)
+        self._pipelines = Pipelines(config.model_path, options_.directories(options.get("allowed_roots", "")))
+        self._server = Server(None, Http(PRODUCT, url, options_.key(options, "api_key_file")), self._failed)
         self._control = Control(self._server.http, self._failed)
         self._on_failure = on_failure
         self._failure: RlctlError | None = None
@@ -173,7 +173,7 @@ class DiffusionEngine(Engine):
         routes = set((await self._control.ask("/openapi.json", call=call)).get("paths", ()))
         version = f"{PRODUCT} {info.get('version', '')}".strip()
         self._unsupported = {name: f"{PRODUCT} has no such thing" for name in VERBS if name not in set(self.verbs())}
-        self._unsupported |= {name: why for name, why in _WHY.items() if name in self._unsupported}
+        self._unsupported |= {name: reason for name, reason in _WHY.items() if name in self._unsupported}
         self._unsupported |= without_code(version, _ROUTES, routes)
         await self._look_into(call)
         self._ready = True
@@ -284,7 +284,7 @@ class DiffusionEngine(Engine):
         self, request: rollout_pb2.GenerateRequest
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         self._refuse_requests()
-        yield rollout_pb2.GenerateResponse()  # pragma: no cover: what makes it a generator
+        yield rollout_pb2.GenerateResponse()  # pragma: no cover: makes the function a generator
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
         self._refuse_requests()
@@ -394,11 +394,11 @@ class DiffusionEngine(Engine):
         update = opened(self._update, call)
         call.accept()
         names, sums = await self._vetted(request.model_path, request.load_format, request.target_modules, call)
-        after = self._held | sums
-        if request.expected_digest and self._digest(after) != request.expected_digest:
+        all_sums = self._held | sums
+        if request.expected_digest and self._digest(all_sums) != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
-                f"with {request.model_path} the model's digest is {self._digest(after)}, {request.expected_digest} was "
-                "expected",
+                f"with {request.model_path} the model's digest is {self._digest(all_sums)}, {request.expected_digest} "
+                "was expected",
                 field="expected_digest",
             )
         time_left(call, "a load")  # reading may have taken all the time
@@ -408,16 +408,16 @@ class DiffusionEngine(Engine):
             "target_modules": names,
             "flush_cache": options.flush_cache if options.HasField("flush_cache") else True,
         }
-        wanted = self._live | {name: sums[name].live for name in names}
+        live = self._live | {name: sums[name].live for name in names}
         started = time.perf_counter()
         async with self._comparing:
-            await self._load(body, wanted, call)
+            await self._load(body, live, call)
             try:
                 for name in names:
                     sums[name].files.check_unchanged()
             except RlctlError as error:
                 raise touched(error) from error
-            self._live, self._held = wanted, after
+            self._live, self._held = live, all_sums
         self._checkpoint = request.model_path if set(names) == self._held.keys() else self._checkpoint
         metas = [meta for name in names for meta in self._pipelines.reference[name].values()]
         update.written |= set(names)
@@ -557,8 +557,8 @@ class DiffusionEngine(Engine):
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
             raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
-        if why := self._unsupported.get(verb):
-            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
+        if reason := self._unsupported.get(verb):
+            raise Reason.UNSUPPORTED.error(f"{verb}: {reason}", outcome=OUTCOME_SKIPPED)
 
     def _reference(self) -> dict[str, TensorMeta]:
         """Return the tensors of the loadable modules, by name."""
@@ -583,12 +583,12 @@ class DiffusionEngine(Engine):
         names = list(target_modules) or list(self._held)
         for index, name in enumerate(names):
             if name not in self._held:
-                there = ", ".join(self._held)
-                why = "is not held as its files are" if name in self._live else "is no module of it"
+                loadable = ", ".join(self._held)
+                cause = "is not held as its files are" if name in self._live else "is no module of it"
                 raise Reason.UNSUPPORTED.error(
-                    f"{name} {why}; what can be loaded and compared: {there}", field=f"target_modules[{index}]"
+                    f"{name} {cause}; what can be loaded and compared: {loadable}", field=f"target_modules[{index}]"
                 )
-        frozen = () if target_modules else [each for each in self._pipelines.reference if each not in self._held]
+        frozen = () if target_modules else [module for module in self._pipelines.reference if module not in self._held]
         return names, await asyncio.to_thread(self._sums, path, load_format, names, _until(call), frozen)
 
     def _sums(
@@ -597,25 +597,25 @@ class DiffusionEngine(Engine):
         """Digest modules of a checkpoint. Runs in a thread."""
         for name in frozen:
             self._pipelines.refuse_other(path, name, until)
-        with self._pipelines.opened(path, load_format, names) as found:
-            return {name: self._pipelines.sums(name, found[name], until) for name in names}
+        with self._pipelines.opened(path, load_format, names) as checkpoints:
+            return {name: self._pipelines.sums(name, checkpoints[name], until) for name in names}
 
     async def _stats(self, call: Call) -> Mapping[str, Any]:
         """Return the scheduler's statistics, after the end of all earlier work.
 
         Raises as :meth:`Control.ask`, and ENGINE_FAILED if the front answers alone, with success.
         """
-        told = (await self._control.ask("/stats", call=call)).get("disagg") or {}
-        if "error" in told:
-            raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {told['error']}")
-        return dict(told)
+        stats = (await self._control.ask("/stats", call=call)).get("disagg") or {}
+        if "error" in stats:
+            raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {stats['error']}")
+        return dict(stats)
 
     async def _checksums(self, call: Call) -> dict[str, str]:
         """Return the server's checksums of all modules. Raises as :meth:`Control.ask`, and ANSWER_INVALID."""
-        told = await self._control.ask(_CHECKSUM, {}, call=call)
-        if not isinstance(told, dict) or not all(isinstance(each, str) for each in told.values()):
-            raise Reason.ANSWER_INVALID.error(f"{PRODUCT} answered {_CHECKSUM} with {type(told).__name__}")
-        return told
+        checksums = await self._control.ask(_CHECKSUM, {}, call=call)
+        if not isinstance(checksums, dict) or not all(isinstance(checksum, str) for checksum in checksums.values()):
+            raise Reason.ANSWER_INVALID.error(f"{PRODUCT} answered {_CHECKSUM} with {type(checksums).__name__}")
+        return checksums
 
 
 def _until(call: Call) -> float:

@@ -78,7 +78,7 @@ class Pipelines:
                 f"SGLang-Diffusion reads safetensors only, not {load_format!r}", field="load_format"
             )
         resolved = Path(self._roots.resolve_checkpoint(path, field="model_path"))
-        found = {}
+        checkpoints = {}
         with ExitStack() as closing:
             for name in modules:
                 directory = resolved / name
@@ -86,17 +86,17 @@ class Pipelines:
                 module = _open(directory)
                 closing.callback(module.close)
                 self._compare(name, module)
-                found[name] = module
-            yield found
+                checkpoints[name] = module
+            yield checkpoints
 
     def sums(self, name: str, module: Checkpoint, until: float) -> Sums:
         """Return the server's content after the load of a module. Files that were read already are not read again.
 
         ``until``: deadline on ``time.monotonic``. Raises DEADLINE_EXCEEDED, CHECKPOINT_NOT_FOUND.
         """
-        known = self._known.get(module.path)
-        if known is not None and known.files.same_files(module):
-            return known
+        cached = self._known.get(module.path)
+        if cached is not None and cached.files.same_files(module):
+            return cached
         sha256, digests = hashlib.sha256(), {}
         for tensor_name in sorted(module.metas):
             if time.monotonic() > until:
@@ -107,7 +107,7 @@ class Pipelines:
             digests[f"{name}.{tensor_name}"] = tensor_digest(f"{name}.{tensor_name}", tensor)
         sums = Sums(sha256.hexdigest(), digests, module)
         # Of each module only the latest content is needed again.
-        self._known = {path: each for path, each in self._known.items() if Path(path).name != name} | {
+        self._known = {path: module_sums for path, module_sums in self._known.items() if Path(path).name != name} | {
             module.path: sums
         }
         self._first.setdefault(name, sums)
@@ -120,8 +120,8 @@ class Pipelines:
         """
         if not (Path(path) / module).exists():
             return
-        with self.opened(path, "", [module]) as found:
-            if self.sums(module, found[module], until).digests != self._first[module].digests:
+        with self.opened(path, "", [module]) as checkpoints:
+            if self.sums(module, checkpoints[module], until).digests != self._first[module].digests:
                 raise Reason.CHECKPOINT_MISMATCH.error(
                     f"{module} of {path} differs from that of {self.path}, and what the server holds of it cannot be "
                     "compared with files: it is never loaded",
@@ -132,7 +132,11 @@ class Pipelines:
     def _compare(self, name: str, module: Checkpoint) -> None:
         reference = self.reference[name]
         compare(module.metas, reference, what=f"the checkpoint {module.path}")
-        cast = [each for each, meta in sorted(reference.items()) if module.metas[each].dtype != meta.dtype]
+        cast = [
+            tensor_name
+            for tensor_name, meta in sorted(reference.items())
+            if module.metas[tensor_name].dtype != meta.dtype
+        ]
         if cast:
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"{module.path} holds {cast[0]} as {module.metas[cast[0]].dtype}, not {reference[cast[0]].dtype}: what "

@@ -211,8 +211,8 @@ class SGLangModel(RankModel):
 
     def use_loader(self, load_format: str) -> None:
         """Select a loader of the user. Raises UNSUPPORTED if SGLang was not started with this loader."""
-        known = self._runner.weight_updater.custom_weight_loaders
-        if load_format and load_format not in known:
+        loaders = self._runner.weight_updater.custom_weight_loaders
+        if load_format and load_format not in loaders:
             raise Reason.UNSUPPORTED.error(f"SGLang was not started with a loader {load_format!r}", field="load_format")
         self._loader = load_format
 
@@ -222,16 +222,16 @@ class SGLangModel(RankModel):
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """Return parameters and buffers of the target model: a checkpoint may be loaded into both."""
-        held = {name: parameter.detach() for name, parameter in self.module.named_parameters(remove_duplicate=False)}
-        held.update((name, buffer.detach()) for name, buffer in self.module.named_buffers(remove_duplicate=False))
-        return held
+        tensors = {name: parameter.detach() for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        tensors.update((name, buffer.detach()) for name, buffer in self.module.named_buffers(remove_duplicate=False))
+        return tensors
 
     def _find_out(self, reference: Mapping[str, TensorMeta]) -> Layout:
         quantization = self._runner.model_config.quantization
         if quantization:
             raise Reason.UNSUPPORTED.error(f"weights of quantization {quantization} are processed after a load")
         self._refuse("target")
-        before = self._addresses()
+        addresses = self._addresses()
         copies = self._copies()
         load = Load("layout", full=True, selector=WEIGHT_SELECTOR_TARGET)
 
@@ -247,7 +247,7 @@ class SGLangModel(RankModel):
             layout = find_layout(
                 reference, load_all, self._parameters, aliases=self._tied(reference), device=self.device
             )
-        except Exception as error:  # noqa: BLE001 - whatever the loaders raise, the weights are put back
+        except Exception as error:  # noqa: BLE001 - the weights are put back after any error of a loader
             failure = f"{type(error).__name__}: {error}"
         try:
             # As in an update, SGLang derives values from the weights anew.
@@ -261,7 +261,7 @@ class SGLangModel(RankModel):
             raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
         if layout is None:
             raise Reason.UNSUPPORTED.error(f"SGLang's loaders do not take tensors in turn: {failure}")
-        if not unpacked == before == self._addresses():
+        if not unpacked == addresses == self._addresses():
             raise Reason.UNSUPPORTED.error("SGLang has other parameters during a load than afterwards: it packs them")
         for name, omission in layout.omissions.items():
             if omission.kind is not Omitted.ABSENT:
@@ -276,8 +276,8 @@ class SGLangModel(RankModel):
 
     def _copies(self) -> dict[str, torch.Tensor]:
         """Return copies in the host's memory. Raises UNSUPPORTED if there is no room."""
-        held = self._parameters()
-        needed = sum({_memory(tensor): tensor.nbytes for tensor in held.values()}.values())
+        tensors = self._parameters()
+        needed = sum({_memory(tensor): tensor.nbytes for tensor in tensors.values()}.values())
         room = available_bytes() // self.size
         if needed > room // 2:
             raise Reason.UNSUPPORTED.error(
@@ -285,10 +285,10 @@ class SGLangModel(RankModel):
                 "each rank"
             )
         copies: dict[Any, torch.Tensor] = {}
-        for tensor in held.values():
+        for tensor in tensors.values():
             if _memory(tensor) not in copies:
                 copies[_memory(tensor)] = tensor.to("cpu", copy=True)
-        return {name: copies[_memory(tensor)] for name, tensor in held.items()}
+        return {name: copies[_memory(tensor)] for name, tensor in tensors.items()}
 
     def _tied(self, reference: Mapping[str, TensorMeta]) -> dict[str, str]:
         """Return the heads of models with tied embeddings, each with the embedding in its place."""

@@ -76,20 +76,20 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
     _check_ids(fields.get("token_ids_logprob"), limits)
     body |= fields
     body["sampling_params"] |= sampling
-    made = []
+    sample_bodies = []
     for index, rid in enumerate(rids):
-        one = {**body, "rid": rid}
+        sample_body = {**body, "rid": rid}
         if limits.mode != "null":
             # SGLang numbers the rooms of a batch like this, for every sample.
-            one |= {
+            sample_body |= {
                 "bootstrap_host": request.bootstrap_host,
                 "bootstrap_port": request.bootstrap_port,
                 "bootstrap_room": request.bootstrap_room + index,
             }
         if (seed := seed_of(request.sampling_params, index)) is not None:
-            one["sampling_params"] = {**body["sampling_params"], "sampling_seed": seed}
-        made.append(one)
-    return made
+            sample_body["sampling_params"] = {**body["sampling_params"], "sampling_seed": seed}
+        sample_bodies.append(sample_body)
+    return sample_bodies
 
 
 def has_grammar(request: GenerateRequest) -> bool:
@@ -112,7 +112,7 @@ def _prompt(request: GenerateRequest, limits: Limits) -> tuple[dict[str, Any], i
 
 def _sampling(request: GenerateRequest, limits: Limits, length: int | None) -> dict[str, Any]:
     params = request.sampling_params
-    known = requests.sampling_fields(params, limits)
+    fields = requests.sampling_fields(params, limits)
     if params.HasField("seed") and not limits.seeds:
         raise Reason.UNSUPPORTED.error(
             "SGLang honours seeds with --enable-deterministic-inference only",
@@ -125,10 +125,10 @@ def _sampling(request: GenerateRequest, limits: Limits, length: int | None) -> d
         )
     new_tokens = requests.new_tokens(params, limits, length)
     for name in ("stop", "stop_token_ids"):
-        if not known[name]:
-            del known[name]
+        if not fields[name]:
+            del fields[name]
     return {
-        **known,
+        **fields,
         "max_new_tokens": new_tokens,
         "min_new_tokens": min(params.min_new_tokens, new_tokens),
         "temperature": requests.temperature(params, _GREEDY_BELOW),
@@ -141,11 +141,11 @@ def _check_ids(ids: Any, limits: Limits) -> None:
     """Raise FIELD_INVALID unless a Struct's numbers are token ids of the vocabulary. Other ids end the server."""
     if ids is None:
         return
-    known = isinstance(ids, list) and all(
-        isinstance(each, float) and each.is_integer() and 0 <= each < limits.vocab_size for each in ids
+    valid = isinstance(ids, list) and all(
+        isinstance(token_id, float) and token_id.is_integer() and 0 <= token_id < limits.vocab_size for token_id in ids
     )
-    if not known:
+    if not valid:
         raise Reason.FIELD_INVALID.error(
             f"token_ids_logprob takes a list of token ids below {limits.vocab_size}", field="engine_fields"
         )
-    ids[:] = [int(each) for each in ids]
+    ids[:] = [int(token_id) for token_id in ids]

@@ -124,10 +124,10 @@ class Reader:
 
     def _check(self, document: Mapping[str, Any], sampling: Iterable[Mapping[str, Any]]) -> None:
         vocab_size = self._limits.vocab_size
-        for name, why in _CLOSED.items():
+        for name, reason in _CLOSED.items():
             if document.get(name) not in (None, False, [], {}):
-                raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {why}", field=name)
-        for where, fields in (("", document), *(("sampling_params.", each) for each in sampling)):
+                raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {reason}", field=name)
+        for where, fields in (("", document), *(("sampling_params.", params) for params in sampling)):
             for name in _IDS:
                 check_token_ids(fields.get(name), vocab_size, where + name)
             for name in _COUNTS:
@@ -141,9 +141,9 @@ class Reader:
 
     def _check_tops(self, value: object, name: str) -> None:
         """Raise FIELD_INVALID for a count above the vocabulary size, which would end the server."""
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, bool | None):
-                check_number(each, name, -1, self._limits.vocab_size)
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, bool | None):
+                check_number(number, name, -1, self._limits.vocab_size)
 
     def _routed(self, request: HttpRequest, document: Mapping[str, Any]) -> Reading:
         """Return the reading with the adapter: after a colon in ``model``, or ``lora_path``.
@@ -168,26 +168,28 @@ class Reader:
         SGLang ends requests by the beginnings of ids. So each caller's id gets its length as a prefix: no id is then
         the beginning of a different id.
         """
-        given: Any = document.get("rid")
-        rids = list(given) if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(each, str) and each for each in rids):
+        caller_rid: Any = document.get("rid")
+        rids = list(caller_rid) if isinstance(caller_rid, list) else [] if caller_rid is None else [caller_rid]
+        if not all(isinstance(rid_item, str) and rid_item for rid_item in rids):
             raise Reason.FIELD_INVALID.error("rid must be a text, or a list of texts", field="rid")
-        count = next((found for name in prompts if (found := _count(document.get(name))) is not None), None)
+        count = next(
+            (prompt_count for name in prompts if (prompt_count := _count(document.get(name))) is not None), None
+        )
         several = count is not None
         if not rids:
             ids = [uuid.uuid4().hex for _ in range(count or 1)]
             names = {}
         else:
-            each_id = [f"{given}_{index}" for index in range(count or 1)] if several and len(rids) == 1 else rids
+            each_id = [f"{caller_rid}_{index}" for index in range(count or 1)] if several and len(rids) == 1 else rids
             ids = [f"{len(rid)}:{rid}" for rid in each_id]
             names = dict(zip(ids, each_id, strict=True))
-        sent: Any = ids if several or isinstance(given, list) else ids[0]
+        rid_field: Any = ids if several or isinstance(caller_rid, list) else ids[0]
         return dataclasses.replace(
             reading,
             rids=rids,
             engine_rids=[] if n > 1 else ids,  # SGLang makes the ids for several samples of a prompt
             samples=n * (count or 1),
-            fields={**reading.fields, "rid": sent},
+            fields={**reading.fields, "rid": rid_field},
             names={**reading.names, **names},
         )
 
@@ -202,9 +204,9 @@ def _count(value: object) -> int | None:
 def _one_of(value: object, name: str) -> str:
     """Return the only text of a field. Raises FIELD_INVALID, UNSUPPORTED."""
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str | None) for each in values):
+    if not all(isinstance(entry, str | None) for entry in values):
         raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
-    named = {str(each or "") for each in values}
+    named = {str(entry or "") for entry in values}
     if len(named) > 1:
         raise Reason.UNSUPPORTED.error("the prompts of one request have one adapter", field=name)
     return next(iter(named), "")
@@ -222,6 +224,6 @@ def _has_grammar(fields: Mapping[str, Any]) -> bool:
     shaped |= isinstance(output, dict) and bool(output.get("format"))
     if isinstance(tools, list) and tools:
         functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-        strict = [each.get("strict") for each in (*tools, *functions) if isinstance(each, dict)]
+        strict = [definition.get("strict") for definition in (*tools, *functions) if isinstance(definition, dict)]
         shaped |= any(strict) or fields.get("tool_choice") not in (None, "auto", "none")
     return shaped or any(fields.get(name) for name in GRAMMARS)

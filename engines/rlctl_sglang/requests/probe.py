@@ -54,9 +54,9 @@ async def compute(control: Control, call: Call, tokens: Sequence[int], count: in
         "top_logprobs_num": top,
         SALT: uuid.uuid4().hex,  # no request reads these entries: the weights may have no version
     }
-    told = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
-    output = told["output_token_logprobs"]
-    scored = [entry[0] for entry in (*told["input_token_logprobs"][1:], *output)]
-    positions = [*told["input_top_logprobs"][1:], *told["output_top_logprobs"]] if top else []
+    meta_info = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
+    output = meta_info["output_token_logprobs"]
+    scored = [entry[0] for entry in (*meta_info["input_token_logprobs"][1:], *output)]
+    positions = [*meta_info["input_top_logprobs"][1:], *meta_info["output_top_logprobs"]] if top else []
     likely = [{token: logprob for logprob, token, *_ in entries} for entries in positions]
     return Computed([entry[1] for entry in output], scored, likely)

@@ -98,13 +98,13 @@ class Native:
         """Return the samples of a request. Raises ADAPTER_NOT_FOUND, and the errors of :func:`~.bodies.bodies`."""
         if request.adapter:
             self.adapters.find(request.adapter, "adapter")
-        made = bodies(request, engine_rids, self._limits)
-        return [_Reading(self, index, request, body) for index, body in enumerate(made)]
+        sample_bodies = bodies(request, engine_rids, self._limits)
+        return [_Reading(self, index, request, body) for index, body in enumerate(sample_bodies)]
 
     async def end(self, engine_rids: Sequence[str] | None) -> None:
         """End samples early; None: all samples of the server."""
-        bodies = [{"abort_all": True}] if engine_rids is None else [{"rid": each} for each in engine_rids]
-        await asyncio.gather(*map(self._tell, bodies))
+        messages = [{"abort_all": True}] if engine_rids is None else [{"rid": rid} for rid in engine_rids]
+        await asyncio.gather(*map(self._tell, messages))
 
     async def _tell(self, body: dict[str, Any]) -> None:
         try:
@@ -141,16 +141,16 @@ class _Reading:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            with self._native.adapters.using(self._request.adapter) as held:
-                if held is not None:
-                    check_pair_adapter(self._request, held.info.digest)
-                    self._body["lora_path"], self._adapter_version = held.name, held.info.version
+            with self._native.adapters.using(self._request.adapter) as adapter:
+                if adapter is not None:
+                    check_pair_adapter(self._request, adapter.info.digest)
+                    self._body["lora_path"], self._adapter_version = adapter.name, adapter.info.version
                 self._since = self._stamps.present
-                salt = salt_of(self._since, held.name if held is not None else "")
+                salt = salt_of(self._since, adapter.name if adapter is not None else "")
                 self._body[SALT] = with_own(salt, self._body.get(SALT))
                 async with aclosing(self._native.http.stream("/generate", self._body)) as stream:
-                    async for told in stream:
-                        yield told
+                    async for event in stream:
+                        yield event
         except RlctlError as error:
             raise _typed(error) from error
 

@@ -35,9 +35,9 @@ def known_options(given: Mapping[str, str]) -> KnownOptions | None:
         python = interpreter(Options(python=given.get("python", "")))
     except RlctlError:
         return None
-    found = _of_installation(python)
+    options = _of_installation(python)
     frozen = {keeper.name: keeper.reason for keeper in keepers_in(KEEPERS, given)}
-    return replace(found, frozen=frozen) if found else None
+    return replace(options, frozen=frozen) if options else None
 
 
 @functools.cache
@@ -55,11 +55,13 @@ def _of_installation(python: str) -> KnownOptions | None:
                 if field not in called:
                     renamed[field] = f"SGLang's argument is called {called[0]}"
         if names:
-            taken = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
-            taken |= dict.fromkeys(NODES, "an engine larger than num_gpus_per_node has a process on each of its nodes")
-            names = (names - taken.keys()) | set(OURS)
+            reserved = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
+            reserved |= dict.fromkeys(
+                NODES, "an engine larger than num_gpus_per_node has a process on each of its nodes"
+            )
+            names = (names - reserved.keys()) | set(OURS)
             origin = f"SGLang {argparse_source.version(source.parent.parent, 'sglang')}".strip()
-            return KnownOptions(frozenset(names), {**renamed, **taken}, origin)
+            return KnownOptions(frozenset(names), {**renamed, **reserved}, origin)
     return None
 
 

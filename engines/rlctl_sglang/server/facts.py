@@ -224,7 +224,9 @@ class Facts:
             transports=transports,
             # The stage server reads segments in the host's memory, not in a GPU's.
             adapter_transports=[
-                each for each in transports if each in ADAPTERS_BY and (each == common_pb2.TRANSPORT_DISK or self.cpu)
+                transport
+                for transport in transports
+                if transport in ADAPTERS_BY and (transport == common_pb2.TRANSPORT_DISK or self.cpu)
             ],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
@@ -270,8 +272,8 @@ async def ask(
             "SGLang answers for one of its data-parallel ranks and not for the others"
         )
     if facts.world_size != tp_size or dp_size > 1:
-        why = "of SGLang's ranks only tensor-parallel ones answer; this server has pipeline or data ranks"
-        unsupported |= dict.fromkeys(_IN_RANKS, why)
+        reason = "of SGLang's ranks only tensor-parallel ones answer; this server has pipeline or data ranks"
+        unsupported |= dict.fromkeys(_IN_RANKS, reason)
     else:
         facts = replace(facts, ranks=await attach())
         if not facts.ranks:

@@ -33,11 +33,11 @@ class Scratch(temp_dirs.Scratch):
 
     def note(self, group: int) -> None:
         """Record the segments that the processes of this process group have mapped now."""
-        found = {segment for pid in _members(group) for segment in _mapped(pid)} - self._known
-        if found:
-            self._known |= found
+        segments = {segment for pid in _members(group) for segment in _mapped(pid)} - self._known
+        if segments:
+            self._known |= segments
             with (self.path / _LIST).open("a") as file:
-                file.writelines(f"{segment}\n" for segment in sorted(found))
+                file.writelines(f"{segment}\n" for segment in sorted(segments))
 
     def segments(self) -> list[Path]:
         return _segments(self.path)

@@ -68,23 +68,23 @@ async def release(
             raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
         await hold(control, state, call)
         try:
-            left = call.deadline - asyncio.get_running_loop().time()
-            await flush(control, min(HANDOVER_S, left / 2) if state.paired else IDLE_S, call)
+            remaining_s = call.deadline - asyncio.get_running_loop().time()
+            await flush(control, min(HANDOVER_S, remaining_s / 2) if state.paired else IDLE_S, call)
         except RlctlError as error:
             await let_go(control, state, call)
             raise Reason.MEMORY_NOT_RELEASABLE.error(
                 f"requests hold KV entries; pause with retract or abort first ({error.message})"
             ) from error
-        wanted = {tag for tag, name in TAGS.items() if name in names}
+        regions = {tag for tag, name in TAGS.items() if name in names}
         try:
             await control.must("/release_memory_occupation", {"tags": names}, call=call)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
-                state.released |= wanted  # no generation before the regions are resumed
+                state.released |= regions  # no generation before the regions are resumed
             else:
                 await let_go(control, state, call)
             raise
-        state.released |= wanted
+        state.released |= regions
     return _report(state, keeps_weights)
 
 

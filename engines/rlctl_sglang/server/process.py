@@ -137,10 +137,10 @@ def hold_port(host: str = "127.0.0.1") -> socket.socket:
     The socket never listens. So the kernel gives the port to no process that asks for any free port, and SGLang, which
     sets SO_REUSEADDR as well, can still bind it.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, 0))
+    return sock
 
 
 def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) -> list[str]:

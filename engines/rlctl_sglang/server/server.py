@@ -21,8 +21,8 @@ DIFFUSION = "diffusion"
 
 async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
     """Return the checkpoint of an SGLang server at a URL; see :func:`rlctl.engine.recognise`."""
-    told = await server.told_at(PRODUCT, url, "/model_info", key(options, "api_key_file"))
-    return "" if told.get("model_type") == DIFFUSION else str(told.get("model_path", ""))
+    info = await server.told_at(PRODUCT, url, "/model_info", key(options, "api_key_file"))
+    return "" if info.get("model_type") == DIFFUSION else str(info.get("model_path", ""))
 
 
 class Server(server.Server):
@@ -58,8 +58,8 @@ class Server(server.Server):
     async def refuse_unready(self) -> None:
         """Raise if a running server cannot be attached to."""
         answer = await self.http.call("/ready", timeout_s=server.PROBE_S)
-        known = await self.http.call("/model_info", timeout_s=server.PROBE_S, admin=False)
-        if isinstance(known.body, dict) and known.body.get("model_type") == DIFFUSION:
+        info = await self.http.call("/model_info", timeout_s=server.PROBE_S, admin=False)
+        if isinstance(info.body, dict) and info.body.get("model_type") == DIFFUSION:
             raise Reason.UNSUPPORTED.error(
                 f"at {self.http.url} is SGLang-Diffusion, which makes pictures and not tokens",
                 field="options.url",
@@ -71,7 +71,7 @@ class Server(server.Server):
                 field="options.url",
                 next_step="Attach to a server that generates: what it was told before is not known here.",
             )
-        if known.status != 200:
+        if info.status != 200:
             raise Reason.FIELD_INVALID.error(
-                f"SGLang at {self.http.url} does not take the key: {known.message}", field="options.api_key_file"
+                f"SGLang at {self.http.url} does not take the key: {info.message}", field="options.api_key_file"
             )

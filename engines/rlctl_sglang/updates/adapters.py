@@ -73,28 +73,29 @@ class Adapters(adapters.Adapters):
 def limits_of(info: Mapping[str, Any]) -> LoraLimits:
     """Return the LoRA limits of a server from its /server_info."""
     targets = set(info.get("lora_target_modules") or ())
-    own = len(info.get("lora_paths") or ())
-    most = int(info.get("max_loaded_loras") or 0)
+    preloaded = len(info.get("lora_paths") or ())
+    limit = int(info.get("max_loaded_loras") or 0)
     return LoraLimits(
         rank=int(info.get("max_lora_rank") or 0),
         targets=LAYERS if "all" in targets else targets & LAYERS,
-        most=max(most - own, 1) if most else 0,
+        most=max(limit - preloaded, 1) if limit else 0,
     )
 
 
 def _refuse_parts(modules: Collection[str], field: str) -> None:
     """Raise UNSUPPORTED for an adapter that adds to parts of fused layers that SGLang cannot put together."""
     for parts, complete in _FUSED:
-        found: dict[str, set[str]] = {}
+        parts_by_layer: dict[str, set[str]] = {}
         for module in modules:
-            before, _, last = module.rpartition(".")
+            layer, _, last = module.rpartition(".")
             if last in parts:
-                found.setdefault(before, set()).add(last)
-        for before, has in found.items():
-            if has not in complete or has != next(iter(found.values())):
-                known = " or ".join(", ".join(sorted(each)) for each in complete)
+                parts_by_layer.setdefault(layer, set()).add(last)
+        for layer, present in parts_by_layer.items():
+            if present not in complete or present != next(iter(parts_by_layer.values())):
+                alternatives = " or ".join(", ".join(sorted(alternative)) for alternative in complete)
                 raise Reason.UNSUPPORTED.error(
-                    f"it adds to {', '.join(sorted(has))} of {before}; SGLang takes {known}, the same in every layer",
+                    f"it adds to {', '.join(sorted(present))} of {layer}; "
+                    f"SGLang takes {alternatives}, the same in every layer",
                     field=field,
                     next_step="Give the layers that are missing matrices of zeros.",
                 )

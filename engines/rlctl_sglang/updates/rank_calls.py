@@ -28,7 +28,7 @@ class Ranks(RankCalls):
             raise Reason.ENGINE_FAILED.error(f"SGLang: {answer.message}", outcome=OUTCOME_UNKNOWN)
         try:
             answers: Sequence[Any] = json.loads(answer.body["message"])
-            failed = [(rank, each["failed"]) for rank, each in enumerate(answers) if "failed" in each]
+            failed = [(rank, reply["failed"]) for rank, reply in enumerate(answers) if "failed" in reply]
         except (KeyError, TypeError, ValueError) as error:
             cause = f"SGLang answers a call to its ranks with something else: {error}"
             raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_UNKNOWN) from error
