@@ -113,7 +113,7 @@ class VLLMEngine(ServerEngine):
         )
         self._ready = True
         # Weights of a different origin, or from a trainer, are the checkpoint's only if the digest says so.
-        known = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
+        matches_checkpoint = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
         capabilities = facts.capabilities(
             readable=self._readable,
             staged=self._staged(),
@@ -124,7 +124,7 @@ class VLLMEngine(ServerEngine):
         return EngineInfo(
             layout=facts.layout(self._config),
             capabilities=capabilities,
-            checkpoint=self._config.model_path if known else "",
+            checkpoint=self._config.model_path if matches_checkpoint else "",
             model_digest=digest,
             fenced=self._server.launched,
             http_routes=[*passing.routes(), *self._options.data_routes],
@@ -322,8 +322,8 @@ class VLLMEngine(ServerEngine):
             late = dataclasses.replace(call, deadline=asyncio.get_running_loop().time())
             path = f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}" if self._state.stopped else "/resume"
             await self._control.must(path, {}, call=late, outcome=OUTCOME_UNKNOWN)
-            what = "they are held back again" if self._state.stopped else "they go on"
-            raise Reason.DEADLINE_EXCEEDED.error(f"the requests did not end in time; {what}") from None
+            state = "they are held back again" if self._state.stopped else "they go on"
+            raise Reason.DEADLINE_EXCEEDED.error(f"the requests did not end in time; {state}") from None
         if not answer.ok:
             raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
 
@@ -342,11 +342,11 @@ class VLLMEngine(ServerEngine):
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
         self._check("GetModelInfo")
-        told = await self._control.ask("/weight_info", call=call, admin=False)
+        info = await self._control.ask("/weight_info", call=call, admin=False)
         config = self._checkpoints.config
         limits = self._facts.limits(config)
         reference = self._checkpoints.reference
-        label = str(told["weight_version"])
+        label = str(info["weight_version"])
         return verbs_pb2.ModelInfo(
             model_path=self._updates.checkpoint or self._config.model_path,
             model_type=str(config.get("model_type") or ""),
@@ -360,9 +360,9 @@ class VLLMEngine(ServerEngine):
         )
 
     async def _loads(self, call: Call) -> verbs_pb2.Loads:
-        told = facts_.loads(str(await self._control.ask("/metrics", call=call, admin=False)))
-        told.max_tokens = self._facts.kv_tokens
+        loads = facts_.loads(str(await self._control.ask("/metrics", call=call, admin=False)))
+        loads.max_tokens = self._facts.kv_tokens
         if self._state.stopped:
             # vLLM counts at its steps, and makes no steps now.
-            told.waiting = max(told.waiting, self._ending.samples - told.running)
-        return told
+            loads.waiting = max(loads.waiting, self._ending.samples - loads.running)
+        return loads

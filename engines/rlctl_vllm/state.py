@@ -70,11 +70,11 @@ class State(ServerState):
         everything.
         """
         check_tags("vLLM", tags, known)
-        wanted = frozenset(tags or known) - self.released
-        if wanted == {MEMORY_TAG_WEIGHTS}:
-            what = "beside a KV cache that is released already" if self.released else "alone"
-            raise Reason.FIELD_INVALID.error(f"vLLM does not release the weights {what}", field="tags")
-        return wanted
+        regions = frozenset(tags or known) - self.released
+        if regions == {MEMORY_TAG_WEIGHTS}:
+            situation = "beside a KV cache that is released already" if self.released else "alone"
+            raise Reason.FIELD_INVALID.error(f"vLLM does not release the weights {situation}", field="tags")
+        return regions
 
     def resume(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]

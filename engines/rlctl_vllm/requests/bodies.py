@@ -73,13 +73,13 @@ def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], li
     fields, sampling = requests.engine_fields(request, _FIELDS, _SAMPLING_FIELDS)
     body |= fields
     body["sampling_params"] |= structured(sampling)
-    made = []
+    sample_bodies = []
     for index, rid in enumerate(rids):
-        one = {**body, "request_id": rid}
+        sample_body = {**body, "request_id": rid}
         if (seed := seed_of(request.sampling_params, index)) is not None:
-            one["sampling_params"] = {**body["sampling_params"], "seed": seed}
-        made.append(one)
-    return made
+            sample_body["sampling_params"] = {**body["sampling_params"], "seed": seed}
+        sample_bodies.append(sample_body)
+    return sample_bodies
 
 
 def structured(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,17 +89,17 @@ def structured(sampling: Mapping[str, Any]) -> dict[str, Any]:
         return dict(sampling)
     if len(shapes) > 1 or "structured_outputs" in sampling:
         raise Reason.FIELD_CONFLICT.error(f"{', '.join(shapes)} exclude each other", field="sampling_params")
-    others = {name: value for name, value in sampling.items() if name not in GRAMMARS}
-    return {**others, "structured_outputs": shapes}
+    plain = {name: value for name, value in sampling.items() if name not in GRAMMARS}
+    return {**plain, "structured_outputs": shapes}
 
 
 def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str, Any]:
     params = request.sampling_params
-    known = requests.sampling_fields(params, limits)
+    fields = requests.sampling_fields(params, limits)
     new_tokens = max(requests.new_tokens(params, limits, length), 1)
     temperature = requests.temperature(params, _GREEDY_BELOW)
     sampling: dict[str, Any] = {
-        **known,
+        **fields,
         "n": 1,
         "max_tokens": new_tokens,
         "min_tokens": min(params.min_new_tokens, new_tokens),
@@ -113,9 +113,9 @@ def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str
     # The sampled token counts among the most likely tokens, within the requested number: ask for an extra token.
     tops = min(request.top_logprobs_num + 1, limits.vocab_size) if request.top_logprobs_num else 0
     if request.top_logprobs_num > limits.vocab_size or -1 < limits.most_logprobs < tops:
-        most = limits.vocab_size if limits.most_logprobs < 0 else min(limits.most_logprobs - 1, limits.vocab_size)
+        limit = limits.vocab_size if limits.most_logprobs < 0 else min(limits.most_logprobs - 1, limits.vocab_size)
         raise Reason.FIELD_INVALID.error(
-            f"top_logprobs_num is {request.top_logprobs_num}; this server gives {most}", field="top_logprobs_num"
+            f"top_logprobs_num is {request.top_logprobs_num}; this server gives {limit}", field="top_logprobs_num"
         )
     if request.return_logprob or request.top_logprobs_num:
         sampling["logprobs"] = tops
@@ -135,7 +135,7 @@ def _refuse_other_logprobs(params: SamplingParams, temperature: float, limits: L
             "top_k": params.HasField("top_k") and params.top_k > 0,
             "min_p": params.min_p > 0,
         }
-        if temperature and (named := [name for name, given in cut.items() if given]):
+        if temperature and (named := [name for name, active in cut.items() if active]):
             raise Reason.UNSUPPORTED.error(
                 f"vLLM's log probabilities would be those after {named[0]}",
                 field=f"sampling_params.{named[0]}",

@@ -68,9 +68,9 @@ class Reader:
         document = request.document
         if not isinstance(document, dict):
             return Reading()  # vLLM refuses this body
-        for name, why in _CLOSED.items():
+        for name, reason in _CLOSED.items():
             if document.get(name):
-                raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {why}", field=name)
+                raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {reason}", field=name)
         sampling = document.get("sampling_params")
         every = (document, sampling if isinstance(sampling, dict) else {})
         samples = max(check_count(fields.get(name), name) for fields in every for name in _COUNTS)
@@ -84,9 +84,9 @@ class Reader:
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
         """Return the reading with vLLM's name of the adapter."""
         assert isinstance(request.document, dict)
-        asked = text_field(request.document, "model")
+        model = text_field(request.document, "model")
         return dataclasses.replace(
-            reading, fields={**reading.fields, "model": held.name}, names={**reading.names, held.name: asked}
+            reading, fields={**reading.fields, "model": held.name}, names={**reading.names, held.name: model}
         )
 
     def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
@@ -97,22 +97,22 @@ class Reader:
 
     def _named(self, model: str) -> Reading:
         """Resolve a model name. A loaded adapter has priority, also as "MODEL:ADAPTER"."""
-        after = model.partition(":")[2]
-        adapter = next((name for name in (model, after) if name and name in self._adapters.by_name), "")
+        suffix = model.partition(":")[2]
+        adapter = next((name for name in (model, suffix) if name and name in self._adapters.by_name), "")
         if adapter:
             return Reading(adapter=adapter)
         if not model or model == self._served_name:
             return Reading()
-        known = model == DEFAULT or model in self._checkpoints()
+        served = model == DEFAULT or model in self._checkpoints()
         fields, names = {"model": self._served_name}, {self._served_name: model}
-        return Reading(model="" if known else model, fields=fields, names=names)
+        return Reading(model="" if served else model, fields=fields, names=names)
 
     def _identified(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> Reading:
         """Return the reading with the ids by which vLLM can end the request."""
         of_caller = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
-        own = text_field(document, "request_id")
-        rid = of_caller or own or uuid.uuid4().hex
-        headers = {} if own and not of_caller else {_HEADER: rid}
+        body_rid = text_field(document, "request_id")
+        rid = of_caller or body_rid or uuid.uuid4().hex
+        headers = {} if body_rid and not of_caller else {_HEADER: rid}
         engine_rid = _IDS[request.path] + rid
         prompt = document.get("prompt")
         engine_rids = [engine_rid]
@@ -124,5 +124,5 @@ class Reader:
             engine_rids=engine_rids,
             samples=reading.samples * len(engine_rids),
             headers=headers,
-            rids=[own] if own else [],
+            rids=[body_rid] if body_rid else [],
         )

@@ -60,9 +60,9 @@ async def compute(control: Control, call: Call, tokens: Sequence[int], count: in
         "sampling_params": {**sampling, "prompt_logprobs": top, "logprobs": top},
         SALT: uuid.uuid4().hex,  # no request reads these entries, which may be of weights of no version
     }
-    told = await control.ask(GENERATE, body, call=call, admin=False)
-    (choice,) = told["choices"]
-    pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))[1:]
+    answer = await control.ask(GENERATE, body, call=call, admin=False)
+    (choice,) = answer["choices"]
+    pairs = list(zip(tokens, answer.get("prompt_logprobs") or (), strict=False))[1:]
     output = choice["logprobs"]["content"]
     return Computed(
         choice["token_ids"],

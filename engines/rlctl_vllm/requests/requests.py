@@ -66,8 +66,8 @@ class TokensInOut:
         ids: Sequence[int] = request.input_ids.ids
         if request.WhichOneof("prompt") == "text":
             ids = await tokenize(self.http, request.text)
-        made = bodies(request, ids, [rid.removeprefix(_BEFORE_ID) for rid in engine_rids], self._limits)
-        return [_Reading(self, index, request, body) for index, body in enumerate(made)]
+        sample_bodies = bodies(request, ids, [rid.removeprefix(_BEFORE_ID) for rid in engine_rids], self._limits)
+        return [_Reading(self, index, request, body) for index, body in enumerate(sample_bodies)]
 
     def admit(self, request: GenerateRequest) -> None:
         """Let every request start at once: vLLM's servers form no pairs."""
@@ -139,23 +139,23 @@ class _Reading:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield vLLM's stream of the sample, or the single answer."""
-        with self._dialect.adapters.using(self._request.adapter) as held:
-            if held is not None:
-                self._body["model"], self._adapter_version = held.name, held.info.version
+        with self._dialect.adapters.using(self._request.adapter) as adapter:
+            if adapter is not None:
+                self._body["model"], self._adapter_version = adapter.name, adapter.info.version
             self._since = self._dialect.stamps.present
-            salt = salt_of(self._since, held.name if held is not None else "")
+            salt = salt_of(self._since, adapter.name if adapter is not None else "")
             self._body[SALT] = with_own(salt, self._body.get(SALT), MOST_SALT)
             async with aclosing(self._events()) as events:
-                async for told in events:
-                    yield told
+                async for event in events:
+                    yield event
 
     async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
         http = self._dialect.http
         try:
             if self._body["stream"]:
                 async with aclosing(http.stream(GENERATE, self._body)) as stream:
-                    async for told in stream:
-                        yield told
+                    async for event in stream:
+                        yield event
                 return
             answer = await http.call(GENERATE, self._body, timeout_s=LONGEST_S, admin=False)
         except RlctlError as error:
@@ -216,11 +216,11 @@ class _Reading:
             return []
         entries = []
         for token_id, entry in zip(ids, told["content"], strict=True):
-            made = TokenLogprob(token_id=token_id, logprob=entry["logprob"])
+            logprob = TokenLogprob(token_id=token_id, logprob=entry["logprob"])
             if self._request.top_logprobs_num:
                 tops = [(id_of(top), float(top["logprob"])) for top in entry.get("top_logprobs") or ()]
-                made.top.extend(_entries(tops, self._request.top_logprobs_num))
-            entries.append(made)
+                logprob.top.extend(_entries(tops, self._request.top_logprobs_num))
+            entries.append(logprob)
         return entries
 
     def _say_of_prompt(self, response: GenerateResponse, told: Mapping[str, Any]) -> None:
@@ -232,12 +232,12 @@ class _Reading:
         if start < 0:
             return
         for token_id, entry in list(zip(ids, told.get("prompt_logprobs") or (), strict=False))[start:]:
-            made = response.input_logprobs.add(token_id=token_id)
+            logprob = response.input_logprobs.add(token_id=token_id)
             if entry is None:  # nothing precedes the first token
                 continue
-            made.logprob = entry[str(token_id)]["logprob"]
+            logprob.logprob = entry[str(token_id)]["logprob"]
             tops = [(int(top), float(value["logprob"])) for top, value in entry.items()]
-            made.top.extend(_entries(tops, self._request.top_logprobs_num))
+            logprob.top.extend(_entries(tops, self._request.top_logprobs_num))
 
     def _finish(self, kind: str, stop: int | str | None) -> FinishReason:
         if kind not in _FINISH:

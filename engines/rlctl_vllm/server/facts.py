@@ -98,8 +98,8 @@ class Facts:
     @property
     def lora(self) -> Mapping[str, Any] | None:
         """Settings of adapters, or None for a server without adapters."""
-        found: Mapping[str, Any] | None = self.config.get("lora_config")
-        return found
+        settings: Mapping[str, Any] | None = self.config.get("lora_config")
+        return settings
 
     @property
     def no_decode_check(self) -> str:
@@ -218,10 +218,13 @@ class Facts:
             transports=transports,
             # The stage server reads segments in host memory, not in a GPU's memory.
             adapter_transports=[
-                each
-                for each in transports
-                if each in ADAPTERS_BY
-                and (each == common_pb2.TRANSPORT_DISK or (self.cpu and "UpdateWeightsFromTensor" not in unsupported))
+                transport
+                for transport in transports
+                if transport in ADAPTERS_BY
+                and (
+                    transport == common_pb2.TRANSPORT_DISK
+                    or (self.cpu and "UpdateWeightsFromTensor" not in unsupported)
+                )
             ],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
@@ -266,21 +269,21 @@ async def ask(
     ``salted``: every request at the server has rlctl's cache salt. Raises as :meth:`Control.ask`, and the errors of
     ``attach``.
     """
-    told = await control.ask("/server_info?config_format=json", call=call, admin=False)
+    info = await control.ask("/server_info?config_format=json", call=call, admin=False)
     routes = set((await control.ask("/openapi.json", call=call, admin=False)).get("paths", ()))
     version = str((await control.ask("/version", call=call, admin=False))["version"])
     label = str((await control.ask("/weight_info", call=call, admin=False))["weight_version"])
-    facts = Facts(version, told["vllm_config"], label, (), {})
+    facts = Facts(version, info["vllm_config"], label, (), {})
     ranks = await attach() if facts.extended else ()
     facts = replace(facts, ranks=ranks)
     unsupported = {name: "the vLLM plug-in has no code for it" for name in VERBS if name not in set(verbs)}
     unsupported |= without_code(f"vLLM {version}", _ROUTES, routes)
     if not ranks:
-        why = await native.obstacle(control, facts.config, label, facts.world_size, call, cpu=facts.cpu)
-        facts = replace(facts, native=not why)
+        obstacle = await native.obstacle(control, facts.config, label, facts.world_size, call, cpu=facts.cpu)
+        facts = replace(facts, native=not obstacle)
         for verb in set(_IN_WORKERS) - set(native.VERBS if facts.native else ()):
             unsupported[verb] = " ".join(
-                filter(None, (f"this vLLM was started without --worker-extension-cls {EXTENSION}", why))
+                filter(None, (f"this vLLM was started without --worker-extension-cls {EXTENSION}", obstacle))
             )
     elif not facts.digest:
         unsupported["SendWeights"] = unsupported["CheckWeights"] = (

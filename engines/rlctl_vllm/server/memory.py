@@ -30,22 +30,22 @@ async def release(
 
     Raises MEMORY_NOT_RELEASABLE while requests are active, FIELD_INVALID for regions that vLLM cannot release.
     """
-    wanted = state.release(tags, known)
-    if wanted:
+    regions = state.release(tags, known)
+    if regions:
         await hold(control, state, call)
         try:
             if active:
                 raise Reason.MEMORY_NOT_RELEASABLE.error(
                     f"{active} requests are active; pause with abort or drain first"
                 )
-            path = "/release_kv_cache_memory" if wanted == {MEMORY_TAG_KV_CACHE} else "/sleep?level=1&mode=keep"
+            path = "/release_kv_cache_memory" if regions == {MEMORY_TAG_KV_CACHE} else "/sleep?level=1&mode=keep"
             await control.must(path, {}, call=call, reason=Reason.MEMORY_NOT_RELEASABLE)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
-                state.released |= wanted  # nothing continues before a resume of these regions
+                state.released |= regions  # nothing continues before a resume of these regions
             await let_go(control, state, call)
             raise
-        state.released |= wanted
+        state.released |= regions
     return _report(state)
 
 
@@ -60,11 +60,11 @@ async def resume(
 
     vLLM starts generation again once it has all regions, so the present pause is requested again.
     """
-    wanted = state.resume(tags, known)
-    if wanted:
-        names = "&".join(f"tags={TAGS[tag]}" for tag in sorted(wanted))
+    regions = state.resume(tags, known)
+    if regions:
+        names = "&".join(f"tags={TAGS[tag]}" for tag in sorted(regions))
         await control.must(f"/wake_up?{names}", {}, call=call)
-        state.released -= wanted
+        state.released -= regions
         if not state.released:
             state.holding = state.updating and not state.paused
             if state.paused or state.updating:

@@ -47,22 +47,22 @@ def kept_by(config: Mapping[str, Any], *, salted: bool = False) -> list[Keeper]:
 
     ``config``: the configuration, by section. ``salted``: every request at the server has rlctl's cache salt.
     """
-    found = keepers_in(KEEPERS, {name: _at(config, place) for name, place in _PLACES.items()})
-    return [keeper for keeper in found if not (keeper.stores and salted and _is_salted_store(config))]
+    keepers = keepers_in(KEEPERS, {name: _at(config, place) for name, place in _PLACES.items()})
+    return [keeper for keeper in keepers if not (keeper.stores and salted and _is_salted_store(config))]
 
 
 def kept_with(given: Mapping[str, str]) -> list[Keeper]:
     """Return the keepers of a server launched with these arguments."""
-    found = keepers_in(KEEPERS, given)
+    keepers = keepers_in(KEEPERS, given)
     try:
         transfer = json.loads(given.get("kv_transfer_config", "{}"))
     except ValueError:
-        return found
+        return keepers
     native = given.get("kv_offloading_backend", "native") == "native"
-    if native and isinstance(transfer, dict) and any(keeper.name == "kv_offloading_size" for keeper in found):
+    if native and isinstance(transfer, dict) and any(keeper.name == "kv_offloading_size" for keeper in keepers):
         transfer["kv_connector"] = "OffloadingConnector"  # vLLM's choice
     salted = _is_salted_store({"kv_transfer_config": transfer})
-    return [keeper for keeper in found if not (keeper.stores and salted)]
+    return [keeper for keeper in keepers if not (keeper.stores and salted)]
 
 
 def _is_salted_store(config: Mapping[str, Any]) -> bool:

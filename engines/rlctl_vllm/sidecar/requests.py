@@ -72,16 +72,16 @@ class Requests:
     async def whole(self, asking: Asking) -> Any:
         """Return the answer to an unstreamed call. Raises errors of the call, and vLLM's refusals."""
         started = time.perf_counter()
-        made = await self._begin(asking, stream=not self._about.admin)
-        tasks = [asyncio.create_task(self._run(*each)) for each in made]
+        samples = await self._begin(asking, stream=not self._about.admin)
+        tasks = [asyncio.create_task(self._run(*entry)) for entry in samples]
         try:
             await asyncio.gather(*tasks)
         finally:
             await _end(tasks)
-        took = time.perf_counter() - started
-        answers = [sample.answer() for sample, _, _ in made]
+        elapsed_s = time.perf_counter() - started
+        answers = [sample.answer() for sample, _, _ in samples]
         for answer in answers:
-            answer["meta_info"]["e2e_latency"] = took
+            answer["meta_info"]["e2e_latency"] = elapsed_s
         return answers if asking.listed else answers[0]
 
     async def streamed(self, asking: Asking) -> AsyncGenerator[dict[str, Any], None]:
@@ -89,7 +89,7 @@ class Requests:
 
         Raises errors of the call before the first answer.
         """
-        made = await self._begin(asking, stream=True)
+        samples = await self._begin(asking, stream=True)
         changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
         waiting: set[int] = set()
         ended: set[int] = set()
@@ -101,69 +101,73 @@ class Requests:
                     changed.put_nowait(index)
 
             try:
-                await self._run(*made[index], tell)
-            except Exception as error:  # noqa: BLE001 - whoever reads would wait for ever
+                await self._run(*samples[index], tell)
+            except Exception as error:  # noqa: BLE001 - the reader would wait for ever
                 changed.put_nowait(typed(error))
             else:
                 ended.add(index)
                 waiting.discard(index)
                 tell()
 
-        tasks = [asyncio.create_task(run(index)) for index in range(len(made))]
-        left = set(range(len(made)))
+        tasks = [asyncio.create_task(run(index)) for index in range(len(samples))]
+        unfinished = set(range(len(samples)))
         try:
-            while left:
-                told = await changed.get()
-                if isinstance(told, RlctlError):
-                    raise told
-                if told not in left:
+            while unfinished:
+                change = await changed.get()
+                if isinstance(change, RlctlError):
+                    raise change
+                if change not in unfinished:
                     continue
-                waiting.discard(told)
-                sample = made[told][0]
-                if told in ended:
-                    left.discard(told)
+                waiting.discard(change)
+                sample = samples[change][0]
+                if change in ended:
+                    unfinished.discard(change)
                 elif sample.finish is not None:
                     continue  # the counts follow
                 answer = sample.answer()
-                yield {**answer, "index": told} if asking.listed else answer
+                yield {**answer, "index": change} if asking.listed else answer
         finally:
             await _end(tasks)
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
         """End requests. Return the number of samples and the unknown ids. Raises as :meth:`Upstream.abort`."""
-        wanted = set(rids)
-        found = [each for each in self._running.values() if all_of_them or wanted & {each.rid, each.group}]
-        for each in found:
-            each.cut.set()
+        names = set(rids)
+        matches = [running for running in self._running.values() if all_of_them or names & {running.rid, running.group}]
+        for running in matches:
+            running.cut.set()
         if self._about.admin:
-            await self._upstream.abort(None if all_of_them else [each.engine_rid for each in found], self._about.route)
-        known = {name for each in found for name in (each.rid, each.group)}
-        return len(found), sorted(wanted - known)
+            await self._upstream.abort(
+                None if all_of_them else [running.engine_rid for running in matches], self._about.route
+            )
+        known_names = {name for running in matches for name in (running.rid, running.group)}
+        return len(matches), sorted(names - known_names)
 
     async def _begin(self, asking: Asking, *, stream: bool) -> list[tuple[Sample, _Running, dict[str, Any]]]:
         """Return the samples, each with the body for vLLM; nothing is sent yet."""
-        made = []
+        samples = []
         about = self._about
-        for asked in asking.prompts:
-            check_samples(asked.request.sampling_params)
-            for index in range(asked.samples):
-                rid = asked.rid if asked.samples == 1 else f"{asked.rid}_{index}"
+        for prompt in asking.prompts:
+            check_samples(prompt.request.sampling_params)
+            for index in range(prompt.samples):
+                rid = prompt.rid if prompt.samples == 1 else f"{prompt.rid}_{index}"
                 if rid in self._running:
                     raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
-            refuse_prompt(asked.request, about.limits)
-            text = asked.request.WhichOneof("prompt") == "text"
-            ids: Sequence[int] = asked.request.input_ids.ids
+            refuse_prompt(prompt.request, about.limits)
+            text = prompt.request.WhichOneof("prompt") == "text"
+            ids: Sequence[int] = prompt.request.input_ids.ids
             if text:
-                ids = await tokenize(self._upstream.http, asked.request.text)
+                ids = await tokenize(self._upstream.http, prompt.request.text)
             running = [
-                _Running(asked.rid if asked.samples == 1 else f"{asked.rid}_{index}", asked.rid)
-                for index in range(asked.samples)
+                _Running(prompt.rid if prompt.samples == 1 else f"{prompt.rid}_{index}", prompt.rid)
+                for index in range(prompt.samples)
             ]
-            told = bodies(asked.request, ids, [each.engine_rid for each in running], about.limits)
+            sample_bodies = bodies(prompt.request, ids, [run.engine_rid for run in running], about.limits)
             ids = list(ids)
-            for each, body in zip(running, told, strict=True):
-                made.append((Sample(asked, each.rid, ids, driven=self._driven), each, self._body(asked, body, stream)))
-        return made
+            for run, body in zip(running, sample_bodies, strict=True):
+                samples.append(
+                    (Sample(prompt, run.rid, ids, driven=self._driven), run, self._body(prompt, body, stream))
+                )
+        return samples
 
     def _body(self, asked: Asked, body: dict[str, Any], stream: bool) -> dict[str, Any]:
         body = {**body, **asked.fields, "sampling_params": {**body["sampling_params"], **asked.sampling}}
@@ -217,8 +221,8 @@ class Requests:
                 sample.take(answer.body)
             else:
                 async with aclosing(http.stream(route, body)) as stream:
-                    async for told in stream:
-                        sample.take(told)
+                    async for event in stream:
+                        sample.take(event)
                         self.progress += 1
                         if tell is not None and sample.finish is None:
                             tell()

@@ -20,9 +20,11 @@ COMPLETIONS = "/v1/completions"
 def completion(body: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return the body for /v1/completions that equals a body for /inference/v1/generate."""
     sampling = {name: value for name, value in body["sampling_params"].items() if name != "detokenize"}
-    rest = {name: value for name, value in body.items() if name not in ("token_ids", "sampling_params", "output_mode")}
+    fields = {
+        name: value for name, value in body.items() if name not in ("token_ids", "sampling_params", "output_mode")
+    }
     return {
-        **rest,
+        **fields,
         **sampling,
         "model": model,
         "prompt": body["token_ids"],

@@ -39,19 +39,19 @@ class Registration:
         """Register; a failure is followed by a retry, at growing intervals."""
         wait = FIRST_S
         while not self.taken.is_set():
-            why = await _told(self._join())
-            if not why:
+            failure = await _told(self._join())
+            if not failure:
                 self.taken.set()
                 log.info("registered %s with %s", self._url, self._http.url)
                 return
-            log.warning("%s is not registered with %s yet: %s", self._url, self._http.url, why)
+            log.warning("%s is not registered with %s yet: %s", self._url, self._http.url, failure)
             await asyncio.sleep(wait)
             wait = min(wait * 2, LONGEST_S)
 
     async def leave(self) -> None:
         """Remove the registration if the router can. Other routers notice by the health of the worker."""
-        if self.taken.is_set() and (why := await _told(self._leave())):
-            log.info("%s keeps %s until it misses its health: %s", self._http.url, self._url, why)
+        if self.taken.is_set() and (failure := await _told(self._leave())):
+            log.info("%s keeps %s until it misses its health: %s", self._http.url, self._url, failure)
         await self._http.close()
 
     async def _join(self) -> None:

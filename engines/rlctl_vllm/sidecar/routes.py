@@ -110,8 +110,8 @@ class Sidecar:
     async def _asking(self, request: web.Request) -> Asking:
         with contextlib.closing(Body(request, self._bodies)) as body:
             data = await body.read()
-            given = await self._bodies.parse(data or b"{}")
-            return await self._bodies.beside(len(data), lambda: read(given))
+            document = await self._bodies.parse(data or b"{}")
+            return await self._bodies.beside(len(data), lambda: read(document))
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
@@ -125,10 +125,10 @@ class Sidecar:
 
     async def _loads(self, request: web.Request) -> web.StreamResponse:
         del request
-        told = await self._upstream.loads()
-        waiting = max(told.waiting, self._requests.active - told.running)
-        load = {"dp_rank": 0, "num_running_reqs": told.running, "num_waiting_reqs": waiting}
-        return _json({"loads": [{**load, "num_total_reqs": told.running + waiting}]})
+        loads = await self._upstream.loads()
+        waiting = max(loads.waiting, self._requests.active - loads.running)
+        load = {"dp_rank": 0, "num_running_reqs": loads.running, "num_waiting_reqs": waiting}
+        return _json({"loads": [{**load, "num_total_reqs": loads.running + waiting}]})
 
     # Health.
 
@@ -143,12 +143,12 @@ class Sidecar:
             self._admin.refuse_dirty()
         if await self._upstream.paused():
             raise Reason.STAGE_NOT_SERVING.error("vLLM is paused: it generates nothing now")
-        before = self._requests.progress
+        previous = self._requests.progress
         prompt = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "rid": f"HEALTH_{uuid.uuid4().hex}"}
         try:
             await asyncio.wait_for(self._requests.whole(read(prompt)), GENERATE_S)
         except TimeoutError:
-            if self._requests.progress == before:  # a busy server is healthy
+            if self._requests.progress == previous:  # a busy server is healthy
                 raise Reason.STAGE_NOT_SERVING.error(f"vLLM generated nothing in {GENERATE_S:g} s") from None
         return web.Response(status=200)
 
@@ -227,10 +227,10 @@ class Sidecar:
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
             return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
             raise Reason.TOKEN_MISSING.error()
-        if not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token.encode()):
+        if not hmac.compare_digest(token.strip().encode(errors="surrogateescape"), self._token.encode()):
             raise Reason.TOKEN_INVALID.error()
 
 

@@ -52,10 +52,10 @@ def read(body: Any) -> Asking:
 
     Raises as :func:`rlctl.sglang_api.request.read`, FIELD_INVALID for too many samples, and MESSAGE_TOO_LARGE.
     """
-    given = request.read(body, WORDS, check_prompts=_check_samples, check_bytes=_check_bytes)
-    _check_samples(sum(asked.samples for asked in given.prompts), "sampling_params.n")
-    prompts = [dataclasses.replace(asked, sampling=structured(asked.sampling)) for asked in given.prompts]
-    return dataclasses.replace(given, prompts=prompts)
+    asking = request.read(body, WORDS, check_prompts=_check_samples, check_bytes=_check_bytes)
+    _check_samples(sum(prompt.samples for prompt in asking.prompts), "sampling_params.n")
+    prompts = [dataclasses.replace(prompt, sampling=structured(prompt.sampling)) for prompt in asking.prompts]
+    return dataclasses.replace(asking, prompts=prompts)
 
 
 def _check_samples(count: int, field: str) -> None:

@@ -53,8 +53,8 @@ class Upstream:
         try:
             return await self.http.call(path, body, timeout_s=timeout_s, admin=False)
         except TimeoutError:
-            why = f"vLLM did not answer {path} in {timeout_s:g} s"
-            raise Reason.STAGE_NOT_SERVING.error(why, next_step=_NEXT) from None
+            cause = f"vLLM did not answer {path} in {timeout_s:g} s"
+            raise Reason.STAGE_NOT_SERVING.error(cause, next_step=_NEXT) from None
         except RlctlError as error:
             raise Reason.STAGE_NOT_SERVING.error(error.message, next_step=_NEXT) from error
 
@@ -68,7 +68,7 @@ class Upstream:
             raise Reason.TOKEN_INVALID.error("vLLM does not take the key", field="api_key_file")
         paths = (await self.ask("/openapi.json")).body["paths"]
         # Adapters are listed beside their model.
-        card: Mapping[str, Any] = next(each for each in models.body["data"] if not each.get("parent"))
+        card: Mapping[str, Any] = next(entry for entry in models.body["data"] if not entry.get("parent"))
         route = TOKENS if TOKENS in paths else COMPLETIONS
         if wanted != "auto":
             route = ROUTES[wanted]
@@ -84,8 +84,8 @@ class Upstream:
     async def _limits(self, card: Mapping[str, Any], path: str, *, admin: bool) -> Limits:
         config = await asyncio.to_thread(_config, path)
         if admin:
-            told = (await self.ask("/server_info?config_format=json", timeout_s=60)).body["vllm_config"]
-            limits = facts.Facts("", told, "", (), {}).limits(config)
+            vllm_config = (await self.ask("/server_info?config_format=json", timeout_s=60)).body["vllm_config"]
+            limits = facts.Facts("", vllm_config, "", (), {}).limits(config)
         else:
             context = int(card.get("max_model_len") or 0)
             limits = Limits(int(config.get("vocab_size") or 0), context, context - 1)

@@ -69,8 +69,8 @@ async def obstacle(
     engine = (config.get("weight_transfer_config") or {}).get("backend", "")
     data_parallel = int((config.get("parallel_config") or {}).get("data_parallel_size") or 1)
     if engine != ENGINE:
-        told = f" (but with {engine})" if engine else ""
-        return f"""and without --weight-transfer-config '{{"backend": "{ENGINE}"}}'{told}"""
+        detail = f" (but with {engine})" if engine else ""
+        return f"""and without --weight-transfer-config '{{"backend": "{ENGINE}"}}'{detail}"""
     if cpu and not WITHOUT_GPU:
         return f"and its own engine {ENGINE} needs a GPU"
     if data_parallel > 1:
@@ -162,16 +162,16 @@ class Native:
             patient_s = PATIENT_S if call.update_id else None
             await asyncio.to_thread(probe, place, self._host, timeout_s=_remaining(call), patient_s=patient_s)
             return
-        found = await asyncio.to_thread(unique_id, place, request.group_name, _remaining(call))
+        nccl_id = await asyncio.to_thread(unique_id, place, request.group_name, _remaining(call))
         await self._leave(call)
-        told = {
+        init_info = {
             "rank_offset": 1,
             "world_size": request.world_size,
-            "nccl_unique_id_b64": base64.b64encode(found).decode(),
+            "nccl_unique_id_b64": base64.b64encode(nccl_id).decode(),
             "packed": True,
             "packed_buffer_size_bytes": _ENDLESS,
         }
-        await self._tell("init_weight_transfer_engine", call, init_info=told)
+        await self._tell("init_weight_transfer_engine", call, init_info=init_info)
         self._group, self._store = request.group_name, place
 
     async def _leave(self, call: Call) -> None:
@@ -195,10 +195,10 @@ class Native:
 
     async def _take(self, request: v.UpdateWeightsFromDistributedRequest, call: Call) -> None:
         stream = self._announced.parse(request.buckets, request.group_name)
-        came = set(self._written)
+        received = set(self._written)
         for index, (name, bucket) in enumerate(stream):
             self._refuse_other(name)
-            self._refuse_misfit(bucket, self._due + index, came, f"buckets[{index}]")
+            self._refuse_misfit(bucket, self._due + index, received, f"buckets[{index}]")
         self._stopping = False
         await self._open(call)
         for _, bucket in stream:
@@ -210,19 +210,19 @@ class Native:
     async def _receive(self, metas: Sequence[TensorMeta], call: Call) -> None:
         if self._stopping:
             raise Reason.GROUP_FAILED.error(f"group {self._group}: it was interrupted")
-        told = {
+        update_info = {
             "names": [meta.name for meta in metas],
             "dtype_names": [dtype_name(meta.dtype).removeprefix("torch.") for meta in metas],
             "shapes": [list(meta.shape) for meta in metas],
         }
         started = time.perf_counter()
         self._load = _Load.BROKEN
-        await self._tell("update_weights", call, update_info=told)
+        await self._tell("update_weights", call, update_info=update_info)
         self._load = _Load.OPEN
         self._report.tensors += len(metas)
         self._report.bytes_received += sum(meta.nbytes for meta in metas)
-        spent = self._report.transfer.ToTimedelta().total_seconds() + time.perf_counter() - started
-        self._report.transfer.CopyFrom(duration(spent))
+        total_s = self._report.transfer.ToTimedelta().total_seconds() + time.perf_counter() - started
+        self._report.transfer.CopyFrom(duration(total_s))
 
     def _refuse_misfit(self, bucket: Bucket, due: int, came: set[str], field: str) -> None:
         """Raise if a bucket cannot come next. ``came``: earlier tensors, to which the bucket's tensors are added."""
@@ -233,21 +233,21 @@ class Native:
                 "vLLM's own engine takes full tensors, without gaps between them", field=f"{field}.format"
             )
         for index, meta in enumerate(bucket.metas):
-            known = self._reference.get(meta.name)
-            if known is None:
+            reference = self._reference.get(meta.name)
+            if reference is None:
                 raise Reason.FIELD_INVALID.error(
                     f"the model has no tensor {meta.name!r}", field=f"{field}.names[{index}]"
                 )
             if meta.name in came:  # vLLM counts elements: a repeat would hide a missing tensor
                 raise Reason.FIELD_INVALID.error(f"{meta.name} comes twice", field=f"{field}.names[{index}]")
             came.add(meta.name)
-            if meta.shape != known.shape:
+            if meta.shape != reference.shape:
                 raise Reason.FIELD_INVALID.error(
-                    f"{meta.name}: shape {meta.shape} instead of {known.shape}", field=f"{field}.shapes[{index}]"
+                    f"{meta.name}: shape {meta.shape} instead of {reference.shape}", field=f"{field}.shapes[{index}]"
                 )
-            if not castable(meta.dtype, known.dtype):
+            if not castable(meta.dtype, reference.dtype):
                 raise Reason.FIELD_INVALID.error(
-                    f"{meta.name}: {meta.dtype} instead of {known.dtype}", field=f"{field}.dtypes[{index}]"
+                    f"{meta.name}: {meta.dtype} instead of {reference.dtype}", field=f"{field}.dtypes[{index}]"
                 )
 
     async def _open(self, call: Call) -> None:
@@ -289,8 +289,8 @@ async def _in_step(control: Control, ranks: int, call: Call) -> bool:
     """Whether every rank answers its latest call: each rank stores a word and returns it."""
     word = secrets.token_hex(8)
     await control.tell("/collective_rpc", {"method": "__setattr__", "args": [_WORD, word]}, call=call)
-    said = await control.tell("/collective_rpc", {"method": "__getattribute__", "args": [_WORD]}, call=call)
-    return said.ok and said.body["results"] == [word] * ranks
+    answer = await control.tell("/collective_rpc", {"method": "__getattribute__", "args": [_WORD]}, call=call)
+    return answer.ok and answer.body["results"] == [word] * ranks
 
 
 def _remaining(call: Call) -> float:

@@ -81,8 +81,8 @@ class VLLMModel(RankModel):
         """Pass a full tensor to vLLM's loaders. Raises CHECKPOINT_MISMATCH if no loader takes the tensor."""
         # Loaders keep the tensor until its layer is complete, but the caller reuses its memory.
         with self._context():
-            taken = self._module.load_weights([(name, tensor.clone())])
-        if taken is not None and not taken:
+            loaded = self._module.load_weights([(name, tensor.clone())])
+        if loaded is not None and not loaded:
             raise Reason.CHECKPOINT_MISMATCH.error(f"vLLM's loaders have no place for {name!r}")
 
     def reload(self, request: UpdateWeightsFromDiskRequest) -> None:

@@ -55,11 +55,11 @@ def _slice(meta: TensorMeta, shape: tuple[int, ...], rank: int, size: int) -> Sl
 
 def _weight(layer: Any, leaf: str) -> torch.Tensor:
     """Return a parameter in the form of the computation."""
-    held: torch.Tensor = getattr(layer, leaf)
+    weight: torch.Tensor = getattr(layer, leaf)
     compute = getattr(layer, "cpu_linear", None)
     if leaf != "weight" or compute in (None, torch.nn.functional.linear):
-        return held
-    width = held.shape[1] if held.numel() else int(layer.input_size_per_partition)
+        return weight
+    width = weight.shape[1] if weight.numel() else int(layer.input_size_per_partition)
     with torch.inference_mode():
-        product: torch.Tensor = compute(torch.eye(width, dtype=held.dtype), held, None)
+        product: torch.Tensor = compute(torch.eye(width, dtype=weight.dtype), weight, None)
     return product.t().contiguous()
