@@ -165,10 +165,10 @@ class Words(click.Group):
         """Resolve a command, and suggest similar commands for an unknown word. click itself has no list of commands."""
         word = args[0]
         if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
-            near = [f"{self.prefix}{other}" for other in difflib.get_close_matches(word, self._below())]
+            suggestions = [f"{self.prefix}{similar}" for similar in difflib.get_close_matches(word, self._below())]
             # "checksum" is `weights checksum`.
-            near = near or [words for words in entries() if words.endswith(f" {word}")]
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            suggestions = suggestions or [words for words in entries() if words.endswith(f" {word}")]
+            hint = f" Did you mean {' or '.join(map(repr, suggestions))}?" if suggestions else ""
             ctx.fail(f"No such command '{self.prefix}{word}'.{hint}")
         return super().resolve_command(ctx, args)
 

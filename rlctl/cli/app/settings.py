@@ -125,8 +125,8 @@ class Settings:
         """
         from rlctl.transport.tls.credentials import Tls, load_tls
 
-        named = {key.removeprefix("tls_"): os.path.expanduser(str(self.context.get(key, ""))) for key in TLS_KEYS}
-        tls = load_tls() or load_tls({}, **named)
+        files = {key.removeprefix("tls_"): os.path.expanduser(str(self.context.get(key, ""))) for key in TLS_KEYS}
+        tls = load_tls() or load_tls({}, **files)
         if tls is None and (directory := self.fleet_choice.certificates(self.endpoint)):
             from rlctl.transport.tls.authority import Authority
 
@@ -245,8 +245,8 @@ def _load(path: Path) -> dict[str, Any]:
         for key, value in context.items():
             if isinstance(value, bool) or not isinstance(value, str | int | float | None):
                 raise _broken(path, f"context {name!r}: {key} is {value!r}, which is no text")
-    named = {str(name): context for name, context in contexts.items()}
-    return {"current": str(config.get("current") or ""), "contexts": named}
+    contexts_by_name = {str(name): context for name, context in contexts.items()}
+    return {"current": str(config.get("current") or ""), "contexts": contexts_by_name}
 
 
 def _broken(path: Path, why: str) -> RlctlError:

@@ -42,13 +42,13 @@ def events(settings: Settings, following: bool, limit: int, model: str) -> None:
     if settings.output not in ("table", "wide", "json", "jsonl"):
         raise click.BadParameter("events are lines: table, json or jsonl", param_hint="--output")
     with bounded(settings) as fleet:
-        listed = fleet.operations(page_size=max(limit, PAGE))
-        for operation in reversed(_of(model, listed[:limit])):
+        operations = fleet.operations(page_size=max(limit, PAGE))
+        for operation in reversed(_of(model, operations[:limit])):
             show_event(settings, started(operation) if operation.state == OPERATION_STATE_RUNNING else ended(operation))
     if not following:
         return
     changes = Changes(settings.endpoint)
-    list(changes.of_operations(_of(model, listed)))  # later lists show the operations begun and ended since
+    list(changes.of_operations(_of(model, operations)))  # later lists show the operations begun and ended since
 
     def read(fleet: Fleet) -> Generator[Event, None, None]:
         with contextlib.closing(_looks(fleet, model)) as looks:
@@ -99,13 +99,13 @@ def _looks(fleet: Fleet, model: str) -> Generator[FleetEvent | None, None, None]
 
 def _listed(fleet: Fleet, changes: Changes) -> list[Operation]:
     """Return the operations begun or ended since the previous list, among further operations."""
-    listed = fleet.operations(page_size=PAGE)
-    if len(listed) == PAGE and changes.may_be_cut(listed):
-        listed = fleet.operations(page_size=LONG_PAGE)
-    for operation_id in changes.unlisted(listed):
+    operations = fleet.operations(page_size=PAGE)
+    if len(operations) == PAGE and changes.may_be_cut(operations):
+        operations = fleet.operations(page_size=LONG_PAGE)
+    for operation_id in changes.unlisted(operations):
         with contextlib.suppress(NotFound):
-            listed.append(fleet.operation(operation_id))
-    return listed
+            operations.append(fleet.operation(operation_id))
+    return operations
 
 
 def _of(model: str, listed: list[Operation]) -> list[Operation]:

@@ -75,11 +75,13 @@ def _resolve(name: str) -> str:
     values = [full for full in comments() if relative_name and _value(full) == relative_name.lower()]
     if len(values) == 1:
         return values[0]
-    through = _through_messages(relative_name)
-    if through:
-        return through
-    near = values or [full_names[each] for each in difflib.get_close_matches(relative_name.lower(), full_names, n=3)]
-    hint = ", ".join(each.removeprefix(f"{PACKAGE}.") for each in near)
+    nested_name = _through_messages(relative_name)
+    if nested_name:
+        return nested_name
+    candidates = values or [
+        full_names[each] for each in difflib.get_close_matches(relative_name.lower(), full_names, n=3)
+    ]
+    hint = ", ".join(each.removeprefix(f"{PACKAGE}.") for each in candidates)
     why = f"several values of the contract are called {name!r}" if values else f"the contract has no {name!r}"
     raise Reason.FIELD_INVALID.error(why, field="name", next_step=f"Did you mean: {hint}?" if hint else "")
 

@@ -184,7 +184,7 @@ def plan_tables(
     """Return the plan as tables. ``changes``: changes of a running fleet; empty without a running fleet."""
     plan, running = prepared.plan, prepared.running
     topology = plan.topology
-    here = {model: _bound(url) for model, url in running.gateways.items()} if running is not None else {}
+    gateways = {model: _bound(url) for model, url in running.gateways.items()} if running is not None else {}
     about = facts(
         [
             ("Fleet", topology.name),
@@ -201,7 +201,7 @@ def plan_tables(
             [
                 model.name, "yes" if model.update_weights else "no", str(model.engines), str(model.ranks),
                 str(model.world_size or ""), " ".join(filter(None, (model.router, model.router_policy))),
-                here.get(model.name, model.gateway) if model.gateway else "",
+                gateways.get(model.name, model.gateway) if model.gateway else "",
                 model.model_path,
             ]
             for model in plan.models

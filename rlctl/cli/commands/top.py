@@ -55,9 +55,9 @@ def top(settings: Settings, model: str, interval: float, samples: int | None) ->
 
 
 def _sample(fleet: Fleet, model: str, limit_s: float) -> Sample:
-    now: FleetMessage = fleet.status(model)
+    status: FleetMessage = fleet.status(model)
     loads = {}
-    if now.stages:
+    if status.stages:
         loads = summed(fleet.call(GetLoadsRequest(), model=model, timeout_s=max(1.0, limit_s), check=False))
     running = [each for each in fleet.operations(state="running") if model in ("", each.model)]
-    return Sample(time.monotonic(), now, loads, running)
+    return Sample(time.monotonic(), status, loads, running)

@@ -158,8 +158,8 @@ def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None
         settings.confirm(f"Drain and remove {', '.join(removed_slots)}?")
 
     def farewell() -> None:
-        there = f"How it stands: rlctl status, and {running.directory}/logs"
-        click.echo(f"\nStopped waiting; the supervisor goes on.\n  {there}", err=True)
+        hint = f"How it stands: rlctl status, and {running.directory}/logs"
+        click.echo(f"\nStopped waiting; the supervisor goes on.\n  {hint}", err=True)
 
     with interruptible(farewell):
         ready = apply(running, prepared.deployment, settings.say, timeout_s=settings.timeout_s)

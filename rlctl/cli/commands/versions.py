@@ -30,7 +30,7 @@ def versions(settings: Settings, model: str) -> None:
     """
     with bounded(settings) as fleet:
         status = fleet.status(model)
-        listed = {each.name: fleet.versions(each.name) for each in status.models}
+        versions_by_model = {each.name: fleet.versions(each.name) for each in status.models}
     serving = {
         (stage.registration.model, stage.report.weight_version.sequence) for stage in status.stages if stage.routable
     }
@@ -44,10 +44,10 @@ def versions(settings: Settings, model: str) -> None:
             each.checkpoint,
             each.model_digest,
         ]
-        for name, published in listed.items()
+        for name, published in versions_by_model.items()
         for each in published
     ]
-    everything = [each for published in listed.values() for each in published]
+    everything = [each for published in versions_by_model.values() for each in published]
     show(settings, View(everything, lambda _: [Table(_HEADERS, rows)], lambda: [row[1] for row in rows]))
 
 

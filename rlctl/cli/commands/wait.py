@@ -69,9 +69,9 @@ def wait(settings: Settings, condition: Condition, model: str, slots: tuple[str,
                 try:
                     with connected(settings) as fleet, contextlib.closing(fleet.watch()) as events:
                         for _ in events:
-                            now = fleet.status()
-                            stages = _counted(now, model, slots)
-                            why = condition(now, stages) if stages else "no such stage is registered"
+                            status = fleet.status()
+                            stages = _counted(status, model, slots)
+                            why = condition(status, stages) if stages else "no such stage is registered"
                             if not why:
                                 show(settings, roster.stages_view(stages))
                                 return

@@ -144,34 +144,38 @@ def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
     """Compare the wall clocks of coordinator and stages with this host's."""
     clocks = {"coordinator": fleet.clock_s}
     clocks |= {slot: answer.clock_s for slot, answer in fleet.answers.items() if not answer.error}
-    close = 0
+    close_count = 0
     for name, ahead in clocks.items():
         if abs(ahead) <= CLOCK_S:
-            close += 1
+            close_count += 1
             continue
         observation = f"{values.elapsed(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's"
         verdict = failure if abs(ahead) > FAR_CLOCK_S else warning
         mend = "Run an NTP client on both hosts, and see `timedatectl`."
         yield verdict("clocks", f"clock of {name}", observation, mend)
-    if close:
-        yield ok("clocks", "clocks", f"{close} of {len(clocks)} within {CLOCK_S:g} s of this host's")
+    if close_count:
+        yield ok("clocks", "clocks", f"{close_count} of {len(clocks)} within {CLOCK_S:g} s of this host's")
 
 
 def check_versions(fleet: FleetReadings) -> Iterator[Finding]:
     """Compare rlctl and contract of coordinator and stages with this host's."""
-    same = 0
+    same_count = 0
     mend = "Install one release everywhere; contracts N and N-1 work together (RELEASES.md)."
-    ours = f"here rlctl {__version__}, contract {CONTRACT_VERSION}"
+    own_versions = f"here rlctl {__version__}, contract {CONTRACT_VERSION}"
     for name, (version, contract) in _versions(fleet).items():
-        observation = f"rlctl {version or 'not known'}, contract {contract}; {ours}"
+        observation = f"rlctl {version or 'not known'}, contract {contract}; {own_versions}"
         if abs(contract - CONTRACT_VERSION) > 1:
             yield failure("versions", name, observation, mend)
         elif contract != CONTRACT_VERSION or version not in ("", __version__):
             yield warning("versions", name, observation, mend)
         else:
-            same += 1
-    if same:
-        yield ok("versions", "fleet", f"{same} of {len(_versions(fleet))} as here: {ours.removeprefix('here ')}")
+            same_count += 1
+    if same_count:
+        yield ok(
+            "versions",
+            "fleet",
+            f"{same_count} of {len(_versions(fleet))} as here: {own_versions.removeprefix('here ')}",
+        )
 
 
 def check_engines(fleet: FleetReadings) -> Iterator[Finding]:
@@ -274,12 +278,12 @@ def _versions(fleet: FleetReadings) -> dict[str, tuple[str, int]]:
 
 def _addresses(stage: Stage) -> list[tuple[str, str]]:
     registration = stage.registration
-    named = (
+    addresses = (
         ("admin", registration.address),
         ("rollout", registration.rollout_address),
         ("data", registration.data_address),
     )
-    return [(name, address) for name, address in named if address]
+    return [(name, address) for name, address in addresses if address]
 
 
 def _count(fleet: FleetReadings) -> int:

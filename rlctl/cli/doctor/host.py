@@ -233,11 +233,11 @@ def check_proxies(host: HostReadings) -> Iterator[Finding]:
         yield ok("proxies", "proxy variables", "none is set")
         return
     excepted = {name.strip() for name in environment.get("no_proxy", "").split(",")}
-    led = [name for name in LOCAL if not excepted & {name, "*"}]
+    proxied = [name for name in LOCAL if not excepted & {name, "*"}]
     names = ", ".join(proxies)
-    if led:
+    if proxied:
         observation = (
-            f"set, and no_proxy does not name {', '.join(led)}: HTTP clients ask the proxy for servers of this host"
+            f"set, and no_proxy does not name {', '.join(proxied)}: HTTP clients ask the proxy for servers of this host"
         )
         every = ",".join((*LOCAL, *sorted(excepted - {"", *LOCAL})))
         mend = f"export no_proxy={every} NO_PROXY={every}, with the hosts of the fleet."
@@ -331,9 +331,9 @@ def _plugin(point: metadata.EntryPoint) -> Plugin:
 
 def _space(directory: Path) -> Space:
     """Return the space of a directory, or of the nearest existing parent."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    usage = shutil.disk_usage(there)
-    return Space(usage.total, usage.free, os.access(there, os.W_OK))
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    usage = shutil.disk_usage(existing)
+    return Space(usage.total, usage.free, os.access(existing, os.W_OK))
 
 
 def _listens(address: str) -> bool:

@@ -32,9 +32,9 @@ def _print(settings: Settings, error: RlctlError, code: Exit) -> None:
         return
     where = f" [{error.field}]" if error.field else ""
     # Each of several problems has a line and a place: the common reason is in the first line.
-    first, *others = error.message.split("\n")
-    about = f"({error.reason.name}{'' if others else where})"
-    click.echo("\n".join([f"{_red(settings, 'Error:')} {first}  {about}", *others]), err=True)
+    first, *further_lines = error.message.split("\n")
+    about = f"({error.reason.name}{'' if further_lines else where})"
+    click.echo("\n".join([f"{_red(settings, 'Error:')} {first}  {about}", *further_lines]), err=True)
     for line in [error.next_step, *_advice(settings, error, code)]:
         if line:
             click.echo(f"  {line}", err=True)

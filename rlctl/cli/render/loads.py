@@ -117,8 +117,8 @@ def _rate(slot: str, counter: str, before: Sample | None, now: Sample) -> float 
     if before is None or slot not in before.loads or slot not in now.loads or now.at_s <= before.at_s:
         return None
     grown: int = getattr(now.loads[slot], counter) - getattr(before.loads[slot], counter)
-    same = _incarnation(before.fleet, slot) == _incarnation(now.fleet, slot)
-    return round(grown / (now.at_s - before.at_s), 1) if same and grown >= 0 else None
+    same_incarnation = _incarnation(before.fleet, slot) == _incarnation(now.fleet, slot)
+    return round(grown / (now.at_s - before.at_s), 1) if same_incarnation and grown >= 0 else None
 
 
 def _incarnation(fleet: Fleet, slot: str) -> int:

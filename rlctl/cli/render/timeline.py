@@ -110,10 +110,10 @@ def page(operation: Operation, most: int = sys.maxsize) -> str:
         "Targets": str(len(operation.targets)),
         "Error": values.error(operation.error),
     }
-    listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
+    fact_list = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
     rows = "".join(_row(bar, total_s, most) for bar in all_bars)
     title = f"{operation.verb} {state}"
-    return _PAGE.format(title=_text(title), facts=listed, rows=rows, end=_text(values.elapsed(total_s)))
+    return _PAGE.format(title=_text(title), facts=fact_list, rows=rows, end=_text(values.elapsed(total_s)))
 
 
 def _total_s(operation: Operation, shown: Sequence[Bar]) -> float:

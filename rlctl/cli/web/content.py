@@ -57,9 +57,9 @@ class Content:
     def _listing(self) -> Table:
         runs = self._coordinator.operations.newest_first("", OPERATION_STATE_UNSPECIFIED)
         ended = (run.operation for run in runs if run.operation.state != OPERATION_STATE_RUNNING)
-        listed = {each.operation_id: each for each in itertools.islice(ended, MOST_OPERATIONS)}
+        recent = {each.operation_id: each for each in itertools.islice(ended, MOST_OPERATIONS)}
         self._history = {
-            key: self._history.get(key) or operations.listing([operation]) for key, operation in listed.items()
+            key: self._history.get(key) or operations.listing([operation]) for key, operation in recent.items()
         }
         empty = operations.listing([])
         return Table(empty.headers, [row for table in self._history.values() for row in table.rows], empty.optional)
