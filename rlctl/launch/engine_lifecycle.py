@@ -209,17 +209,17 @@ class EngineRun:
                     self._limit(self.limits.load_s, "it did not load")
             case Phase.HEALING | Phase.STALE:
                 facts = self.leader.facts
-                here = stage is not None and stage.registration.address == facts["address"]
-                if stage is not None and here and stage.routable:
+                same_address = stage is not None and stage.registration.address == facts["address"]
+                if stage is not None and same_address and stage.routable:
                     self._say(f"{self.spec.slot}: ready at {facts['address']}, rollout at {facts['rollout_address']}")
                     self._enter(Phase.READY)
                 elif self.phase is Phase.STALE:
                     self._refuse_lost(stage)
-                elif here and (lifted_by := self._held_by_operator(stage)):
+                elif same_address and (lifted_by := self._held_by_operator(stage)):
                     assert stage is not None
                     self._say(f"{self.spec.slot}: up, {stage.not_routable}; `{lifted_by}` lets it serve")
                     self._enter(Phase.READY)
-                elif here and (waits_for := self._waits_for(stage)):
+                elif same_address and (waits_for := self._waits_for(stage)):
                     self._say(f"{self.spec.slot}: up, stale, waits for {waits_for}")
                     self._enter(Phase.STALE)
                 else:

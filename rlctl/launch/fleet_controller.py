@@ -344,8 +344,8 @@ class LaunchedFleet:
         slot = run.spec.slot
         if run.phase not in (Phase.HEALING, Phase.STALE) or (stage := stages.get(slot)) is None:
             return
-        ours = not stage.enabled and stage.disabled_reason == REPLACED
-        if ours and stage.registration.address == run.leader.facts["address"]:
+        replaced = not stage.enabled and stage.disabled_reason == REPLACED
+        if replaced and stage.registration.address == run.leader.facts["address"]:
             self._asked(lambda client: client.set_enabled([slot], True))
 
     def _may_replace(self, run: EngineRun, wanted: Mapping[str, EngineSpec]) -> bool:

@@ -145,8 +145,8 @@ class GivenGroup(Places):
     def _group(self) -> _Group:
         """Return the group. Raises FIELD_INVALID for no group or two, PLACE_UNAVAILABLE for a removed group."""
         table: Mapping[str, Mapping[str, Any]] = placement_group_table()
-        named = {id_: about for id_, about in table.items() if self._named in (id_, about["name"])}
-        existing = {id_: about for id_, about in named.items() if about["state"] != REMOVED}
+        matching = {id_: about for id_, about in table.items() if self._named in (id_, about["name"])}
+        existing = {id_: about for id_, about in matching.items() if about["state"] != REMOVED}
         if len(existing) == 1:
             ((id_, about),) = existing.items()
             return _Group(id_, about["state"], about["bundles"], about["bundles_to_node_id"])
@@ -155,7 +155,7 @@ class GivenGroup(Places):
                 f"{len(existing)} placement groups are called {self._named!r}: {', '.join(sorted(existing))}",
                 field=_FIELD, next_step="Say which one by its id.",
             )  # fmt: skip
-        if named:
+        if matching:
             raise Reason.PLACE_UNAVAILABLE.error(
                 f"placement group {self._named!r} was removed, by whoever made it or with its job",
                 field=_FIELD, next_step="Engines come up again once there is one of that name.",
@@ -219,10 +219,11 @@ class GivenGroup(Places):
         spec = placement.spec
         for bundle in bundles:
             for name, amount in need(spec.device, 1, spec.cpus_per_rank).items():
-                there = free.get(f"{name}_group_{bundle}_{group.id}", 0.0)  # a bundle has a separate resource name
-                if there < amount * self._share:
+                # A bundle has a separate resource name.
+                free_amount = free.get(f"{name}_group_{bundle}_{group.id}", 0.0)
+                if free_amount < amount * self._share:
                     return Reason.PLACE_UNAVAILABLE.error(
-                        f"{spec.slot}: bundle {bundle} of placement group {self._named!r} has {there:g} of "
+                        f"{spec.slot}: bundle {bundle} of placement group {self._named!r} has {free_amount:g} of "
                         f"{group.bundles[bundle][name]:g} {name} free, and a rank takes {amount * self._share:g}",
                         field=spec.slot, next_step="bundle_share says how much of its bundle a rank takes.",
                     )  # fmt: skip

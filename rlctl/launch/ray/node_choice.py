@@ -62,9 +62,9 @@ def shortage(nodes: Sequence[Node], need: Mapping[str, float], parts: int) -> st
 
 def room(nodes: Sequence[Node], resources: Iterable[str]) -> str:
     """Return a text about the free resources of each node."""
-    there = (
+    node_texts = (
         f"{node.address} has "
         + " and ".join(f"{max(node.room(name), 0):g} of {node.total.get(name, 0):g} {name}" for name in resources)
         for node in sorted(nodes, key=lambda node: node.address)
     )
-    return "; ".join(there) or "the cluster has no nodes"
+    return "; ".join(node_texts) or "the cluster has no nodes"

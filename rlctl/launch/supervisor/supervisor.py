@@ -89,8 +89,8 @@ def claimed(name: str) -> Iterator[int]:
 
 def taken(name: str) -> RlctlError:
     """Return the error for a name whose fleet is up."""
-    other = fleet_state.read(name)
-    where = f" (supervisor {other.pid}, endpoint {other.endpoint or 'not known yet'})" if other else ""
+    state = fleet_state.read(name)
+    where = f" (supervisor {state.pid}, endpoint {state.endpoint or 'not known yet'})" if state else ""
     return Reason.OPERATION_CONFLICT.error(
         f"fleet {name!r} is up already{where}",
         field="name",
@@ -307,13 +307,13 @@ class _Supervisor:
         """Return the identities of processes on this machine; each is read once."""
         from rlctl.launch.local.child_processes import Process
 
-        here = [process for process in self._fleet.processes if isinstance(process, Process)]
+        local_processes = [process for process in self._fleet.processes if isinstance(process, Process)]
         pids, identities = self._state.processes, self._state.identities
         return {
             each.name: identities[each.name]
             if each.name in identities and pids.get(each.name) == each.pid
             else fleet_state.identity(each.pid)
-            for each in here
+            for each in local_processes
         }
 
     def _progress(self, line: str) -> None:
