@@ -86,8 +86,8 @@ class Groups:
         urls = []
         for address in group.get("external", ()):
             url = (address if "://" in address else f"http://{address}").rstrip("/")
-            there = url.partition("://")[2]
-            if not url.startswith(("http://", "https://")) or not is_address(there) or there.endswith(":0"):
+            host_port = url.partition("://")[2]
+            if not url.startswith(("http://", "https://")) or not is_address(host_port) or host_port.endswith(":0"):
                 self._complain(group, "external", f"{address!r} is not HOST:PORT")
             elif url in urls:
                 self._complain(group, "external", f"{address!r} is there twice")

@@ -112,10 +112,10 @@ class _Resolver:
         if not address or address.endswith(":0"):
             return
         line, path = section.at(key)
-        other, where = self._listening.setdefault(address, (flag or path, 0 if flag else line))
-        if other != (flag or path):
-            at = f" (line {where})" if where else ""
-            self._complain(section, key, f"{address} is where {other}{at} listens already")
+        first_key, first_line = self._listening.setdefault(address, (flag or path, 0 if flag else line))
+        if first_key != (flag or path):
+            at = f" (line {first_line})" if first_line else ""
+            self._complain(section, key, f"{address} is where {first_key}{at} listens already")
 
     def _given_group(self, ray: Section, launcher: str) -> None:
         """Check the settings of an existing placement group."""
@@ -136,11 +136,11 @@ class _Resolver:
         if ray.get("bundle_share", 1.0) > 1:
             self._complain(ray, "bundle_share", f"it must be 1 at most, not {ray.get('bundle_share'):g}")
         bundles = flags.bundles or ray.get("bundles", ())
-        twice = sorted(bundle for bundle, count in Counter(bundles).items() if count > 1)
-        message = f"bundle {', '.join(map(str, twice))} is there twice"
-        if twice and flags.bundles:
+        duplicates = sorted(bundle for bundle, count in Counter(bundles).items() if count > 1)
+        message = f"bundle {', '.join(map(str, duplicates))} is there twice"
+        if duplicates and flags.bundles:
             self._problems.add(0, "--bundles", message, source=COMMAND_LINE)
-        elif twice:
+        elif duplicates:
             self._complain(ray, "bundles", message)
         elif not bundles and "bundles" in ray.lines and ray.get("bundles") is not None:
             self._complain(ray, "bundles", "it must have one bundle or more")
@@ -245,23 +245,25 @@ class _Resolver:
     def _path(self, model: Section) -> str:
         """Return the checkpoint of all groups: overrides.model_path, else the model's, else hf_checkpoint."""
         own: str = model.get("model_path", "") or self._checkpoint
-        named: dict[str, tuple[int, str]] = {}
+        lines_by_path: dict[str, tuple[int, str]] = {}
         for group in model.get("server_groups", ()):
             _, node = self._groups.settings.named(group).get("model_path", ("", None))
             path = node.value if node is not None and isinstance(node.value, str) else own
             if node is not None and (not isinstance(node.value, str) or not node.value):
                 self._problems.add(node.line, f"{group.path}.overrides.model_path", "it must be a text")
             if group.get("worker_type") != "placeholder" or node is not None:
-                named.setdefault(path, (node.line if node else group.line, f"{group.path}.overrides.model_path"))
-        if len(named) > 1:
-            first, second = list(named)[:2]
-            line, key = named[second] if second != own else named[first]
+                lines_by_path.setdefault(
+                    path, (node.line if node else group.line, f"{group.path}.overrides.model_path")
+                )
+        if len(lines_by_path) > 1:
+            first, second = list(lines_by_path)[:2]
+            line, key = lines_by_path[second] if second != own else lines_by_path[first]
             self._problems.add(
                 line, key,
                 f"all groups of a model have one model_path, and these have {first or 'none'!r} and "
                 f"{second or 'none'!r}; make it a model of its own",
             )  # fmt: skip
-        path = next(iter(named), own)
+        path = next(iter(lines_by_path), own)
         if not path and any(group.get("worker_type") in _SERVING for group in model.get("server_groups", ())):
             self._complain(model, "model_path", "it is required where there is no --hf-checkpoint or hf_checkpoint")
         return path
@@ -271,10 +273,10 @@ class _Resolver:
         lines = {group.worker_type: group for group in reversed(groups)}
         disaggregated = [lines[kind] for kind in ("prefill", "decode") if kind in lines]
         if "regular" in lines and disaggregated:
-            other = disaggregated[0]
+            paired = disaggregated[0]
             self._problems.add(
-                max(lines["regular"].line, other.line), f"{model.path}.server_groups",
-                f"regular engines (line {lines['regular'].line}) and {other.worker_type} ones (line {other.line}) "
+                max(lines["regular"].line, paired.line), f"{model.path}.server_groups",
+                f"regular engines (line {lines['regular'].line}) and {paired.worker_type} ones (line {paired.line}) "
                 "cannot serve one model together: all regular, or prefill with decode",
             )  # fmt: skip
         elif len(disaggregated) == 1:
@@ -293,7 +295,7 @@ class _Resolver:
     def _keys(self, groups: list[Group]) -> list[Group]:
         """Return the groups with names in slots: the given name, or the worker type, numbered from the second."""
         counts: Counter[str] = Counter()
-        named: list[Group] = []
+        keyed_groups: list[Group] = []
         used_keys: set[str] = set()
         for group in groups:
             counts[group.worker_type] += 1
@@ -305,8 +307,8 @@ class _Resolver:
                 self._problems.add(group.line, f"{group.path}.name", f"another group of the model is called {key!r}")
             if group.worker_type:
                 used_keys.add(key)
-            named.append(Group(**{**vars(group), "key": key}))
-        return named
+            keyed_groups.append(Group(**{**vars(group), "key": key}))
+        return keyed_groups
 
     def _distinct_slots(self, models: Sequence[Model]) -> None:
         """Report models with equal slots: model "a" with group "b" has the slots of a model "a-b"."""
@@ -314,10 +316,10 @@ class _Resolver:
         for model in models:
             for group in model.groups:
                 stem = slot_stem(model, group)
-                other = model_of_stem.setdefault(stem, model)
-                if other is not model and other.name != model.name:
+                first_model = model_of_stem.setdefault(stem, model)
+                if first_model is not model and first_model.name != model.name:
                     self._problems.add(
-                        group.line, group.path, f"its slots {stem}-0, ... are those of model {other.name!r}"
+                        group.line, group.path, f"its slots {stem}-0, ... are those of model {first_model.name!r}"
                     )
 
     # The fleet.

@@ -30,8 +30,8 @@ def unsupported(topology: Topology) -> list[Problem]:
     for model in topology.models:
         policies = POLICIES[model.router]
         if model.gateway and model.router_policy and model.router_policy not in policies:
-            whose = model.router or "the gateway"
-            why = f"{whose} has no policy {model.router_policy!r}; there are: {', '.join(policies)}"
+            policy_owner = model.router or "the gateway"
+            why = f"{policy_owner} has no policy {model.router_policy!r}; there are: {', '.join(policies)}"
             problems.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
         for group in model.groups:
             reasons = _of_group(topology, model, group)
