@@ -67,11 +67,11 @@ class AsyncEngine:
         """
         if prompt is not None and input_ids is not None:
             raise Reason.FIELD_CONFLICT.error("set either prompt or input_ids", field="input_ids")
-        given = input_ids if prompt is None else prompt
-        if given is None:
+        prompt_input = input_ids if prompt is None else prompt
+        if prompt_input is None:
             raise Reason.FIELD_REQUIRED.error("there is neither prompt nor input_ids", field="prompt")
         request = build_request(
-            given,
+            prompt_input,
             sampling_params or {},
             adapter=lora_path,
             rid=rid,
