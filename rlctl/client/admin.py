@@ -98,9 +98,9 @@ class AsyncAdmin:
         recorded result; without a ``request_id`` every call is new. ``check=False`` returns operations that did not end
         OK instead of raising.
         """
-        verb, given = of_request(request), request
-        request = type(given)()
-        request.CopyFrom(given)
+        verb, original = of_request(request), request
+        request = type(original)()
+        request.CopyFrom(original)
         header: common_pb2.RequestHeader = request.header  # type: ignore[attr-defined]
         if model or slots or stages:
             header.target.CopyFrom(common_pb2.Target(model=model, slots=_listed(slots), stages=_listed(stages)))
@@ -288,14 +288,14 @@ class AsyncAdmin:
         request = coordinator_pb2.ListAuditRecordsRequest(principal=principal, denied=denied)
         if since_s is not None:
             request.since.FromNanoseconds(time.time_ns() - round(since_s * 1e9))
-        found: list[AuditRecord] = []
+        records: list[AuditRecord] = []
         while True:
-            request.page_size = min(limit - len(found), MOST_PAGE) if limit else MOST_PAGE
+            request.page_size = min(limit - len(records), MOST_PAGE) if limit else MOST_PAGE
             answer = await self.connection.call("ListAuditRecords", request, READ_S)
-            found += answer.records
+            records += answer.records
             request.page_token = answer.next_page_token
-            if not request.page_token or (limit and len(found) >= limit):
-                return found
+            if not request.page_token or (limit and len(records) >= limit):
+                return records
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         """Cancel the commands of an operation that have not started."""
@@ -362,11 +362,11 @@ class AsyncAdmin:
         recorded digest, if the record has one. Raises FIELD_INVALID for a version that is not on record, or that is the
         latest; UNHEALABLE for a version without a checkpoint; and as :meth:`update_weights_from_disk`.
         """
-        found = chosen(model, await self.versions(model), version)
+        record = chosen(model, await self.versions(model), version)
         return await self.update_weights_from_disk(
-            found.checkpoint,
-            version=found.version.label,
-            expected_digest=found.model_digest,
+            record.checkpoint,
+            version=record.version.label,
+            expected_digest=record.model_digest,
             options=options,
             model=model,
             timeout_s=timeout_s,

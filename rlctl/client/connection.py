@@ -40,9 +40,9 @@ class Connection:
 
     def on_behalf_of(self, credentials: Credentials) -> Connection:
         """Return the same connection with different credentials. Do not close the returned object."""
-        other = copy.copy(self)
-        other.credentials = credentials
-        return other
+        connection = copy.copy(self)
+        connection.credentials = credentials
+        return connection
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:

@@ -57,14 +57,14 @@ class FleetView:
 
     def serves(self, model: str, adapter: str) -> bool:
         """Return whether the model ("": any) has the adapter, by the coordinator's last report."""
-        ours = [known for known in self.models if model in ("", known.name)]
-        return any(adapter == held.name for known in ours for held in known.adapters)
+        models = [entry for entry in self.models if model in ("", entry.name)]
+        return any(adapter == loaded.name for entry in models for loaded in entry.adapters)
 
     def refuse_any(self, model: str) -> None:
         """Raise FIELD_REQUIRED if no model is named and the fleet has several: the weights of models differ."""
         if not model and len(self._models or ()) > 1:
-            there = ", ".join(known.name for known in self.models)
-            raise Reason.FIELD_REQUIRED.error(f"which model? There are: {there}", field="model")
+            names = ", ".join(entry.name for entry in self.models)
+            raise Reason.FIELD_REQUIRED.error(f"which model? There are: {names}", field="model")
 
     async def changed(self) -> None:
         """Wait for the next event. Raises ILLEGAL_STATE on an event loop other than the connection's."""
@@ -135,12 +135,12 @@ class FleetView:
 
     def _take(self, event: FleetEvent) -> None:
         self._refusal = None
-        known = self._models or {}
+        models = self._models or {}
         if event.kind == FLEET_EVENT_KIND_SNAPSHOT:
             self._stages.clear()
-            known = {}
+            models = {}
         # In a single assignment: other threads read the models.
-        self._models = {**known, **{model.name: model for model in event.fleet.models}}
+        self._models = {**models, **{model.name: model for model in event.fleet.models}}
         for stage in event.fleet.stages:
             self._stages[stage.registration.slot] = stage
             if stage.state == STAGE_STATE_RETIRED:
