@@ -40,10 +40,10 @@ def unpaused(capabilities: Capabilities, request: PauseGenerationRequest, who: s
             next_step="Pause all requests: leave the adapter out.",
             outcome=OUTCOME_SKIPPED,
         )
-    there = ", ".join(PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in modes)
+    supported = ", ".join(PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in modes)
     name = PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
     return Reason.UNSUPPORTED.error(
-        f"{who} has no pause mode {name} for the requests of one adapter; it has: {there}",
+        f"{who} has no pause mode {name} for the requests of one adapter; it has: {supported}",
         field="mode",
         outcome=OUTCOME_SKIPPED,
     )

@@ -69,11 +69,11 @@ def rpc(service: str, method: str) -> tuple[str, dict[str, str]]:
 @functools.cache
 def comments() -> Mapping[str, str]:
     data = importlib.resources.files(PACKAGE).joinpath("descriptor.binpb").read_bytes()
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for file in FileDescriptorSet.FromString(data).file:
         if file.package == PACKAGE:
-            found.update(_of_file(file))
-    return found
+            texts.update(_of_file(file))
+    return texts
 
 
 def type_name(field: Any) -> str:

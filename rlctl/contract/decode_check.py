@@ -107,8 +107,11 @@ def compare(decoded: Sequence[Sequence[Likely]], prefilled: Sequence[Sequence[Li
     if not all(decoded) or not all(prefilled):
         raise Reason.UNSUPPORTED.error("the engine gave no log probabilities of likely tokens")
     means = []
-    for mine, theirs in zip(decoded, prefilled, strict=True):
-        gaps = [_apart(one, other) for one, other in zip(mine, theirs, strict=True)]
+    for decoded_sequence, prefilled_sequence in zip(decoded, prefilled, strict=True):
+        gaps = [
+            _apart(decode_likely, prefill_likely)
+            for decode_likely, prefill_likely in zip(decoded_sequence, prefilled_sequence, strict=True)
+        ]
         means.append(sum(gaps) / len(gaps))
     return DecodeReport(sequences=len(means), tokens=sum(map(len, decoded)), difference=max(means))
 

@@ -69,7 +69,7 @@ def keyed_digest_refusal(capabilities: Capabilities, request: CheckWeightsReques
 def as_verified(request: CheckWeightsRequest) -> None:
     """Set AS_VERIFIED in a checksum of all weights without a named function, so that damage is found."""
     checksum = request.action in (CHECK_ACTION_UNSPECIFIED, CHECK_ACTION_CHECKSUM)
-    named = request.digest or request.digest_key or request.expected_digest
+    has_function = request.digest or request.digest_key or request.expected_digest
     without = request.HasField("model_digest") and not request.model_digest
-    if checksum and not (named or without or request.adapter or request.shadow or request.skip_tensors):
+    if checksum and not (has_function or without or request.adapter or request.shadow or request.skip_tensors):
         request.digest = DIGEST_FUNCTION_AS_VERIFIED

@@ -12,9 +12,9 @@ LONGEST_S = 315_576_000_000
 
 def duration(seconds: float) -> Duration:
     """Return a protobuf duration. Raises DEADLINE_INVALID for infinity, NaN and more than LONGEST_S."""
-    made = Duration()
-    set_duration(made, seconds)
-    return made
+    message = Duration()
+    set_duration(message, seconds)
+    return message
 
 
 def set_duration(target: Duration, seconds: float) -> None:

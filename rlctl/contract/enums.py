@@ -15,15 +15,15 @@ def short_names(enum: EnumDescriptor) -> dict[str, int]:
 
 def number(enum: EnumDescriptor, name: str, field: str) -> int:
     """Return the number of a short or full name; "" is unspecified. Raises FIELD_INVALID with the known names."""
-    known = short_names(enum)
+    numbers = short_names(enum)
     key = name.lower().replace("-", "_")
     if not key:
         return 0
-    if key in known:
-        return known[key]
+    if key in numbers:
+        return numbers[key]
     if name in enum.values_by_name:
         return int(enum.values_by_name[name].number)
-    raise Reason.FIELD_INVALID.error(f"{field} is {name!r}; it must be one of {', '.join(known)}", field=field)
+    raise Reason.FIELD_INVALID.error(f"{field} is {name!r}; it must be one of {', '.join(numbers)}", field=field)
 
 
 def short_name(enum: EnumDescriptor, value: int) -> str:

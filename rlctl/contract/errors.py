@@ -538,11 +538,11 @@ def without_frames(error: E) -> E:
     variable refers to the error in turn, only the garbage collector frees the frames.
     """
     pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while pending:
         each = pending.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
+        if each is not None and id(each) not in visited:
+            visited.add(id(each))
             each.__traceback__ = None
             pending += [each.__cause__, each.__context__]
     return error
@@ -550,19 +550,19 @@ def without_frames(error: E) -> E:
 
 def not_written(missing: Sequence[str]) -> RlctlError:
     """Return the error for an update that lacks these tensors."""
-    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     return Reason.WEIGHTS_INCOMPLETE.error(
-        f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
+        f"{len(missing)} tensors were not written: {names}", metadata={"missing": "\n".join(missing)}
     )
 
 
 def unbound(listen: str, error: OSError, field: str = "listen") -> RlctlError:
     """Return the error of a failed bind. ``field``: the field and option with the address."""
-    used = error.errno == errno.EADDRINUSE
+    in_use = error.errno == errno.EADDRINUSE
     return Reason.FIELD_INVALID.error(
-        f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
+        f"{listen} is in use by another process" if in_use else f"{listen} cannot be bound: {error.strerror}",
         field=field,
-        next_step=f"Choose another --{field}; port 0 takes any that is free." if used else "",
+        next_step=f"Choose another --{field}; port 0 takes any that is free." if in_use else "",
     )
 
 

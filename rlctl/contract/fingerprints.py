@@ -17,9 +17,9 @@ def differing(digests: Mapping[str, str], expected: bytes) -> list[str]:
     """Return the sorted names of the tensors with a different fingerprint; empty if the numbers of tensors differ."""
     if len(expected) != SIZE * len(digests):
         return []
-    found = fingerprints(digests)
+    actual = fingerprints(digests)
     return [
         name
         for index, name in enumerate(sorted(digests))
-        if found[SIZE * index : SIZE * (index + 1)] != expected[SIZE * index : SIZE * (index + 1)]
+        if actual[SIZE * index : SIZE * (index + 1)] != expected[SIZE * index : SIZE * (index + 1)]
     ]

@@ -74,18 +74,18 @@ def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankRes
     if [worker.rank for worker in workers] == [result.coordinates.rank for result in results]:
         return list(results)
     by_rank: dict[int, list[RankResult]] = {worker.rank: [] for worker in workers}
-    strangers = [r.coordinates.rank for r in results if r.coordinates.rank not in by_rank]
+    unknown_ranks = [r.coordinates.rank for r in results if r.coordinates.rank not in by_rank]
     for result in results:
         by_rank.get(result.coordinates.rank, []).append(result)
     entries = []
     for worker in workers:
-        found = by_rank[worker.rank]
-        if len(found) == 1:
-            entries.append(found[0])
+        answers = by_rank[worker.rank]
+        if len(answers) == 1:
+            entries.append(answers[0])
             continue
-        why = f"{len(found)} answers came under this rank's number" if found else "no answer came from this rank"
-        if strangers:
-            why += f"; answers came under ranks that the stage does not have: {strangers}"
+        why = f"{len(answers)} answers came under this rank's number" if answers else "no answer came from this rank"
+        if unknown_ranks:
+            why += f"; answers came under ranks that the stage does not have: {unknown_ranks}"
         error = Reason.RANK_SILENT.error(why, outcome=OUTCOME_UNKNOWN)
         entries.append(RankResult(coordinates=worker, outcome=OUTCOME_UNKNOWN, error=error.detail()))
     return entries
@@ -108,8 +108,8 @@ def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorD
 
 def of_rank(rank: int, message: str) -> str:
     """Return a rank's message with the rank's number, once."""
-    named = f"rank {rank}"
-    return message if re.match(rf"{named}\b", message) else f"{named}: {message}"
+    prefix = f"rank {rank}"
+    return message if re.match(rf"{prefix}\b", message) else f"{prefix}: {message}"
 
 
 def evidence_of(results: Sequence[RankResult]) -> common_pb2.Evidence.ValueType:

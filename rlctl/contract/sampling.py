@@ -52,11 +52,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             "at most max_new_tokens",
         ),
     }
-    for name, (fine, words) in allowed.items():
-        if not fine:
+    for name, (is_valid, words) in allowed.items():
+        if not is_valid:
             value = getattr(params, name)
-            shown = list(value) if name.startswith("stop") else value
-            raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")
+            printable = list(value) if name.startswith("stop") else value
+            raise Reason.FIELD_INVALID.error(
+                f"{name} is {printable}; it must be {words}", field=f"sampling_params.{name}"
+            )
 
 
 def check_samples(params: SamplingParams) -> None:
@@ -142,10 +144,10 @@ def check_pair_version(request: GenerateRequest, sequence: int) -> None:
 
     ``sequence``: the stage's version. The other half may be computed at the pair's version.
     """
-    wanted = request.bootstrap_version_seq
-    if request.HasField("bootstrap_version_seq") and wanted != sequence:
+    pair_version = request.bootstrap_version_seq
+    if request.HasField("bootstrap_version_seq") and pair_version != sequence:
         raise Reason.STAGE_NOT_SERVING.error(
-            f"the pair was picked at version {wanted}, this stage is at {sequence}", field="bootstrap_version_seq"
+            f"the pair was picked at version {pair_version}, this stage is at {sequence}", field="bootstrap_version_seq"
         )
 
 

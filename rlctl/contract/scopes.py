@@ -60,8 +60,8 @@ class Grant:
         try:
             scope = Scope(word)
         except ValueError:
-            known = ", ".join(each.value for each in Scope)
-            raise Reason.FIELD_INVALID.error(f"{word!r} is no scope; there are: {known}", field=field) from None
+            scopes = ", ".join(each.value for each in Scope)
+            raise Reason.FIELD_INVALID.error(f"{word!r} is no scope; there are: {scopes}", field=field) from None
         if colon and not (scope.named and name):
             raise Reason.FIELD_INVALID.error(
                 f"{text!r}: only weights and adapters can be limited to a name", field=field

@@ -81,12 +81,12 @@ def check(request: Message) -> None:
 
 def timeout_s(value: Duration, field: str) -> float:
     """Return the seconds of a duration. The duration must be above zero and at most a day."""
-    given = seconds(value)
-    if not 0 < given <= MAX_TIMEOUT_S:
+    length_s = seconds(value)
+    if not 0 < length_s <= MAX_TIMEOUT_S:
         raise Reason.DEADLINE_INVALID.error(
-            f"{field} is {given:g} s; it must be above 0 and at most {MAX_TIMEOUT_S:g} s", field=field
+            f"{field} is {length_s:g} s; it must be above 0 and at most {MAX_TIMEOUT_S:g} s", field=field
         )
-    return given
+    return length_s
 
 
 def slot_name(value: str, field: str) -> None:
@@ -138,8 +138,8 @@ def _has_header(kind: Descriptor) -> bool:
 @functools.cache
 def _labels(kind: Descriptor) -> tuple[str, ...]:
     """Return the fields of a message that are labels of versions."""
-    named = [kind.fields_by_name.get(name) for name in ("version", "weight_version", "target_version")]
-    return tuple(field.name for field in named if field is not None and field.type == field.TYPE_STRING)
+    candidates = [kind.fields_by_name.get(name) for name in ("version", "weight_version", "target_version")]
+    return tuple(field.name for field in candidates if field is not None and field.type == field.TYPE_STRING)
 
 
 @functools.cache
@@ -480,8 +480,8 @@ def _pause(request: verbs_pb2.PauseGenerationRequest) -> None:
 @_rule(verbs_pb2.ContinueGenerationRequest)
 def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
     _scope(request)
-    given = {"torch_empty_cache": request.HasField("torch_empty_cache"), "when_resident": request.when_resident}
-    for field in (name for name, is_given in given.items() if is_given):
+    memory_fields = {"torch_empty_cache": request.HasField("torch_empty_cache"), "when_resident": request.when_resident}
+    for field in (name for name, is_set in memory_fields.items() if is_set):
         if request.adapter:
             raise Reason.FIELD_CONFLICT.error(
                 "the continue of one adapter concerns no memory", field=field, next_step=f"Leave {field} out."

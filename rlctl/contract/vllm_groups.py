@@ -28,8 +28,8 @@ def group_name(packed_bytes: int = 0) -> str:
 
 def packed_bytes(group: str) -> int:
     """Return the packing size of a group's source; 0: the name states no packing."""
-    found = _PACKED.fullmatch(group)
-    return int(found[1]) if found else 0
+    match = _PACKED.fullmatch(group)
+    return int(match[1]) if match else 0
 
 
 def unique_id_key(group: str) -> str:
