@@ -65,10 +65,10 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in found)
+    return bool(addresses) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in addresses)
 
 
 def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:

@@ -38,8 +38,8 @@ def body_of(error: RlctlError) -> dict[str, Any]:
 
 def error_in(reason: str, body: Any) -> RlctlError:
     """Return the error of an answer with the header :data:`REASON`. INTERNAL if this version lacks the reason."""
-    given = body.get("error") if isinstance(body, dict) else None
-    fields = given if isinstance(given, dict) else {}
+    error_body = body.get("error") if isinstance(body, dict) else None
+    fields = error_body if isinstance(error_body, dict) else {}
     message, field = str(fields.get("cause") or fields.get("message") or reason), str(fields.get("field") or "")
     if reason not in Reason.__members__:
         return Reason.INTERNAL.error(f"{reason}: {message}", field=field)

@@ -25,6 +25,6 @@ _HOP_BY_HOP = frozenset(
 
 def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> Iterable[tuple[str, str]]:
     """Return the headers that a proxy passes on (RFC 9110, 7.6.1), except ``without``, in lower case."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    dropped = {*_HOP_BY_HOP, *named, *without}
+    connection_headers = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    dropped = {*_HOP_BY_HOP, *connection_headers, *without}
     return ((name, value) for name, value in headers.items() if name.lower() not in dropped)

@@ -52,11 +52,11 @@ def unpacked(value: Any) -> Any:
     """Return a value from the process, with prompts of token ids as :class:`TokenIds`."""
     if isinstance(value, dict):
         for name in _IDS:
-            given = value.get(name)
-            if isinstance(given, bytes):
-                value[name] = TokenIds.FromString(given)
-            elif isinstance(given, list):
-                value[name] = [TokenIds.FromString(each) if isinstance(each, bytes) else each for each in given]
+            ids = value.get(name)
+            if isinstance(ids, bytes):
+                value[name] = TokenIds.FromString(ids)
+            elif isinstance(ids, list):
+                value[name] = [TokenIds.FromString(each) if isinstance(each, bytes) else each for each in ids]
     return value
 
 
@@ -87,12 +87,12 @@ def _size(prompt: Any) -> int:
 
 def _few(value: Any) -> bool:
     """Return True if a value holds at most :data:`MOST_VALUES` values."""
-    pending, seen = [value], 1
+    pending, count = [value], 1
     while pending:
         each = pending.pop()
         if isinstance(each, dict | list):
-            seen += len(each)
-            if seen > MOST_VALUES:
+            count += len(each)
+            if count > MOST_VALUES:
                 return False
             pending.extend(each.values() if isinstance(each, dict) else each)
     return True
