@@ -140,8 +140,8 @@ class AccessFile:
 
     def of_token(self, token: str) -> Principal | None:
         self.refresh()
-        found = self._by_hash.get(hash_of(token))
-        return found[0] if found is not None and found[1].valid(time.time()) else None
+        entry = self._by_hash.get(hash_of(token))
+        return entry[0] if entry is not None and entry[1].valid(time.time()) else None
 
     def of_certificate(self, uri: str) -> Principal | None:
         self.refresh()
@@ -230,16 +230,16 @@ def _token(path: Path, where: str, value: object) -> TokenHash:
 def _fields(
     path: Path, where: str, value: object, required: Mapping[str, type], optional: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    known = {**required, **(optional or {})}
+    types = {**required, **(optional or {})}
     if not isinstance(value, dict):
         raise _invalid(path, f"{where} is not an object")
-    if unknown := sorted(set(value) - set(known)):
-        raise _invalid(path, f"{where} has unknown keys: {', '.join(unknown)}; it may have: {', '.join(known)}")
+    if unknown := sorted(set(value) - set(types)):
+        raise _invalid(path, f"{where} has unknown keys: {', '.join(unknown)}; it may have: {', '.join(types)}")
     if missing := [name for name in required if name not in value]:
         raise _invalid(path, f"{where} lacks {', '.join(missing)}")
     for name, each in value.items():
-        if not isinstance(each, known[name]):
-            raise _invalid(path, f"{where}.{name} must be of type {known[name].__name__}")
+        if not isinstance(each, types[name]):
+            raise _invalid(path, f"{where}.{name} must be of type {types[name].__name__}")
     return value
 
 

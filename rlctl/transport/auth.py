@@ -51,10 +51,10 @@ def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -
         if not token:
             raise Reason.FIELD_INVALID.error(f"the token file {path} is empty", field="token_file")
         return sendable(token)
-    given = environment.get("RLCTL_TOKEN", "")
-    if given and not given.strip():
+    text = environment.get("RLCTL_TOKEN", "")
+    if text and not text.strip():
         raise Reason.FIELD_INVALID.error("RLCTL_TOKEN is blank", field="token")
-    return sendable(given.strip()) or None
+    return sendable(text.strip()) or None
 
 
 def sendable(token: str) -> str:
@@ -117,9 +117,9 @@ class Access:
         caller that speaks for another principal without the scope ``gateway``.
         """
         principal = self._principal(metadata, certificate)
-        via, other = "", str(metadata.get(ON_BEHALF_OF, ""))
-        if other and self.guards:
-            via, principal = principal.name, self._spoken_for(principal, other)
+        via, on_behalf_of = "", str(metadata.get(ON_BEHALF_OF, ""))
+        if on_behalf_of and self.guards:
+            via, principal = principal.name, self._spoken_for(principal, on_behalf_of)
         client, _, version = str(metadata.get(CLIENT, ""))[:MOST_STATED].partition("/")
         user, traceparent = str(metadata.get(USER, ""))[:MOST_STATED], valid(metadata.get(TRACEPARENT))
         return Identity(principal, via, client, version, user, traceparent=traceparent)
@@ -132,18 +132,18 @@ class Access:
         if scheme.lower() == "bearer" and token:
             if not _sendable(token):
                 raise Reason.TOKEN_INVALID.error("the token has other than printable ASCII characters")
-            found = self._file.of_token(token) if self._file is not None else None
-            if found is not None:
-                return found
+            principal = self._file.of_token(token) if self._file is not None else None
+            if principal is not None:
+                return principal
             # Hashes are compared, so that the time of a comparison says nothing of the token.
             if self._fleet and hmac.compare_digest(hash_of(token), self._fleet):
                 return FLEET
             raise Reason.TOKEN_INVALID.error()
         if certificate is None or self._file is None:
             raise Reason.TOKEN_MISSING.error()
-        found = self._file.of_certificate(str(certificate))
-        if found is not None:
-            return found
+        principal = self._file.of_certificate(str(certificate))
+        if principal is not None:
+            return principal
         if certificate.role in _OF_ROLE:
             return Principal(certificate.path, frozenset({Grant(_OF_ROLE[certificate.role])}))
         raise Reason.TOKEN_MISSING.error(f"no token was sent, and the access file does not have {certificate}")
@@ -154,12 +154,12 @@ class Access:
                 f"{speaker.name} may not call in the name of {name!r}: it needs gateway",
                 metadata={"principal": speaker.name, "needs": Scope.GATEWAY.value},
             )
-        found = self._file.of_name(name) if self._file is not None else None
-        if found is None:
+        principal = self._file.of_name(name) if self._file is not None else None
+        if principal is None:
             raise Reason.TOKEN_INVALID.error(f"{speaker.name} speaks for {name!r}, which the access file does not have")
-        if found.has(Scope.GATEWAY):
+        if principal.has(Scope.GATEWAY):
             raise Reason.SCOPE_MISSING.error(f"{speaker.name} may not speak for {name}, a process of the fleet")
-        return found
+        return principal
 
 
 def _host(peer: str) -> str:

@@ -56,9 +56,9 @@ class _Pool:
         pool = descriptor_pool.Default()
         service, _, method = symbol.rpartition(".")
         with contextlib.suppress(KeyError):
-            found = pool.FindServiceByName(service)
-            if method in found.methods_by_name:
-                return found.file
+            descriptor = pool.FindServiceByName(service)
+            if method in descriptor.methods_by_name:
+                return descriptor.file
         return pool.FindFileContainingSymbol(symbol)
 
     def __getattr__(self, name: str) -> Any:

@@ -84,8 +84,10 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
         case grpc.StatusCode.CANCELLED:
             return Reason.CANCELLED.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            answered = any(sign in details for sign in _TOO_LARGE_ANSWERS)
-            return Reason.MESSAGE_TOO_LARGE.error(details, outcome=OUTCOME_UNKNOWN if answered else OUTCOME_REJECTED)
+            answer_too_large = any(sign in details for sign in _TOO_LARGE_ANSWERS)
+            return Reason.MESSAGE_TOO_LARGE.error(
+                details, outcome=OUTCOME_UNKNOWN if answer_too_large else OUTCOME_REJECTED
+            )
         case grpc.StatusCode.UNIMPLEMENTED if details.startswith(_NOT_GRPC):
             # A 404: no gRPC server accepted the call, so the call is not retried.
             return Reason.UNREACHABLE.error(f"what answers there is no gRPC server: {details}")

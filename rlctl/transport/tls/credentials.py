@@ -43,11 +43,11 @@ class Tls:
 
     def require(self, *roles: Role, name: str = "") -> None:
         """Raise TLS_INVALID unless the certificate has one of the roles, and the name if set."""
-        mine = self.identity
-        if mine.role not in roles or (name and mine.name != name):
+        identity = self.identity
+        if identity.role not in roles or (name and identity.name != name):
             needed = " or ".join(f"{role}/{name}" if name else str(role) for role in roles)
             raise Reason.TLS_INVALID.error(
-                f"{self.files.cert}: it is of {mine}, and this process needs {needed}", field="tls_cert"
+                f"{self.files.cert}: it is of {identity}, and this process needs {needed}", field="tls_cert"
             )
 
     def peer_name(self, role: Role) -> str:
@@ -56,8 +56,8 @@ class Tls:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return credentials for a new channel."""
-        now = self.material
-        return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
+        material = self.material
+        return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials for a server: callers need a certificate of the CA."""
@@ -94,12 +94,12 @@ class Tls:
         now, cached = self.material, self._contexts.get((serves, mutual))
         if cached is None or cached[0] is not now:
             try:
-                made = self._make(serves=serves, mutual=mutual)
+                context = self._make(serves=serves, mutual=mutual)
             except RlctlError:  # the files are being replaced
                 if cached is None:
                     raise
                 return cached[1]
-            cached = self._contexts[serves, mutual] = (now, made)
+            cached = self._contexts[serves, mutual] = (now, context)
         return cached[1]
 
     def _make(self, *, serves: bool, mutual: bool) -> ssl.SSLContext:

@@ -58,8 +58,8 @@ def tls_files(
 
     Raises FIELD_REQUIRED if only some are set: a typing error must not switch TLS off.
     """
-    given = {"ca": ca, "cert": cert, "key": key}
-    paths = {name: given[name] or environment.get(variable, "") for name, variable in VARIABLES.items()}
+    flags = {"ca": ca, "cert": cert, "key": key}
+    paths = {name: flags[name] or environment.get(variable, "") for name, variable in VARIABLES.items()}
     if not any(paths.values()):
         return None
     for name, path in paths.items():
@@ -182,8 +182,10 @@ def _identity(path: Path, certificate: x509.Certificate) -> Identity:
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     identity = only_identity(uris)
     if identity is None:
-        shown = ", ".join(uris) or "none"
-        raise _invalid(path, "cert", f"it needs one URI {SCHEME}FLEET/ROLE among its alternative names; it has {shown}")
+        uri_list = ", ".join(uris) or "none"
+        raise _invalid(
+            path, "cert", f"it needs one URI {SCHEME}FLEET/ROLE among its alternative names; it has {uri_list}"
+        )
     dns: Iterable[str] = names.get_values_for_type(x509.DNSName)
     if identity.role is not Role.CLIENT and identity.server_name not in dns:
         raise _invalid(path, "cert", f"it lacks the DNS name {identity.server_name} that callers require")

@@ -93,9 +93,9 @@ def server_name(fleet: str, role: Role) -> str:
 
 def only_identity(uris: Iterable[str]) -> Identity | None:
     """Return the identity among the URIs of a certificate; None unless exactly one URI is an identity."""
-    found = [uri for uri in uris if uri.startswith(SCHEME)]
+    identities = [uri for uri in uris if uri.startswith(SCHEME)]
     try:
-        return Identity.of(found[0]) if len(found) == 1 else None
+        return Identity.of(identities[0]) if len(identities) == 1 else None
     except RlctlError:
         return None
 
