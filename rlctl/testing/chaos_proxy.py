@@ -121,21 +121,21 @@ class ChaosProxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward one direction until its end, then end the other side. Raises OSError after a reset."""
         loop = asyncio.get_running_loop()
-        held: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue(64)
+        queue: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue(64)
 
         async def take() -> None:
             try:
                 while data := await reader.read(CHUNK_BYTES):
-                    await held.put((loop.time(), data))
-                await held.put((loop.time(), b""))
+                    await queue.put((loop.time(), data))
+                await queue.put((loop.time(), b""))
             except OSError as error:
-                await held.put((loop.time(), error))
+                await queue.put((loop.time(), error))
 
-        async with asyncio.TaskGroup() as beside:
-            beside.create_task(take())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(take())
             while True:
-                came, data = await held.get()
-                await asyncio.sleep(max(0.0, came + self.latency_s - loop.time()))
+                arrived_at, data = await queue.get()
+                await asyncio.sleep(max(0.0, arrived_at + self.latency_s - loop.time()))
                 await self._passing.wait()
                 if isinstance(data, OSError):
                     raise data

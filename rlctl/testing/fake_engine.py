@@ -237,11 +237,11 @@ class FakeEngine(Engine):
         fault = FAULTS.get((self.config.model_path, self.config.rank))
         if fault is not None:
             await fault(self, "inspect_checkpoint", call)
-        said = Path(request.model_path) / "digest.txt"
+        digest_file = Path(request.model_path) / "digest.txt"
         return verbs.CheckpointReport(
             tensors=1,
             bytes=len(_read(request.model_path)),
-            model_digest=said.read_text() if said.exists() else "",
+            model_digest=digest_file.read_text() if digest_file.exists() else "",
         )
 
     # Generation.
@@ -314,8 +314,8 @@ class FakeEngine(Engine):
         return self._memory()
 
     def _memory(self) -> verbs.MemoryReport:
-        kept = [] if self._kept is None else [MEMORY_TAG_WEIGHTS]
-        return verbs.MemoryReport(released=sorted(self._released), kept=kept)  # type: ignore[arg-type]
+        kept_tags = [] if self._kept is None else [MEMORY_TAG_WEIGHTS]
+        return verbs.MemoryReport(released=sorted(self._released), kept=kept_tags)  # type: ignore[arg-type]
 
     # Weights.
 
@@ -470,8 +470,8 @@ class FakeEngine(Engine):
         self._released_adapter.set()
 
     def _completed(self) -> verbs.WeightsReport:
-        taken = "" if self.taken is None else _digest(",".join(self.taken), self._key)
-        return verbs.WeightsReport(tensors=1, received_digest=taken)
+        digest = "" if self.taken is None else _digest(",".join(self.taken), self._key)
+        return verbs.WeightsReport(tensors=1, received_digest=digest)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
         """Drop an update."""
@@ -564,13 +564,13 @@ class FakeEngine(Engine):
         numbers = [float(ord(character)) for character in self.weights]
         share = -(-len(numbers) // self.config.tp_size)
         start = share * self.config.rank
-        mine = numbers[: request.rows if request.HasField("rows") else 100][start : start + share]
-        if not mine:
+        values = numbers[: request.rows if request.HasField("rows") else 100][start : start + share]
+        if not values:
             return None
-        told = verbs.TensorValues(name="weights", dtype="torch.float32", dim=0, start=start, values=mine)
-        told.full_shape.dims.append(len(numbers))
-        told.shape.dims.append(len(mine))
-        return told
+        tensor = verbs.TensorValues(name="weights", dtype="torch.float32", dim=0, start=start, values=values)
+        tensor.full_shape.dims.append(len(numbers))
+        tensor.shape.dims.append(len(values))
+        return tensor
 
     def _adapter_text(self, name: str) -> str:
         if self._staged is not None and self._staged[0].name == name:
@@ -588,15 +588,15 @@ class FakeEngine(Engine):
         ids = request.input_ids.ids
         first = ids[-1] + 1 if ids else 0
         params = request.sampling_params
-        wanted = params.max_new_tokens if params.HasField("max_new_tokens") else 128
+        max_tokens = params.max_new_tokens if params.HasField("max_new_tokens") else 128
         try:
-            for count in range(wanted + 1):
+            for count in range(max_tokens + 1):
                 while (waits := self._waits(request.adapter)) is not None and not ended.is_set():
                     await _first(waits, ended)
                 kind = rollout.FINISH_TYPE_UNSPECIFIED
                 if ended.is_set():
                     kind = rollout.FINISH_TYPE_ABORT
-                elif count == wanted:
+                elif count == max_tokens:
                     kind = rollout.FINISH_TYPE_LENGTH
                 adapter = self.adapters.get(request.adapter, verbs.Adapter()).version
                 part = self._part(rid, count, kind, adapter, first + count)
@@ -646,10 +646,10 @@ class FakeEngine(Engine):
 
     def _abort(self, rids: list[str] | None) -> tuple[int, list[str]]:
         chosen = list(self._running) if rids is None else rids
-        found = [rid for rid in chosen if rid in self._running]
-        for rid in found:
+        running_rids = [rid for rid in chosen if rid in self._running]
+        for rid in running_rids:
             self._running[rid].set()
-        return len(found), [rid for rid in chosen if rid not in self._running]
+        return len(running_rids), [rid for rid in chosen if rid not in self._running]
 
 
 async def _first(*events: asyncio.Event) -> None:
