@@ -93,7 +93,7 @@ class Trainer:
 
     def mismatch(self, rollouts: Sequence[Rollout]) -> float:
         """Return the largest |log probability of the engine − of the trainer| of a token, by its version's weights."""
-        versions, told, mask = (
+        versions, engine_logprobs, mask = (
             _rows([getattr(r, name) if name else [1.0] * len(r.output) for r in rollouts])
             for name in ("versions", "logprobs", "")
         )
@@ -102,7 +102,7 @@ class Trainer:
             if version not in self._past:
                 return float("inf")  # a version that was never trained, or is unknown
             with torch.no_grad():
-                difference = (self.logprobs(rollouts, self._past[version]) - told).abs()
+                difference = (self.logprobs(rollouts, self._past[version]) - engine_logprobs).abs()
             worst = max(worst, float(difference[(versions == version) & (mask > 0)].max()))
         return worst
 
@@ -114,12 +114,12 @@ class Trainer:
         tokens, mask = _padded([r.prompt + r.output for r in rollouts])
         inputs = {"input_ids": tokens, "attention_mask": mask}
         logits = torch.func.functional_call(self.model, weights or {}, (), inputs).logits.float()
-        found = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        token_logprobs = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
         longest = max(len(r.output) for r in rollouts)
         rows = []
         for row, rollout in enumerate(rollouts):
             start = len(rollout.prompt) - 1
-            part = found[row, start : start + len(rollout.output)]
+            part = token_logprobs[row, start : start + len(rollout.output)]
             rows.append(torch.nn.functional.pad(part, (0, longest - len(rollout.output))))
         return torch.stack(rows)
 
