@@ -83,10 +83,10 @@ class Up:
     @property
     def state(self) -> state.FleetState:
         """Return the present state of the fleet. Raises UNREACHABLE if the fleet has ended."""
-        found = state.read(self._name)
-        if found is None or found.pid != self._process.pid or not found.alive:
+        fleet_state = state.read(self._name)
+        if fleet_state is None or fleet_state.pid != self._process.pid or not fleet_state.alive:
             raise Reason.UNREACHABLE.error(f"fleet {self._name!r} has ended: {self._last}", field="name")
-        return found
+        return fleet_state
 
     @property
     def endpoint(self) -> str:
@@ -107,8 +107,8 @@ class Up:
         self._process.stdin.close()
 
     def _ready(self) -> bool:
-        found = state.read(self._name)
-        return found is not None and found.pid == self._process.pid and found.phase == state.READY
+        fleet_state = state.read(self._name)
+        return fleet_state is not None and fleet_state.pid == self._process.pid and fleet_state.phase == state.READY
 
     def _read(self, lines: IO[str]) -> None:
         with lines:
@@ -119,8 +119,8 @@ class Up:
     def _failure(self) -> RlctlError:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             error = json.loads(self._last)["error"]
-            named = {name: error[name] for name in ("reason", "message", "field", "next_step")}
-            return from_detail(ErrorDetail(**named, metadata=error["metadata"]))
+            fields = {name: error[name] for name in ("reason", "message", "field", "next_step")}
+            return from_detail(ErrorDetail(**fields, metadata=error["metadata"]))
         return Reason.ENGINE_FAILED.error(f"`rlctl up` ended with {self._process.returncode}: {self._last}")
 
 

@@ -70,11 +70,11 @@ class ServerGroup:
         Raises UNSUPPORTED for ``enable_dp`` and ``enable_pd``, FIELD_INVALID if the group has too few bundles.
         """
         del start_port
-        for wanted, flag in ((enable_dp, "enable_dp"), (enable_pd, "enable_pd")):
-            if wanted:
+        for enabled, flag in ((enable_dp, "enable_dp"), (enable_pd, "enable_pd")):
+            if enabled:
                 raise Reason.UNSUPPORTED.error(f"servers of rlctl's are started without {flag}", field=flag)
-        each = int(getattr(cli_args, "tensor_parallel_size", 1))
-        ranks = num_servers * each
+        ranks_each = int(getattr(cli_args, "tensor_parallel_size", 1))
+        ranks = num_servers * ranks_each
         self._name = name
         self._given = None
         if placement_group is not None:
@@ -83,14 +83,14 @@ class ServerGroup:
             bundles = list(order)[placement_group_bundle_offset : placement_group_bundle_offset + ranks]
             if len(bundles) < ranks:
                 raise Reason.FIELD_INVALID.error(
-                    f"{num_servers} servers of {each} ranks need {ranks} bundles, and from "
+                    f"{num_servers} servers of {ranks_each} ranks need {ranks} bundles, and from "
                     f"{placement_group_bundle_offset} on the placement group has {len(bundles)}",
                     field="placement_group",
                 )
             self._given = given(raw, bundles, share)
         self._arguments = [
             *("--model", MODEL, "--hf-checkpoint", str(cli_args.model), "--engine", engine),
-            *("--rollout-num-gpus", str(ranks), "--rollout-num-gpus-per-engine", str(each)),
+            *("--rollout-num-gpus", str(ranks), "--rollout-num-gpus-per-engine", str(ranks_each)),
             *(part for key, value in (options or {}).items() for part in ("--option", f"{key}={value}")),
             *(self._given.flags if self._given is not None else ()),
             *flags,
@@ -115,13 +115,13 @@ class ServerGroup:
         """Return the present places of all routable servers; [] before the start and after the end."""
         if self._fleet is None:
             return []
-        known = self._fleet.state
+        fleet_state = self._fleet.state
         order = self._given.bundles if self._given is not None else ()
-        places = {spec["slot"]: spec["gpus"] for spec in known.deployment["engines"]}
-        with connect(known.endpoint) as fleet:
-            found = [stage.registration for stage in fleet.status(MODEL).stages if stage.routable]
+        places = {spec["slot"]: spec["gpus"] for spec in fleet_state.deployment["engines"]}
+        with connect(fleet_state.endpoint) as fleet:
+            registrations = [stage.registration for stage in fleet.status(MODEL).stages if stage.routable]
         infos = []
-        for stage in found:
+        for stage in registrations:
             host, port = split(stage.rollout_address, "rollout_address")
             bundles = tuple(order[place] for place in places[stage.slot]) if order else ()
             infos.append(ServerInfo(host, port, stage.slot, bundles))

@@ -58,14 +58,14 @@ def _flags(args: Any) -> Iterator[str]:
     for name in _FLAGS:
         if (value := getattr(args, name, None)) is not None:
             yield from (f"--{name.replace('_', '-')}", str(value))
-    known = known_options("sglang", {})
+    options = known_options("sglang", {})
     for attribute, value in sorted(vars(args).items()):
         name = attribute.removeprefix("sglang_")
         if name == attribute or name.startswith(_NOT_SGLANG):
             continue
         if value is None or value is False or value in ("", []):  # zero is a valid value of an argument
             continue
-        if known is None or (name in known.names and name not in known.taken):
+        if options is None or (name in options.names and name not in options.taken):
             text = "true" if value is True else value if isinstance(value, str) else json.dumps(value)
             yield f"--sglang-{name.replace('_', '-')}={text}"
 
@@ -77,13 +77,13 @@ def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str,
     model's router, else of its gateway. Models without a gateway are left out. Raises UNREACHABLE if no fleet of that
     name runs.
     """
-    found = fleet_state.read(fleet)
-    if found is None or not found.alive:
+    state = fleet_state.read(fleet)
+    if state is None or not state.alive:
         raise Reason.UNREACHABLE.error(
             f"no fleet {fleet!r} is up on this machine", field="fleet", next_step="`rlctl up` starts one."
         )
     routers = {}
-    for model, url in {**found.gateways, **found.routers}.items():
+    for model, url in {**state.gateways, **state.routers}.items():
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
@@ -109,5 +109,5 @@ def get_model_url(args: Any, name: str, path: str = "/generate") -> str:
             next_step="`gateway: HOST:PORT` in its model, or `rlctl up --gateways HOST`, gives it one.",
         )  # fmt: skip
     host, port = routers[name]
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/{path.removeprefix('/')}"
+    url_host = f"[{host}]" if ":" in host else host
+    return f"http://{url_host}:{port}/{path.removeprefix('/')}"

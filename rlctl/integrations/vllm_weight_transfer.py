@@ -101,8 +101,8 @@ def _store(host: str, port: int, world_size: int, name: str) -> _Store:
         try:
             store = _stores[port] = _Store(host, port, world_size)
         except RuntimeError as error:
-            said = (str(error).splitlines() or [""])[0]
-            raise Reason.GROUP_FAILED.error(f"no store can listen on {host}:{port}: {said}") from error
+            message = (str(error).splitlines() or [""])[0]
+            raise Reason.GROUP_FAILED.error(f"no store can listen on {host}:{port}: {message}") from error
     store.names.add(name)
     return store
 
@@ -138,8 +138,8 @@ class NCCLWeightTransferEngine:
         iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: NCCLTrainerSendWeightsArgs | Mapping[str, Any]
     ) -> None:
         """Send all tensors, packed or one by one; ``update_info`` must state the same."""
-        given = trainer_args
-        args = given if isinstance(given, NCCLTrainerSendWeightsArgs) else NCCLTrainerSendWeightsArgs(**given)
+        options = trainer_args
+        args = options if isinstance(options, NCCLTrainerSendWeightsArgs) else NCCLTrainerSendWeightsArgs(**options)
         if args.packed:
             packed_nccl_broadcast_producer(
                 iterator,
@@ -211,12 +211,12 @@ class NCCLTrainerWeightTransferEngine:
         """Form the group. Raises GROUP_FAILED, and the client's error, at once if the engines refuse."""
         engine = cls(init_info, client, source)
         if engine.is_sender:
-            told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
+            init_fields = {name: value for name, value in asdict(init_info).items() if name != "rank"}
             refused = threading.Event()
 
             def tell() -> None:
                 try:
-                    client.init_weight_transfer_engine({**told, "rank_offset": 1})
+                    client.init_weight_transfer_engine({**init_fields, "rank_offset": 1})
                 except BaseException:
                     refused.set()  # no engine will join
                     raise
@@ -255,20 +255,20 @@ class NCCLTrainerWeightTransferEngine:
             "dtype_names": [str(each.dtype).removeprefix("torch.") for each in announced],
             "shapes": [list(each.shape) for each in announced],
         }
-        sent = threading.Event()
+        all_sent = threading.Event()
 
         def take() -> None:
             try:
                 self._client.update_weights(update_info)
             except BaseException:
-                if not sent.is_set():
+                if not all_sent.is_set():
                     group.interrupt()  # the engines have left the group
                 raise
 
         self._client.start_weight_update()
         threads = ThreadPoolExecutor(1)
         try:
-            taken = threads.submit(take)
+            update_call = threads.submit(take)
             info = self._info
             arguments = NCCLTrainerSendWeightsArgs(
                 group, packed=info.packed, packed_buffer_size_bytes=info.packed_buffer_size_bytes
@@ -276,10 +276,10 @@ class NCCLTrainerWeightTransferEngine:
             try:
                 NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
             except RlctlError as error:
-                _raise_why(error, taken)
+                _raise_why(error, update_call)
                 raise
-            sent.set()
-            taken.result()
+            all_sent.set()
+            update_call.result()
         finally:
             threads.shutdown(wait=False)  # engines that wait in vain end by their own timeout
         self._client.finish_weight_update()
@@ -300,13 +300,13 @@ def _raise_why(error: RlctlError, told: Future[None]) -> None:
 
 
 def _as_announced(source: Weights, announced: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    wanted = iter(announced)
+    announcements = iter(announced)
     for name, tensor in source:
-        expected = next(wanted, None)
-        given = (name, tensor.dtype, tuple(tensor.shape))
-        if expected is None or given != (expected.name, expected.dtype, tuple(expected.shape)):
-            raise Reason.FIELD_CONFLICT.error(f"the weights give {given} where {expected} was announced")
+        expected = next(announcements, None)
+        actual = (name, tensor.dtype, tuple(tensor.shape))
+        if expected is None or actual != (expected.name, expected.dtype, tuple(expected.shape)):
+            raise Reason.FIELD_CONFLICT.error(f"the weights give {actual} where {expected} was announced")
         yield name, tensor
-    missing = next(wanted, None)
+    missing = next(announcements, None)
     if missing is not None:
         raise Reason.FIELD_CONFLICT.error(f"{missing} was announced and did not come")

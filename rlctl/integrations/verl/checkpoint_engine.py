@@ -183,14 +183,14 @@ class FleetServer:
         del request_id
         assert self._rollout is not None
         unknown |= {"image_data": image_data, "video_data": video_data}
-        if given := [name for name, value in unknown.items() if value is not None]:
-            raise Reason.UNSUPPORTED.error("verl's prompts to a fleet are tokens alone", field=given[0])
-        asked = dict(sampling_params)
-        logprobs = bool(asked.pop("logprobs", False))
+        if unsupported := [name for name, value in unknown.items() if value is not None]:
+            raise Reason.UNSUPPORTED.error("verl's prompts to a fleet are tokens alone", field=unsupported[0])
+        sampling = dict(sampling_params)
+        logprobs = bool(sampling.pop("logprobs", False))
         room = min(self._response_length, self._prompt_length + self._response_length - len(prompt_ids))
-        asked.setdefault("max_new_tokens", asked.pop("max_tokens", max(0, room)))
+        sampling.setdefault("max_new_tokens", sampling.pop("max_tokens", max(0, room)))
         samples = await self._rollout.generate(
-            list(prompt_ids), return_logprob=logprobs, timeout_s=self._settings.timeout_s, **asked
+            list(prompt_ids), return_logprob=logprobs, timeout_s=self._settings.timeout_s, **sampling
         )
         sample = samples[0]
         steps = [int(version.label) for version in sample.versions if version and version.label.isdecimal()]

@@ -33,19 +33,19 @@ class TrainingWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full tensors, under the names of the checkpoint. Raises UNSUPPORTED for unmerged adapters."""
-        named, peft_config = self.engine.get_per_tensor_param()
+        tensors, peft_config = self.engine.get_per_tensor_param()
         if peft_config is not None:
             raise Reason.UNSUPPORTED.error(
                 "the fleet takes whole weights from verl, and these are an adapter's",
                 field="actor_rollout_ref.model.lora.merge",
                 next_step="Set it to true.",
             )
-        yield from named
+        yield from tensors
 
     def spares(self) -> dict[str, Spare]:
         """Return names of tied tensors, which checkpoints may omit, with the names of the tensors that they share."""
-        given, tied = {meta.name for meta in self._metas}, _tied(self.engine.module)
-        return {name: Spare((of,)) for name, of in tied.items() if name in given and of in given}
+        names, tied = {meta.name for meta in self._metas}, _tied(self.engine.module)
+        return {name: Spare((of,)) for name, of in tied.items() if name in names and of in names}
 
 
 def _tied(module: Any) -> Mapping[str, str]:
