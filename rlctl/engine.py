@@ -280,8 +280,8 @@ def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
     """
     for point in entry_points(group="rlctl.engines.options"):
         if point.name == name:
-            known: KnownOptions | None = point.load()(given)
-            return known
+            options: KnownOptions | None = point.load()(given)
+            return options
     return None
 
 
@@ -327,8 +327,8 @@ def follower_class(name: str) -> type[Engine]:
         return engine_class(name)
     for point in entry_points(group="rlctl.engines.nodes"):
         if point.name == name:
-            found: type[Engine] = point.load()
-            return found
+            engine_type: type[Engine] = point.load()
+            return engine_type
     raise Reason.UNSUPPORTED.error(f"engine {name} starts no server over several nodes", field="engine")
 
 
