@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Generates on one stage. Whom to ask is the caller's choice; the SDK picks among the routable stages.
+    """Generates on a single stage. The caller chooses the stage; the SDK picks among the routable stages.
     """
 
     def __init__(self, channel):
@@ -58,32 +58,34 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Generates on one stage. Whom to ask is the caller's choice; the SDK picks among the routable stages.
+    """Generates on a single stage. The caller chooses the stage; the SDK picks among the routable stages.
     """
 
     def Generate(self, request, context):
-        """Generates the samples of one prompt and answers when all have ended.
+        """Generates the samples of a prompt, and answers after the end of all samples.
 
-        Effect: none on the weights; the request occupies the engine until it ends.
-        Idempotency: with the same rid a second call is refused while the first runs.
-        States: READY with a live serving lease; otherwise UNAVAILABLE, STAGE_NOT_SERVING.
-        Partial failure: samples cut by an abort come back with finish reason "abort" and what they have.
-        Retry: UNAVAILABLE and RESOURCE_EXHAUSTED, at another stage.
-        Deadline: the call's; when it passes the request is aborted at the engine.
+        Effect: No change of the weights. The request occupies the engine until the request ends.
+        Idempotency: A second call with the same rid is refused while the first call runs (RID_IN_USE).
+        States: READY with a live serving lease. Otherwise UNAVAILABLE, STAGE_NOT_SERVING.
+        Partial failure: Aborted samples return the output so far, with finish reason "abort".
+        Retry: UNAVAILABLE and RESOURCE_EXHAUSTED, at a different stage.
+        Deadline: The call's deadline. At the deadline the engine aborts the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """As Generate; every message carries what is new since the one before, the last of a sample its finish reason.
+        """Generates like Generate, as a stream. Every message carries the output since the preceding message. The last
+        message of a sample carries its finish reason.
 
-        Effect: as Generate.
-        Idempotency: as Generate.
-        States: as Generate.
-        Partial failure: as Generate; a stream that breaks has delivered a valid prefix.
-        Retry: UNAVAILABLE before the first message; later ones go on from the tokens already had.
-        Deadline: the call's.
+        Effect: As Generate.
+        Idempotency: As Generate.
+        States: As Generate.
+        Partial failure: As Generate. A broken stream has delivered a valid prefix.
+        Retry: UNAVAILABLE before the first message. After the first message, continue from the received tokens in a new
+        request.
+        Deadline: The call's deadline.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -91,29 +93,33 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Many requests of one caller over one stream, which outlives them; what is said at the same time goes as one message. For a
-        caller with many short answers: a call for each costs more than the answer (docs/benchmarks.md, rollout).
+        """Runs many requests of a caller over a single stream. The stream outlives its requests. Output of the same moment
+        travels in a single message. For callers with many short answers, because a call for each request costs more than
+        the answer (docs/benchmarks.md, rollout).
 
-        Effect: as Generate, for each request.
-        Idempotency: as Generate.
-        States: as Generate, for each request. A stage that ends takes no more, and ends the stream when its last request has ended.
-        Partial failure: a request that fails ends with its own error. A stream that breaks has delivered a valid prefix of each.
-        Retry: as GenerateStream, for each request.
-        Deadline: each request's timeout; the stream has none. A stream that its caller breaks off aborts its requests at the engine.
+        Effect: As Generate, for each request.
+        Idempotency: As Generate.
+        States: As Generate, for each request. A stopping stage accepts no further requests, and ends the stream after its
+        last request.
+        Partial failure: A failed request ends with its own error. A broken stream has delivered a valid prefix of each
+        request.
+        Retry: As GenerateStream, for each request.
+        Deadline: The timeout of each request. The stream has no deadline. If the caller breaks off the stream, the engine
+        aborts the requests of the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early; they return what they have, finish reason "abort".
+        """Ends requests early. Aborted requests return the output so far, with finish reason "abort".
 
-        Effect: the named requests end at the engine.
-        Idempotency: yes; unknown ids are counted.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
-        Deadline: the call's, 30 s by default.
+        Effect: Ends the named requests at the engine.
+        Idempotency: Idempotent. Unknown ids are reported.
+        States: Every state.
+        Partial failure: Not applicable.
+        Retry: Every code.
+        Deadline: The call's deadline, 30 s by default.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +157,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Generates on one stage. Whom to ask is the caller's choice; the SDK picks among the routable stages.
+    """Generates on a single stage. The caller chooses the stage; the SDK picks among the routable stages.
     """
 
     @staticmethod

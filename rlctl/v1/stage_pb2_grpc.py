@@ -28,9 +28,9 @@ if _version_not_supported:
 
 
 class StageServiceStub(object):
-    """Administers one stage. The coordinator uses Control; the unary verbs end in the same handler and are there for debuggers and tests.
-    Mutating ones need fence.fleet_epoch to be the epoch that the stage is held by. Weight verbs write without publishing a version:
-    that is the coordinator's.
+    """Administers a stage. The coordinator uses Control. Debuggers and tests use the unary verbs, with the same handler. A
+    mutating verb needs the stage's epoch in fence.fleet_epoch (EPOCH_REQUIRED, EPOCH_FENCED). Weight verbs write without
+    publishing a version; only the coordinator publishes.
     """
 
     def __init__(self, channel):
@@ -172,33 +172,35 @@ class StageServiceStub(object):
 
 
 class StageServiceServicer(object):
-    """Administers one stage. The coordinator uses Control; the unary verbs end in the same handler and are there for debuggers and tests.
-    Mutating ones need fence.fleet_epoch to be the epoch that the stage is held by. Weight verbs write without publishing a version:
-    that is the coordinator's.
+    """Administers a stage. The coordinator uses Control. Debuggers and tests use the unary verbs, with the same handler. A
+    mutating verb needs the stage's epoch in fence.fleet_epoch (EPOCH_REQUIRED, EPOCH_FENCED). Weight verbs write without
+    publishing a version; only the coordinator publishes.
     """
 
     def Control(self, request_iterator, context):
-        """The persistent command stream; the caller dials it once and keeps it.
+        """The persistent command stream. The caller opens the stream once and keeps the stream open.
 
-        Effect: an accepted attach replaces the earlier stream; commands are carried out in the order of their arrival.
-        Idempotency: a command_id that was seen is answered with its recorded result, or attaches to the running one.
-        States: every one; an attach with a lower epoch is refused.
-        Partial failure: a stream that breaks leaves the outcome of sent commands open; ask again with the same command_id.
+        Effect: An accepted attach replaces the earlier stream. Commands start in the order of arrival.
+        Idempotency: A repeated command_id returns the recorded result, or attaches to the running command. A different
+        body is refused (REQUEST_ID_REUSED).
+        States: Every state. An attach with a lower epoch is refused (EPOCH_FENCED).
+        Partial failure: A broken stream leaves the outcome of sent commands open. Repeat the commands with the same
+        command_id.
         Retry: UNAVAILABLE, with a new stream.
-        Deadline: none; each command carries its own.
+        Deadline: No deadline of the stream. Each command carries its own deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Asks each rank what it has loaded.
+        """Reads the model information of every rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state.
+        Partial failure: A rank without an answer by the deadline is UNKNOWN.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -208,11 +210,12 @@ class StageServiceServicer(object):
     def PauseGeneration(self, request, context):
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
-        and the stages stay routable.
-        Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The mode decides about waiting and running requests. The stage stops being routable. With an adapter: the
+        mode applies to the requests with the adapter only, and the stage stays routable.
+        Idempotency: A repeat with the same request_id returns the recorded result. Pausing a paused stage with the same
+        mode confirms. Mode ABORT after IN_PLACE is refused (PAUSE_MODE_CONFLICT): continue or retract first.
+        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -223,10 +226,11 @@ class StageServiceServicer(object):
     def ContinueGeneration(self, request, context):
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable.
-        Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: Kept requests continue. A stage at an admitted version becomes routable.
+        Idempotency: A repeat with the same request_id returns the recorded result. Continuing a running stage confirms.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called
+        (WEIGHTS_STALE, WEIGHTS_DIRTY, ILLEGAL_STATE, MEMORY_RELEASED). With an adapter: as PauseGeneration.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -237,10 +241,10 @@ class StageServiceServicer(object):
     def AbortRequests(self, request, context):
         """Ends requests early.
 
-        Effect: they return what they have, finish reason "abort".
-        Idempotency: with the same request_id, yes; unknown ids are counted.
-        States: every one but JOINING.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: Aborted requests return the output so far, with finish reason "abort".
+        Idempotency: A repeat with the same request_id returns the recorded result. Unknown ids are reported.
+        States: Every state except JOINING.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 30 s.
         """
@@ -251,10 +255,11 @@ class StageServiceServicer(object):
     def FlushCache(self, request, context):
         """Empties the caches of computed KV entries.
 
-        Effect: KV entries of no running request are dropped from every tier that the engine names.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY. Refused while requests run or are frozen in place
+        (ACTIVE_REQUESTS).
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -265,10 +270,10 @@ class StageServiceServicer(object):
     def ReleaseMemory(self, request, context):
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
-        Idempotency: with the same request_id, yes; a region that is released already is confirmed.
-        States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: KV entries are dropped. Weights without kept content are STALE after the resume.
+        Idempotency: A repeat with the same request_id returns the recorded result. A released region is confirmed.
+        States: PAUSED, ASLEEP, STALE, DIRTY, and READY without running requests.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -279,10 +284,10 @@ class StageServiceServicer(object):
     def ResumeMemory(self, request, context):
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was.
-        Idempotency: with the same request_id, yes; a region that is resident is confirmed.
-        States: ASLEEP, and every other state in which nothing is released (confirmed).
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The named regions are resident again. Content is lost, except of regions in MemoryReport.kept.
+        Idempotency: A repeat with the same request_id returns the recorded result. A resident region is confirmed.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -291,12 +296,13 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDisk(self, request, context):
-        """Every rank reads its part of a checkpoint; a whole update in one call.
+        """Every rank reads its part of a checkpoint into the open update.
 
-        Effect: the version is published after every target has loaded, flushed and been verified.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY, with the weights resident.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The tensors are written. No version is published.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: UPDATING with this update. With a staged or adapter update before its seal: STALE, READY, PAUSED, ASLEEP,
+        DIRTY.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -305,12 +311,13 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromTensor(self, request, context):
-        """Every rank copies its part out of shared segments on its host.
+        """Every rank copies its part out of shared segments on its host, into the open update.
 
-        Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The tensors are written. No version is published.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: UPDATING with this update. With a staged or adapter update before its seal: STALE, READY, PAUSED, ASLEEP,
+        DIRTY.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
@@ -319,13 +326,14 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InitWeightsUpdateGroup(self, request, context):
-        """Joins the ranks of the targets and the source into a process group.
+        """Joins the stage's ranks and the source into a process group.
 
-        Effect: a group stands at every rank; no weights change.
-        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. With
-        another store or shape it is GROUP_EXISTS, unless its source has ended.
+        Effect: The group exists at every rank. No weights change.
+        Idempotency: A repeat with the same request_id returns the recorded result. A group with the same name, store and
+        shape is confirmed. A group of the same name with a different store or shape is GROUP_EXISTS, unless the group's
+        source has ended.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
@@ -334,12 +342,14 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDistributed(self, request, context):
-        """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
+        """Announces the next tensors of a group to the group's ranks, and waits for the placement.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
-        Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The tensors are written into the open update. No version is published.
+        Idempotency: A repeat with the same request_id returns the recorded result. A placed bucket is confirmed, and never
+        received again.
+        States: UPDATING with this update. With a staged or adapter update before its seal: STALE, READY, PAUSED, ASLEEP,
+        DIRTY.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
@@ -348,12 +358,13 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DestroyWeightsUpdateGroup(self, request, context):
-        """Leaves a group and forgets it.
+        """Leaves a group and deletes its record.
 
-        Effect: the group is gone at every rank.
-        Idempotency: with the same request_id, yes; a group that does not stand is refused with GROUP_NOT_FOUND, without effect.
+        Effect: The group is gone at every rank.
+        Idempotency: A repeat with the same request_id returns the recorded result. An unknown group is GROUP_NOT_FOUND,
+        without effect.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 30 s.
         """
@@ -364,10 +375,11 @@ class StageServiceServicer(object):
     def PullWeights(self, request, context):
         """Fetches a published checkpoint, full or delta, into a local directory, also while the engine generates.
 
-        Effect: files beside the engine change; its weights do not.
-        Idempotency: with the same request_id, yes; a directory at the target version is confirmed.
-        States: every one but JOINING.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: Files beside the engine change. The engine's weights do not change.
+        Idempotency: A repeat with the same request_id returns the recorded result. A directory at the target version is
+        confirmed.
+        States: Every state except JOINING.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 600 s.
         """
@@ -376,13 +388,13 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InspectCheckpoint(self, request, context):
-        """Asks each rank whether it could load a checkpoint: allowed, complete, of this very architecture.
+        """Inspects a checkpoint for a load at every rank: path allowed, files complete, architecture equal.
 
-        Effect: none; headers are read, tensors are not.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change. The rank reads headers, and no tensors.
+        Idempotency: A read.
+        States: Every state except JOINING.
+        Partial failure: A rank without an answer by the deadline is UNKNOWN.
+        Retry: Every code.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -392,11 +404,12 @@ class StageServiceServicer(object):
     def CheckWeights(self, request, context):
         """Digests weights, keeps a snapshot, scrambles, or compares.
 
-        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
-        another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH).
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: RESET_TENSORS makes the stage DIRTY. The other actions change nothing that is served. A stage is DIRTY
+        (DIGEST_MISMATCH) if its digest has changed since the last check although rlctl has written nothing.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident (MEMORY_RELEASED). A check of a shadow
+        copy or a staged adapter: also ASLEEP.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -407,10 +420,10 @@ class StageServiceServicer(object):
     def LoadAdapter(self, request, context):
         """Reads a LoRA adapter into the open adapter update.
 
-        Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: No change of the served adapters. The update's commit replaces the adapter of the same name.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: STALE, READY, PAUSED, ASLEEP and DIRTY, with this adapter update open and not sealed.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -421,10 +434,12 @@ class StageServiceServicer(object):
     def UnloadAdapter(self, request, context):
         """Unloads an adapter.
 
-        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
-        Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
+        Effect: New requests with the adapter are refused. The unload is refused while requests with the adapter run
+        (ACTIVE_REQUESTS), unless abort_requests is set.
+        Idempotency: A repeat with the same request_id returns the recorded result. An adapter that is not loaded is
+        ADAPTER_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -435,11 +450,11 @@ class StageServiceServicer(object):
     def ListAdapters(self, request, context):
         """Lists the loaded adapters.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state except JOINING.
+        Partial failure: A rank without an answer by the deadline is UNKNOWN.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -447,13 +462,13 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Asks each rank how it was started.
+        """Reads the start settings of every rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state.
+        Partial failure: A rank without an answer by the deadline is UNKNOWN.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -461,13 +476,13 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Asks what is queued and running.
+        """Reads the numbers of waiting and running requests.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state.
+        Partial failure: A rank without an answer by the deadline is UNKNOWN.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -477,10 +492,13 @@ class StageServiceServicer(object):
     def PrepareUpdate(self, request, context):
         """Opens an update at a participant.
 
-        Effect: no request runs until the update ends, the weights are open for writing; nothing is written. Refused while requests are active, unless abort_all_requests.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, ASLEEP (weights resident), DIRTY; UPDATING with the same update.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: Opens the weights for writing, and writes nothing. No request runs until the update ends. Refused while
+        requests are active (ACTIVE_REQUESTS), unless abort_all_requests is set. Staged and adapter updates: requests
+        continue (see PrepareUpdateRequest.pause for the requests with the adapter).
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: STALE, READY, PAUSED, ASLEEP and DIRTY, with the weights resident (MEMORY_RELEASED). UPDATING with the same
+        update. Weights that are not whole need a full update (WEIGHTS_DIRTY).
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -491,10 +509,11 @@ class StageServiceServicer(object):
     def CommitUpdate(self, request, context):
         """Finishes an update at a participant.
 
-        Effect: the load is finalised, every parameter must have been written; the stage stays UPDATING until the version is admitted.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The load is finalised. A full update must have written every parameter (WEIGHTS_INCOMPLETE). The stage
+        stays UPDATING until the version is admitted.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: UPDATING with this update. With a sealed staged or adapter update: STALE, READY, PAUSED, ASLEEP, DIRTY.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -503,12 +522,12 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request, context):
-        """Broadcasts the stage's own weights to another stage's ranks, to bring that one to the same version.
+        """Broadcasts the stage's weights to the ranks of a second stage, to bring the second stage to the same version.
 
-        Effect: none on this stage; the other ranks of the group receive its weights.
-        Idempotency: with the same request_id, yes; another id sends again.
+        Effect: No change at this stage. The other ranks of the group receive the weights.
+        Idempotency: A repeat with the same request_id returns the recorded result. A different request_id sends again.
         States: READY, PAUSED.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
         """
@@ -519,12 +538,12 @@ class StageServiceServicer(object):
     def SealUpdate(self, request, context):
         """Completes the shadow copy of a staged update, or an adapter.
 
-        Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
-        stopped until the commit or the abort.
-        Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: The load is finalised while generation continues, and every parameter has been written
+        (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
+        weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
+        Idempotency: A repeat with the same request_id returns the recorded result.
+        States: STALE, READY, PAUSED, ASLEEP and DIRTY, with this staged or adapter update open (UPDATE_NOT_FOUND).
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -535,11 +554,13 @@ class StageServiceServicer(object):
     def AbortUpdate(self, request, context):
         """Ends an update at a participant without a version.
 
-        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
-        stage is as it was, unless a swap has failed.
-        Idempotency: with the same request_id, yes; a participant that has no update open confirms.
-        States: UPDATING with this update, and every other state without one.
-        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Effect: Before the first byte the earlier state returns. After the first byte the stage is DIRTY. Staged: the
+        shadow copy is dropped and the stage is unchanged, unless a swap has failed.
+        Idempotency: A repeat with the same request_id returns the recorded result. A participant without an open update
+        confirms.
+        States: UPDATING with this update. Every other state except JOINING, without a different open update
+        (UPDATE_FENCED).
+        Partial failure: Every rank has its own entry in rank_results. The outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """
@@ -689,9 +710,9 @@ def add_StageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
-    """Administers one stage. The coordinator uses Control; the unary verbs end in the same handler and are there for debuggers and tests.
-    Mutating ones need fence.fleet_epoch to be the epoch that the stage is held by. Weight verbs write without publishing a version:
-    that is the coordinator's.
+    """Administers a stage. The coordinator uses Control. Debuggers and tests use the unary verbs, with the same handler. A
+    mutating verb needs the stage's epoch in fence.fleet_epoch (EPOCH_REQUIRED, EPOCH_FENCED). Weight verbs write without
+    publishing a version; only the coordinator publishes.
     """
 
     @staticmethod

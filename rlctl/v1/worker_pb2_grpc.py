@@ -28,8 +28,9 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """Administers one rank. Rank 0 uses Control; the unary verbs end in the same handler and are there for debuggers and tests: they
-    reach this rank alone, so a verb that the ranks of a stage must carry out at one step is refused (NOT_RANK_ZERO).
+    """Administers a rank. Rank 0 uses Control, and checks the state of the stage (StageService) before each command.
+    Debuggers and tests use the unary verbs, with the same handler. A unary verb reaches this rank alone. Unary reads are
+    answered; other unary verbs are refused (NOT_RANK_ZERO).
     """
 
     def __init__(self, channel):
@@ -171,32 +172,35 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """Administers one rank. Rank 0 uses Control; the unary verbs end in the same handler and are there for debuggers and tests: they
-    reach this rank alone, so a verb that the ranks of a stage must carry out at one step is refused (NOT_RANK_ZERO).
+    """Administers a rank. Rank 0 uses Control, and checks the state of the stage (StageService) before each command.
+    Debuggers and tests use the unary verbs, with the same handler. A unary verb reaches this rank alone. Unary reads are
+    answered; other unary verbs are refused (NOT_RANK_ZERO).
     """
 
     def Control(self, request_iterator, context):
-        """The persistent command stream; the caller dials it once and keeps it.
+        """The persistent command stream. The caller opens the stream once and keeps the stream open.
 
-        Effect: an accepted attach replaces the earlier stream; commands are carried out in the order of their arrival.
-        Idempotency: a command_id that was seen is answered with its recorded result, or attaches to the running one.
-        States: every one; an attach with a lower epoch is refused.
-        Partial failure: a stream that breaks leaves the outcome of sent commands open; ask again with the same command_id.
-        Retry: UNAVAILABLE, with a new stream.
-        Deadline: none; each command carries its own.
+        Effect: The first attach starts the engine. Commands start in the order of arrival. The process ends after the end
+        of the stream.
+        Idempotency: A repeated command_id returns the recorded result, or attaches to the running command. A different
+        body is refused (REQUEST_ID_REUSED).
+        States: Before the first attach. A further attach is refused (INCARNATION_FENCED).
+        Partial failure: A broken stream leaves the outcome of sent commands open.
+        Retry: Not possible. A rank with a broken stream is lost, until the engine restarts.
+        Deadline: No deadline of the stream. Each command carries its own deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Asks the rank what it has loaded.
+        """Reads the model information of the rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -206,12 +210,13 @@ class WorkerServiceServicer(object):
     def PauseGeneration(self, request, context):
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
-        and the stages stay routable.
-        Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The mode decides about waiting and running requests. With an adapter: the mode applies to the requests with
+        the adapter only.
+        Idempotency: A repeat with the same command_id returns the recorded result. Pausing a paused rank with the same
+        mode confirms. Mode ABORT after IN_PLACE is refused (PAUSE_MODE_CONFLICT): continue or retract first.
+        States: As StageService.PauseGeneration.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -221,11 +226,11 @@ class WorkerServiceServicer(object):
     def ContinueGeneration(self, request, context):
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable.
-        Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Kept requests continue.
+        Idempotency: A repeat with the same command_id returns the recorded result. Continuing a running rank confirms.
+        States: As StageService.ContinueGeneration.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -235,11 +240,11 @@ class WorkerServiceServicer(object):
     def AbortRequests(self, request, context):
         """Ends requests early.
 
-        Effect: they return what they have, finish reason "abort".
-        Idempotency: with the same request_id, yes; unknown ids are counted.
-        States: every one but JOINING.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Aborted requests return the output so far, with finish reason "abort".
+        Idempotency: A repeat with the same command_id returns the recorded result. Unknown ids are reported.
+        States: As StageService.AbortRequests.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -249,11 +254,11 @@ class WorkerServiceServicer(object):
     def FlushCache(self, request, context):
         """Empties the caches of computed KV entries.
 
-        Effect: KV entries of no running request are dropped from every tier that the engine names.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.FlushCache.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -263,11 +268,11 @@ class WorkerServiceServicer(object):
     def ReleaseMemory(self, request, context):
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
-        Idempotency: with the same request_id, yes; a region that is released already is confirmed.
-        States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: KV entries are dropped. Weights without kept content are STALE after the resume.
+        Idempotency: A repeat with the same command_id returns the recorded result. A released region is confirmed.
+        States: As StageService.ReleaseMemory.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -277,11 +282,11 @@ class WorkerServiceServicer(object):
     def ResumeMemory(self, request, context):
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was.
-        Idempotency: with the same request_id, yes; a region that is resident is confirmed.
-        States: ASLEEP, and every other state in which nothing is released (confirmed).
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The named regions are resident again. Content is lost, except of regions in MemoryReport.kept.
+        Idempotency: A repeat with the same command_id returns the recorded result. A resident region is confirmed.
+        States: As StageService.ResumeMemory.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -289,13 +294,13 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDisk(self, request, context):
-        """The rank reads its part of a checkpoint; a whole update in one call.
+        """The rank reads its part of a checkpoint into the open update.
 
-        Effect: the version is published after every target has loaded, flushed and been verified.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY, with the weights resident.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The tensors are written. No version is published.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.UpdateWeightsFromDisk.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -303,13 +308,13 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromTensor(self, request, context):
-        """The rank copies its part out of shared segments on its host.
+        """The rank copies its part out of shared segments on its host, into the open update.
 
-        Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The tensors are written. No version is published.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.UpdateWeightsFromTensor.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -319,12 +324,13 @@ class WorkerServiceServicer(object):
     def InitWeightsUpdateGroup(self, request, context):
         """Joins the rank into a process group.
 
-        Effect: a group stands at every rank; no weights change.
-        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. With
-        another store or shape it is GROUP_EXISTS, unless its source has ended.
-        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The rank is a member of the group. No weights change.
+        Idempotency: A repeat with the same command_id returns the recorded result. A group with the same name, store and
+        shape is confirmed. A group of the same name with a different store or shape is GROUP_EXISTS, unless the group's
+        source has ended.
+        States: As StageService.InitWeightsUpdateGroup.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -332,13 +338,14 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDistributed(self, request, context):
-        """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
+        """Announces the next tensors of a group to the rank, and waits for the placement.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
-        Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The tensors are written into the open update. No version is published.
+        Idempotency: A repeat with the same command_id returns the recorded result. A placed bucket is confirmed, and never
+        received again.
+        States: As StageService.UpdateWeightsFromDistributed.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -346,13 +353,14 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DestroyWeightsUpdateGroup(self, request, context):
-        """Leaves a group and forgets it.
+        """Leaves a group and deletes its record.
 
-        Effect: the group is gone at every rank.
-        Idempotency: with the same request_id, yes; a group that does not stand is refused with GROUP_NOT_FOUND, without effect.
-        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The group is gone at the rank.
+        Idempotency: A repeat with the same command_id returns the recorded result. An unknown group is GROUP_NOT_FOUND,
+        without effect.
+        States: As StageService.DestroyWeightsUpdateGroup.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -362,11 +370,12 @@ class WorkerServiceServicer(object):
     def PullWeights(self, request, context):
         """Fetches a published checkpoint, full or delta, into a local directory, also while the engine generates.
 
-        Effect: files beside the engine change; its weights do not.
-        Idempotency: with the same request_id, yes; a directory at the target version is confirmed.
-        States: every one but JOINING.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Files beside the engine change. The engine's weights do not change.
+        Idempotency: A repeat with the same command_id returns the recorded result. A directory at the target version is
+        confirmed.
+        States: As StageService.PullWeights.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 600 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -374,13 +383,13 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InspectCheckpoint(self, request, context):
-        """Asks the rank whether it could load a checkpoint: allowed, complete, of this very architecture.
+        """Inspects a checkpoint for a load at the rank: path allowed, files complete, architecture equal.
 
-        Effect: none; headers are read, tensors are not.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change. The rank reads headers, and no tensors.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -390,11 +399,11 @@ class WorkerServiceServicer(object):
     def CheckWeights(self, request, context):
         """Digests weights, keeps a snapshot, scrambles, or compares.
 
-        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: RESET_TENSORS scrambles the weights. The other actions change nothing that is served.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.CheckWeights.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -404,11 +413,11 @@ class WorkerServiceServicer(object):
     def LoadAdapter(self, request, context):
         """Reads a LoRA adapter into the open adapter update.
 
-        Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: No change of the served adapters. The update's commit replaces the adapter of the same name.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.LoadAdapter.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -418,11 +427,13 @@ class WorkerServiceServicer(object):
     def UnloadAdapter(self, request, context):
         """Unloads an adapter.
 
-        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
-        Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
-        States: STALE, READY, PAUSED.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: New requests with the adapter are refused. The unload is refused while requests with the adapter run
+        (ACTIVE_REQUESTS), unless abort_requests is set.
+        Idempotency: A repeat with the same command_id returns the recorded result. An adapter that is not loaded is
+        ADAPTER_NOT_FOUND, without effect.
+        States: As StageService.UnloadAdapter.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -432,11 +443,11 @@ class WorkerServiceServicer(object):
     def ListAdapters(self, request, context):
         """Lists the loaded adapters.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -444,13 +455,13 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Asks the rank how it was started.
+        """Reads the start settings of the rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -458,13 +469,13 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Asks what is queued and running.
+        """Reads the numbers of waiting and running requests.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -474,11 +485,13 @@ class WorkerServiceServicer(object):
     def PrepareUpdate(self, request, context):
         """Opens an update at a participant.
 
-        Effect: no request runs until the update ends, the weights are open for writing; nothing is written. Refused while requests are active, unless abort_all_requests.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, ASLEEP (weights resident), DIRTY; UPDATING with the same update.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Opens the weights for writing, and writes nothing. No request runs until the update ends. Refused while
+        requests are active (ACTIVE_REQUESTS), unless abort_all_requests is set. Staged and adapter updates: requests
+        continue (see PrepareUpdateRequest.pause for the requests with the adapter).
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.PrepareUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -488,11 +501,11 @@ class WorkerServiceServicer(object):
     def CommitUpdate(self, request, context):
         """Finishes an update at a participant.
 
-        Effect: the load is finalised, every parameter must have been written; the stage stays UPDATING until the version is admitted.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The load is finalised. A full update must have written every parameter (WEIGHTS_INCOMPLETE).
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.CommitUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -500,13 +513,13 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request, context):
-        """Broadcasts the stage's own weights to another stage's ranks, to bring that one to the same version.
+        """Broadcasts the stage's weights to the ranks of a second stage, to bring the second stage to the same version.
 
-        Effect: none on this stage; the other ranks of the group receive its weights.
-        Idempotency: with the same request_id, yes; another id sends again.
-        States: READY, PAUSED.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: No change at this stage. The other ranks of the group receive the weights.
+        Idempotency: A repeat with the same command_id returns the recorded result. A different command_id sends again.
+        States: As StageService.SendWeights.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -516,13 +529,13 @@ class WorkerServiceServicer(object):
     def SealUpdate(self, request, context):
         """Completes the shadow copy of a staged update, or an adapter.
 
-        Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
-        stopped until the commit or the abort.
-        Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The load is finalised while generation continues, and every parameter has been written
+        (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
+        weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.SealUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -532,12 +545,13 @@ class WorkerServiceServicer(object):
     def AbortUpdate(self, request, context):
         """Ends an update at a participant without a version.
 
-        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
-        stage is as it was, unless a swap has failed.
-        Idempotency: with the same request_id, yes; a participant that has no update open confirms.
-        States: UPDATING with this update, and every other state without one.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Before the first byte the earlier state returns. After the first byte the stage is DIRTY. Staged: the
+        shadow copy is dropped and the stage is unchanged, unless a swap has failed.
+        Idempotency: A repeat with the same command_id returns the recorded result. A participant without an open update
+        confirms.
+        States: As StageService.AbortUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -686,8 +700,9 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """Administers one rank. Rank 0 uses Control; the unary verbs end in the same handler and are there for debuggers and tests: they
-    reach this rank alone, so a verb that the ranks of a stage must carry out at one step is refused (NOT_RANK_ZERO).
+    """Administers a rank. Rank 0 uses Control, and checks the state of the stage (StageService) before each command.
+    Debuggers and tests use the unary verbs, with the same handler. A unary verb reaches this rank alone. Unary reads are
+    answered; other unary verbs are refused (NOT_RANK_ZERO).
     """
 
     @staticmethod

@@ -29,8 +29,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Administers one rank. Rank 0 uses Control; the unary verbs end in the same handler and are there for debuggers and tests: they
-    reach this rank alone, so a verb that the ranks of a stage must carry out at one step is refused (NOT_RANK_ZERO).
+    """Administers a rank. Rank 0 uses Control, and checks the state of the stage (StageService) before each command.
+    Debuggers and tests use the unary verbs, with the same handler. A unary verb reaches this rank alone. Unary reads are
+    answered; other unary verbs are refused (NOT_RANK_ZERO).
     """
 
     @_typing.overload
@@ -38,547 +39,573 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Control: _grpc.StreamStreamMultiCallable[_control_pb2.ControlRequest, _control_pb2.ControlResponse]
-    """The persistent command stream; the caller dials it once and keeps it.
+    """The persistent command stream. The caller opens the stream once and keeps the stream open.
 
-    Effect: an accepted attach replaces the earlier stream; commands are carried out in the order of their arrival.
-    Idempotency: a command_id that was seen is answered with its recorded result, or attaches to the running one.
-    States: every one; an attach with a lower epoch is refused.
-    Partial failure: a stream that breaks leaves the outcome of sent commands open; ask again with the same command_id.
-    Retry: UNAVAILABLE, with a new stream.
-    Deadline: none; each command carries its own.
+    Effect: The first attach starts the engine. Commands start in the order of arrival. The process ends after the end
+    of the stream.
+    Idempotency: A repeated command_id returns the recorded result, or attaches to the running command. A different
+    body is refused (REQUEST_ID_REUSED).
+    States: Before the first attach. A further attach is refused (INCARNATION_FENCED).
+    Partial failure: A broken stream leaves the outcome of sent commands open.
+    Retry: Not possible. A rank with a broken stream is lost, until the engine restarts.
+    Deadline: No deadline of the stream. Each command carries its own deadline.
     """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.GetModelInfoRequest, _results_pb2.RankResult]
-    """Asks the rank what it has loaded.
+    """Reads the model information of the rank.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.RankResult]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
-    and the stages stay routable.
-    Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The mode decides about waiting and running requests. With an adapter: the mode applies to the requests with
+    the adapter only.
+    Idempotency: A repeat with the same command_id returns the recorded result. Pausing a paused rank with the same
+    mode confirms. Mode ABORT after IN_PLACE is refused (PAUSE_MODE_CONFLICT): continue or retract first.
+    States: As StageService.PauseGeneration.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ContinueGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.RankResult]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable.
-    Idempotency: with the same request_id, yes; continuing a running stage confirms.
-    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Kept requests continue.
+    Idempotency: A repeat with the same command_id returns the recorded result. Continuing a running rank confirms.
+    States: As StageService.ContinueGeneration.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.AbortRequestsRequest, _results_pb2.RankResult]
     """Ends requests early.
 
-    Effect: they return what they have, finish reason "abort".
-    Idempotency: with the same request_id, yes; unknown ids are counted.
-    States: every one but JOINING.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Aborted requests return the output so far, with finish reason "abort".
+    Idempotency: A repeat with the same command_id returns the recorded result. Unknown ids are reported.
+    States: As StageService.AbortRequests.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 30 s.
     """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.FlushCacheRequest, _results_pb2.RankResult]
     """Empties the caches of computed KV entries.
 
-    Effect: KV entries of no running request are dropped from every tier that the engine names.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.FlushCache.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.RankResult]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
-    Idempotency: with the same request_id, yes; a region that is released already is confirmed.
-    States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: KV entries are dropped. Weights without kept content are STALE after the resume.
+    Idempotency: A repeat with the same command_id returns the recorded result. A released region is confirmed.
+    States: As StageService.ReleaseMemory.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ResumeMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ResumeMemoryRequest, _results_pb2.RankResult]
     """Allocates memory regions again.
 
-    Effect: the named regions are resident again; their content is not what it was.
-    Idempotency: with the same request_id, yes; a region that is resident is confirmed.
-    States: ASLEEP, and every other state in which nothing is released (confirmed).
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The named regions are resident again. Content is lost, except of regions in MemoryReport.kept.
+    Idempotency: A repeat with the same command_id returns the recorded result. A resident region is confirmed.
+    States: As StageService.ResumeMemory.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     UpdateWeightsFromDisk: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDiskRequest, _results_pb2.RankResult]
-    """The rank reads its part of a checkpoint; a whole update in one call.
+    """The rank reads its part of a checkpoint into the open update.
 
-    Effect: the version is published after every target has loaded, flushed and been verified.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, DIRTY, with the weights resident.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The tensors are written. No version is published.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.UpdateWeightsFromDisk.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     UpdateWeightsFromTensor: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromTensorRequest, _results_pb2.RankResult]
-    """The rank copies its part out of shared segments on its host.
+    """The rank copies its part out of shared segments on its host, into the open update.
 
-    Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
-    Idempotency: with the same request_id, yes.
-    States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The tensors are written. No version is published.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.UpdateWeightsFromTensor.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     InitWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.InitWeightsUpdateGroupRequest, _results_pb2.RankResult]
     """Joins the rank into a process group.
 
-    Effect: a group stands at every rank; no weights change.
-    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. With
-    another store or shape it is GROUP_EXISTS, unless its source has ended.
-    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The rank is a member of the group. No weights change.
+    Idempotency: A repeat with the same command_id returns the recorded result. A group with the same name, store and
+    shape is confirmed. A group of the same name with a different store or shape is GROUP_EXISTS, unless the group's
+    source has ended.
+    States: As StageService.InitWeightsUpdateGroup.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     UpdateWeightsFromDistributed: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDistributedRequest, _results_pb2.RankResult]
-    """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
+    """Announces the next tensors of a group to the rank, and waits for the placement.
 
-    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
-    Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-    States: UPDATING with this update.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The tensors are written into the open update. No version is published.
+    Idempotency: A repeat with the same command_id returns the recorded result. A placed bucket is confirmed, and never
+    received again.
+    States: As StageService.UpdateWeightsFromDistributed.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     DestroyWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.DestroyWeightsUpdateGroupRequest, _results_pb2.RankResult]
-    """Leaves a group and forgets it.
+    """Leaves a group and deletes its record.
 
-    Effect: the group is gone at every rank.
-    Idempotency: with the same request_id, yes; a group that does not stand is refused with GROUP_NOT_FOUND, without effect.
-    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The group is gone at the rank.
+    Idempotency: A repeat with the same command_id returns the recorded result. An unknown group is GROUP_NOT_FOUND,
+    without effect.
+    States: As StageService.DestroyWeightsUpdateGroup.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 30 s.
     """
     PullWeights: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.PullWeightsRequest, _results_pb2.RankResult]
     """Fetches a published checkpoint, full or delta, into a local directory, also while the engine generates.
 
-    Effect: files beside the engine change; its weights do not.
-    Idempotency: with the same request_id, yes; a directory at the target version is confirmed.
-    States: every one but JOINING.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Files beside the engine change. The engine's weights do not change.
+    Idempotency: A repeat with the same command_id returns the recorded result. A directory at the target version is
+    confirmed.
+    States: As StageService.PullWeights.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 600 s.
     """
     InspectCheckpoint: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.InspectCheckpointRequest, _results_pb2.RankResult]
-    """Asks the rank whether it could load a checkpoint: allowed, complete, of this very architecture.
+    """Inspects a checkpoint for a load at the rank: path allowed, files complete, architecture equal.
 
-    Effect: none; headers are read, tensors are not.
-    Idempotency: a read.
-    States: every one but JOINING.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change. The rank reads headers, and no tensors.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 60 s.
     """
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.CheckWeightsRequest, _results_pb2.RankResult]
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
-    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: RESET_TENSORS scrambles the weights. The other actions change nothing that is served.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.CheckWeights.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.RankResult]
     """Reads a LoRA adapter into the open adapter update.
 
-    Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
-    Idempotency: with the same request_id, yes.
-    States: UPDATING.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: No change of the served adapters. The update's commit replaces the adapter of the same name.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.LoadAdapter.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.RankResult]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
-    Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
-    States: STALE, READY, PAUSED.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: New requests with the adapter are refused. The unload is refused while requests with the adapter run
+    (ACTIVE_REQUESTS), unless abort_requests is set.
+    Idempotency: A repeat with the same command_id returns the recorded result. An adapter that is not loaded is
+    ADAPTER_NOT_FOUND, without effect.
+    States: As StageService.UnloadAdapter.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ListAdaptersRequest, _results_pb2.RankResult]
     """Lists the loaded adapters.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one but JOINING.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.GetServerInfoRequest, _results_pb2.RankResult]
-    """Asks the rank how it was started.
+    """Reads the start settings of the rank.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     GetLoads: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.GetLoadsRequest, _results_pb2.RankResult]
-    """Asks what is queued and running.
+    """Reads the numbers of waiting and running requests.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     PrepareUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.PrepareUpdateRequest, _results_pb2.RankResult]
     """Opens an update at a participant.
 
-    Effect: no request runs until the update ends, the weights are open for writing; nothing is written. Refused while requests are active, unless abort_all_requests.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, ASLEEP (weights resident), DIRTY; UPDATING with the same update.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Opens the weights for writing, and writes nothing. No request runs until the update ends. Refused while
+    requests are active (ACTIVE_REQUESTS), unless abort_all_requests is set. Staged and adapter updates: requests
+    continue (see PrepareUpdateRequest.pause for the requests with the adapter).
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.PrepareUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     CommitUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.CommitUpdateRequest, _results_pb2.RankResult]
     """Finishes an update at a participant.
 
-    Effect: the load is finalised, every parameter must have been written; the stage stays UPDATING until the version is admitted.
-    Idempotency: with the same request_id, yes.
-    States: UPDATING with this update.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The load is finalised. A full update must have written every parameter (WEIGHTS_INCOMPLETE).
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.CommitUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     SendWeights: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SendWeightsRequest, _results_pb2.RankResult]
-    """Broadcasts the stage's own weights to another stage's ranks, to bring that one to the same version.
+    """Broadcasts the stage's weights to the ranks of a second stage, to bring the second stage to the same version.
 
-    Effect: none on this stage; the other ranks of the group receive its weights.
-    Idempotency: with the same request_id, yes; another id sends again.
-    States: READY, PAUSED.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: No change at this stage. The other ranks of the group receive the weights.
+    Idempotency: A repeat with the same command_id returns the recorded result. A different command_id sends again.
+    States: As StageService.SendWeights.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]
     """Completes the shadow copy of a staged update, or an adapter.
 
-    Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
-    stopped until the commit or the abort.
-    Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The load is finalised while generation continues, and every parameter has been written
+    (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
+    weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.SealUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     AbortUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.AbortUpdateRequest, _results_pb2.RankResult]
     """Ends an update at a participant without a version.
 
-    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
-    stage is as it was, unless a swap has failed.
-    Idempotency: with the same request_id, yes; a participant that has no update open confirms.
-    States: UPDATING with this update, and every other state without one.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Before the first byte the earlier state returns. After the first byte the stage is DIRTY. Staged: the
+    shadow copy is dropped and the stage is unchanged, unless a swap has failed.
+    Idempotency: A repeat with the same command_id returns the recorded result. A participant without an open update
+    confirms.
+    States: As StageService.AbortUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Administers one rank. Rank 0 uses Control; the unary verbs end in the same handler and are there for debuggers and tests: they
-    reach this rank alone, so a verb that the ranks of a stage must carry out at one step is refused (NOT_RANK_ZERO).
+    """Administers a rank. Rank 0 uses Control, and checks the state of the stage (StageService) before each command.
+    Debuggers and tests use the unary verbs, with the same handler. A unary verb reaches this rank alone. Unary reads are
+    answered; other unary verbs are refused (NOT_RANK_ZERO).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Control: _aio.StreamStreamMultiCallable[_control_pb2.ControlRequest, _control_pb2.ControlResponse]  # type: ignore[assignment]
-    """The persistent command stream; the caller dials it once and keeps it.
+    """The persistent command stream. The caller opens the stream once and keeps the stream open.
 
-    Effect: an accepted attach replaces the earlier stream; commands are carried out in the order of their arrival.
-    Idempotency: a command_id that was seen is answered with its recorded result, or attaches to the running one.
-    States: every one; an attach with a lower epoch is refused.
-    Partial failure: a stream that breaks leaves the outcome of sent commands open; ask again with the same command_id.
-    Retry: UNAVAILABLE, with a new stream.
-    Deadline: none; each command carries its own.
+    Effect: The first attach starts the engine. Commands start in the order of arrival. The process ends after the end
+    of the stream.
+    Idempotency: A repeated command_id returns the recorded result, or attaches to the running command. A different
+    body is refused (REQUEST_ID_REUSED).
+    States: Before the first attach. A further attach is refused (INCARNATION_FENCED).
+    Partial failure: A broken stream leaves the outcome of sent commands open.
+    Retry: Not possible. A rank with a broken stream is lost, until the engine restarts.
+    Deadline: No deadline of the stream. Each command carries its own deadline.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_verbs_pb2.GetModelInfoRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Asks the rank what it has loaded.
+    """Reads the model information of the rank.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
-    and the stages stay routable.
-    Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The mode decides about waiting and running requests. With an adapter: the mode applies to the requests with
+    the adapter only.
+    Idempotency: A repeat with the same command_id returns the recorded result. Pausing a paused rank with the same
+    mode confirms. Mode ABORT after IN_PLACE is refused (PAUSE_MODE_CONFLICT): continue or retract first.
+    States: As StageService.PauseGeneration.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ContinueGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable.
-    Idempotency: with the same request_id, yes; continuing a running stage confirms.
-    States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Kept requests continue.
+    Idempotency: A repeat with the same command_id returns the recorded result. Continuing a running rank confirms.
+    States: As StageService.ContinueGeneration.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     AbortRequests: _aio.UnaryUnaryMultiCallable[_verbs_pb2.AbortRequestsRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Ends requests early.
 
-    Effect: they return what they have, finish reason "abort".
-    Idempotency: with the same request_id, yes; unknown ids are counted.
-    States: every one but JOINING.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Aborted requests return the output so far, with finish reason "abort".
+    Idempotency: A repeat with the same command_id returns the recorded result. Unknown ids are reported.
+    States: As StageService.AbortRequests.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 30 s.
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_verbs_pb2.FlushCacheRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Empties the caches of computed KV entries.
 
-    Effect: KV entries of no running request are dropped from every tier that the engine names.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.FlushCache.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
-    Idempotency: with the same request_id, yes; a region that is released already is confirmed.
-    States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: KV entries are dropped. Weights without kept content are STALE after the resume.
+    Idempotency: A repeat with the same command_id returns the recorded result. A released region is confirmed.
+    States: As StageService.ReleaseMemory.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ResumeMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ResumeMemoryRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Allocates memory regions again.
 
-    Effect: the named regions are resident again; their content is not what it was.
-    Idempotency: with the same request_id, yes; a region that is resident is confirmed.
-    States: ASLEEP, and every other state in which nothing is released (confirmed).
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The named regions are resident again. Content is lost, except of regions in MemoryReport.kept.
+    Idempotency: A repeat with the same command_id returns the recorded result. A resident region is confirmed.
+    States: As StageService.ResumeMemory.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     UpdateWeightsFromDisk: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDiskRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """The rank reads its part of a checkpoint; a whole update in one call.
+    """The rank reads its part of a checkpoint into the open update.
 
-    Effect: the version is published after every target has loaded, flushed and been verified.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, DIRTY, with the weights resident.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The tensors are written. No version is published.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.UpdateWeightsFromDisk.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     UpdateWeightsFromTensor: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromTensorRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """The rank copies its part out of shared segments on its host.
+    """The rank copies its part out of shared segments on its host, into the open update.
 
-    Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
-    Idempotency: with the same request_id, yes.
-    States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The tensors are written. No version is published.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.UpdateWeightsFromTensor.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     InitWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_verbs_pb2.InitWeightsUpdateGroupRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Joins the rank into a process group.
 
-    Effect: a group stands at every rank; no weights change.
-    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. With
-    another store or shape it is GROUP_EXISTS, unless its source has ended.
-    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The rank is a member of the group. No weights change.
+    Idempotency: A repeat with the same command_id returns the recorded result. A group with the same name, store and
+    shape is confirmed. A group of the same name with a different store or shape is GROUP_EXISTS, unless the group's
+    source has ended.
+    States: As StageService.InitWeightsUpdateGroup.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     UpdateWeightsFromDistributed: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDistributedRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
+    """Announces the next tensors of a group to the rank, and waits for the placement.
 
-    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
-    Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-    States: UPDATING with this update.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The tensors are written into the open update. No version is published.
+    Idempotency: A repeat with the same command_id returns the recorded result. A placed bucket is confirmed, and never
+    received again.
+    States: As StageService.UpdateWeightsFromDistributed.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     DestroyWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_verbs_pb2.DestroyWeightsUpdateGroupRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Leaves a group and forgets it.
+    """Leaves a group and deletes its record.
 
-    Effect: the group is gone at every rank.
-    Idempotency: with the same request_id, yes; a group that does not stand is refused with GROUP_NOT_FOUND, without effect.
-    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The group is gone at the rank.
+    Idempotency: A repeat with the same command_id returns the recorded result. An unknown group is GROUP_NOT_FOUND,
+    without effect.
+    States: As StageService.DestroyWeightsUpdateGroup.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 30 s.
     """
     PullWeights: _aio.UnaryUnaryMultiCallable[_verbs_pb2.PullWeightsRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Fetches a published checkpoint, full or delta, into a local directory, also while the engine generates.
 
-    Effect: files beside the engine change; its weights do not.
-    Idempotency: with the same request_id, yes; a directory at the target version is confirmed.
-    States: every one but JOINING.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Files beside the engine change. The engine's weights do not change.
+    Idempotency: A repeat with the same command_id returns the recorded result. A directory at the target version is
+    confirmed.
+    States: As StageService.PullWeights.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 600 s.
     """
     InspectCheckpoint: _aio.UnaryUnaryMultiCallable[_verbs_pb2.InspectCheckpointRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Asks the rank whether it could load a checkpoint: allowed, complete, of this very architecture.
+    """Inspects a checkpoint for a load at the rank: path allowed, files complete, architecture equal.
 
-    Effect: none; headers are read, tensors are not.
-    Idempotency: a read.
-    States: every one but JOINING.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change. The rank reads headers, and no tensors.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 60 s.
     """
     CheckWeights: _aio.UnaryUnaryMultiCallable[_verbs_pb2.CheckWeightsRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
-    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: RESET_TENSORS scrambles the weights. The other actions change nothing that is served.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.CheckWeights.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Reads a LoRA adapter into the open adapter update.
 
-    Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
-    Idempotency: with the same request_id, yes.
-    States: UPDATING.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: No change of the served adapters. The update's commit replaces the adapter of the same name.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.LoadAdapter.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
-    Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
-    States: STALE, READY, PAUSED.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: New requests with the adapter are refused. The unload is refused while requests with the adapter run
+    (ACTIVE_REQUESTS), unless abort_requests is set.
+    Idempotency: A repeat with the same command_id returns the recorded result. An adapter that is not loaded is
+    ADAPTER_NOT_FOUND, without effect.
+    States: As StageService.UnloadAdapter.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ListAdaptersRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Lists the loaded adapters.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one but JOINING.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_verbs_pb2.GetServerInfoRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Asks the rank how it was started.
+    """Reads the start settings of the rank.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     GetLoads: _aio.UnaryUnaryMultiCallable[_verbs_pb2.GetLoadsRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Asks what is queued and running.
+    """Reads the numbers of waiting and running requests.
 
-    Effect: none.
-    Idempotency: a read.
-    States: every one.
-    Partial failure: none.
-    Retry: every code.
+    Effect: No change.
+    Idempotency: A read.
+    States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+    Partial failure: Not applicable to a single rank.
+    Retry: Every code.
     Deadline: 30 s.
     """
     PrepareUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.PrepareUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Opens an update at a participant.
 
-    Effect: no request runs until the update ends, the weights are open for writing; nothing is written. Refused while requests are active, unless abort_all_requests.
-    Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, ASLEEP (weights resident), DIRTY; UPDATING with the same update.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Opens the weights for writing, and writes nothing. No request runs until the update ends. Refused while
+    requests are active (ACTIVE_REQUESTS), unless abort_all_requests is set. Staged and adapter updates: requests
+    continue (see PrepareUpdateRequest.pause for the requests with the adapter).
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.PrepareUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     CommitUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.CommitUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Finishes an update at a participant.
 
-    Effect: the load is finalised, every parameter must have been written; the stage stays UPDATING until the version is admitted.
-    Idempotency: with the same request_id, yes.
-    States: UPDATING with this update.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The load is finalised. A full update must have written every parameter (WEIGHTS_INCOMPLETE).
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.CommitUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     SendWeights: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SendWeightsRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Broadcasts the stage's own weights to another stage's ranks, to bring that one to the same version.
+    """Broadcasts the stage's weights to the ranks of a second stage, to bring the second stage to the same version.
 
-    Effect: none on this stage; the other ranks of the group receive its weights.
-    Idempotency: with the same request_id, yes; another id sends again.
-    States: READY, PAUSED.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: No change at this stage. The other ranks of the group receive the weights.
+    Idempotency: A repeat with the same command_id returns the recorded result. A different command_id sends again.
+    States: As StageService.SendWeights.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 300 s.
     """
     SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Completes the shadow copy of a staged update, or an adapter.
 
-    Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
-    stopped until the commit or the abort.
-    Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: The load is finalised while generation continues, and every parameter has been written
+    (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
+    weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
+    Idempotency: A repeat with the same command_id returns the recorded result.
+    States: As StageService.SealUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 120 s.
     """
     AbortUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.AbortUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Ends an update at a participant without a version.
 
-    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
-    stage is as it was, unless a swap has failed.
-    Idempotency: with the same request_id, yes; a participant that has no update open confirms.
-    States: UPDATING with this update, and every other state without one.
-    Partial failure: none: one rank answers for itself.
-    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Effect: Before the first byte the earlier state returns. After the first byte the stage is DIRTY. Staged: the
+    shadow copy is dropped and the stage is unchanged, unless a swap has failed.
+    Idempotency: A repeat with the same command_id returns the recorded result. A participant without an open update
+    confirms.
+    States: As StageService.AbortUpdate.
+    Partial failure: Not applicable to a single rank.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
     Deadline: 60 s.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Administers one rank. Rank 0 uses Control; the unary verbs end in the same handler and are there for debuggers and tests: they
-    reach this rank alone, so a verb that the ranks of a stage must carry out at one step is refused (NOT_RANK_ZERO).
+    """Administers a rank. Rank 0 uses Control, and checks the state of the stage (StageService) before each command.
+    Debuggers and tests use the unary verbs, with the same handler. A unary verb reaches this rank alone. Unary reads are
+    answered; other unary verbs are refused (NOT_RANK_ZERO).
     """
 
     @_abc_1.abstractmethod
@@ -587,14 +614,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_control_pb2.ControlRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.ControlResponse], _abc.AsyncIterator[_control_pb2.ControlResponse]]:
-        """The persistent command stream; the caller dials it once and keeps it.
+        """The persistent command stream. The caller opens the stream once and keeps the stream open.
 
-        Effect: an accepted attach replaces the earlier stream; commands are carried out in the order of their arrival.
-        Idempotency: a command_id that was seen is answered with its recorded result, or attaches to the running one.
-        States: every one; an attach with a lower epoch is refused.
-        Partial failure: a stream that breaks leaves the outcome of sent commands open; ask again with the same command_id.
-        Retry: UNAVAILABLE, with a new stream.
-        Deadline: none; each command carries its own.
+        Effect: The first attach starts the engine. Commands start in the order of arrival. The process ends after the end
+        of the stream.
+        Idempotency: A repeated command_id returns the recorded result, or attaches to the running command. A different
+        body is refused (REQUEST_ID_REUSED).
+        States: Before the first attach. A further attach is refused (INCARNATION_FENCED).
+        Partial failure: A broken stream leaves the outcome of sent commands open.
+        Retry: Not possible. A rank with a broken stream is lost, until the engine restarts.
+        Deadline: No deadline of the stream. Each command carries its own deadline.
         """
 
     @_abc_1.abstractmethod
@@ -603,13 +632,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Asks the rank what it has loaded.
+        """Reads the model information of the rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
 
@@ -621,12 +650,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. With an adapter: only its requests,
-        and the stages stay routable.
-        Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The mode decides about waiting and running requests. With an adapter: the mode applies to the requests with
+        the adapter only.
+        Idempotency: A repeat with the same command_id returns the recorded result. Pausing a paused rank with the same
+        mode confirms. Mode ABORT after IN_PLACE is refused (PAUSE_MODE_CONFLICT): continue or retract first.
+        States: As StageService.PauseGeneration.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 
@@ -638,11 +668,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable.
-        Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called. With an adapter: as PauseGeneration.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Kept requests continue.
+        Idempotency: A repeat with the same command_id returns the recorded result. Continuing a running rank confirms.
+        States: As StageService.ContinueGeneration.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 
@@ -654,11 +684,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Ends requests early.
 
-        Effect: they return what they have, finish reason "abort".
-        Idempotency: with the same request_id, yes; unknown ids are counted.
-        States: every one but JOINING.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Aborted requests return the output so far, with finish reason "abort".
+        Idempotency: A repeat with the same command_id returns the recorded result. Unknown ids are reported.
+        States: As StageService.AbortRequests.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 30 s.
         """
 
@@ -670,11 +700,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Empties the caches of computed KV entries.
 
-        Effect: KV entries of no running request are dropped from every tier that the engine names.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.FlushCache.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 
@@ -686,11 +716,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
-        Idempotency: with the same request_id, yes; a region that is released already is confirmed.
-        States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: KV entries are dropped. Weights without kept content are STALE after the resume.
+        Idempotency: A repeat with the same command_id returns the recorded result. A released region is confirmed.
+        States: As StageService.ReleaseMemory.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 
@@ -702,11 +732,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was.
-        Idempotency: with the same request_id, yes; a region that is resident is confirmed.
-        States: ASLEEP, and every other state in which nothing is released (confirmed).
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The named regions are resident again. Content is lost, except of regions in MemoryReport.kept.
+        Idempotency: A repeat with the same command_id returns the recorded result. A resident region is confirmed.
+        States: As StageService.ResumeMemory.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 
@@ -716,13 +746,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.UpdateWeightsFromDiskRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """The rank reads its part of a checkpoint; a whole update in one call.
+        """The rank reads its part of a checkpoint into the open update.
 
-        Effect: the version is published after every target has loaded, flushed and been verified.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY, with the weights resident.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The tensors are written. No version is published.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.UpdateWeightsFromDisk.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
 
@@ -732,13 +762,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.UpdateWeightsFromTensorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """The rank copies its part out of shared segments on its host.
+        """The rank copies its part out of shared segments on its host, into the open update.
 
-        Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The tensors are written. No version is published.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.UpdateWeightsFromTensor.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
 
@@ -750,12 +780,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Joins the rank into a process group.
 
-        Effect: a group stands at every rank; no weights change.
-        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. With
-        another store or shape it is GROUP_EXISTS, unless its source has ended.
-        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The rank is a member of the group. No weights change.
+        Idempotency: A repeat with the same command_id returns the recorded result. A group with the same name, store and
+        shape is confirmed. A group of the same name with a different store or shape is GROUP_EXISTS, unless the group's
+        source has ended.
+        States: As StageService.InitWeightsUpdateGroup.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
 
@@ -765,13 +796,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.UpdateWeightsFromDistributedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
+        """Announces the next tensors of a group to the rank, and waits for the placement.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
-        Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The tensors are written into the open update. No version is published.
+        Idempotency: A repeat with the same command_id returns the recorded result. A placed bucket is confirmed, and never
+        received again.
+        States: As StageService.UpdateWeightsFromDistributed.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
 
@@ -781,13 +813,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.DestroyWeightsUpdateGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Leaves a group and forgets it.
+        """Leaves a group and deletes its record.
 
-        Effect: the group is gone at every rank.
-        Idempotency: with the same request_id, yes; a group that does not stand is refused with GROUP_NOT_FOUND, without effect.
-        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The group is gone at the rank.
+        Idempotency: A repeat with the same command_id returns the recorded result. An unknown group is GROUP_NOT_FOUND,
+        without effect.
+        States: As StageService.DestroyWeightsUpdateGroup.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 30 s.
         """
 
@@ -799,11 +832,12 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Fetches a published checkpoint, full or delta, into a local directory, also while the engine generates.
 
-        Effect: files beside the engine change; its weights do not.
-        Idempotency: with the same request_id, yes; a directory at the target version is confirmed.
-        States: every one but JOINING.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Files beside the engine change. The engine's weights do not change.
+        Idempotency: A repeat with the same command_id returns the recorded result. A directory at the target version is
+        confirmed.
+        States: As StageService.PullWeights.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 600 s.
         """
 
@@ -813,13 +847,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.InspectCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Asks the rank whether it could load a checkpoint: allowed, complete, of this very architecture.
+        """Inspects a checkpoint for a load at the rank: path allowed, files complete, architecture equal.
 
-        Effect: none; headers are read, tensors are not.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change. The rank reads headers, and no tensors.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 60 s.
         """
 
@@ -831,11 +865,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Digests weights, keeps a snapshot, scrambles, or compares.
 
-        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: RESET_TENSORS scrambles the weights. The other actions change nothing that is served.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.CheckWeights.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
 
@@ -847,11 +881,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Reads a LoRA adapter into the open adapter update.
 
-        Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: No change of the served adapters. The update's commit replaces the adapter of the same name.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.LoadAdapter.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
 
@@ -863,11 +897,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Unloads an adapter.
 
-        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
-        Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
-        States: STALE, READY, PAUSED.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: New requests with the adapter are refused. The unload is refused while requests with the adapter run
+        (ACTIVE_REQUESTS), unless abort_requests is set.
+        Idempotency: A repeat with the same command_id returns the recorded result. An adapter that is not loaded is
+        ADAPTER_NOT_FOUND, without effect.
+        States: As StageService.UnloadAdapter.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 
@@ -879,11 +915,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Lists the loaded adapters.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one but JOINING.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
 
@@ -893,13 +929,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Asks the rank how it was started.
+        """Reads the start settings of the rank.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
 
@@ -909,13 +945,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.GetLoadsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Asks what is queued and running.
+        """Reads the numbers of waiting and running requests.
 
-        Effect: none.
-        Idempotency: a read.
-        States: every one.
-        Partial failure: none.
-        Retry: every code.
+        Effect: No change.
+        Idempotency: A read.
+        States: Every state after the attach of rank 0 (ILLEGAL_STATE before).
+        Partial failure: Not applicable to a single rank.
+        Retry: Every code.
         Deadline: 30 s.
         """
 
@@ -927,11 +963,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Opens an update at a participant.
 
-        Effect: no request runs until the update ends, the weights are open for writing; nothing is written. Refused while requests are active, unless abort_all_requests.
-        Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, ASLEEP (weights resident), DIRTY; UPDATING with the same update.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Opens the weights for writing, and writes nothing. No request runs until the update ends. Refused while
+        requests are active (ACTIVE_REQUESTS), unless abort_all_requests is set. Staged and adapter updates: requests
+        continue (see PrepareUpdateRequest.pause for the requests with the adapter).
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.PrepareUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
 
@@ -943,11 +981,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Finishes an update at a participant.
 
-        Effect: the load is finalised, every parameter must have been written; the stage stays UPDATING until the version is admitted.
-        Idempotency: with the same request_id, yes.
-        States: UPDATING with this update.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The load is finalised. A full update must have written every parameter (WEIGHTS_INCOMPLETE).
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.CommitUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
 
@@ -957,13 +995,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.SendWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Broadcasts the stage's own weights to another stage's ranks, to bring that one to the same version.
+        """Broadcasts the stage's weights to the ranks of a second stage, to bring the second stage to the same version.
 
-        Effect: none on this stage; the other ranks of the group receive its weights.
-        Idempotency: with the same request_id, yes; another id sends again.
-        States: READY, PAUSED.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: No change at this stage. The other ranks of the group receive the weights.
+        Idempotency: A repeat with the same command_id returns the recorded result. A different command_id sends again.
+        States: As StageService.SendWeights.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 300 s.
         """
 
@@ -975,13 +1013,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Completes the shadow copy of a staged update, or an adapter.
 
-        Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
-        stopped until the commit or the abort.
-        Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: The load is finalised while generation continues, and every parameter has been written
+        (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
+        weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
+        Idempotency: A repeat with the same command_id returns the recorded result.
+        States: As StageService.SealUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 120 s.
         """
 
@@ -993,12 +1031,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Ends an update at a participant without a version.
 
-        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
-        stage is as it was, unless a swap has failed.
-        Idempotency: with the same request_id, yes; a participant that has no update open confirms.
-        States: UPDATING with this update, and every other state without one.
-        Partial failure: none: one rank answers for itself.
-        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Effect: Before the first byte the earlier state returns. After the first byte the stage is DIRTY. Staged: the
+        shadow copy is dropped and the stage is unchanged, unless a swap has failed.
+        Idempotency: A repeat with the same command_id returns the recorded result. A participant without an open update
+        confirms.
+        States: As StageService.AbortUpdate.
+        Partial failure: Not applicable to a single rank.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same command_id.
         Deadline: 60 s.
         """
 

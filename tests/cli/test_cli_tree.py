@@ -67,7 +67,7 @@ def test_a_row_that_is_added_is_a_command_without_more(cli: Cli, monkeypatch: py
     monkeypatch.setitem(verbs.VERBS, "AbortUpdate", row)
     assert re.search(r"^  update +drop$", cli("--help").out, re.MULTILINE)
     assert "drop" in cli("update", "--help").out
-    assert "Why, for the record." in cli("update", "drop", "--help").out
+    assert "Reason, for the record." in cli("update", "drop", "--help").out
     ran = cli("update", "drop", "--reason", "test", "--endpoint", "127.0.0.1:1")
     assert ran.code == 5
 

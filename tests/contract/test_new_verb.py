@@ -93,7 +93,7 @@ def insert(path: Path, after: str, text: str, *, before: bool = False) -> None:
 def test_a_proto_a_row_and_a_method_are_all_it_takes(tmp_path: Path) -> None:
     checkout = copy(tmp_path / "checkout")
     protos = checkout / "protos" / "rlctl" / "v1"
-    insert(protos / "verbs.proto", "// Asks for what is loaded.\n", MESSAGE + "\n", before=True)
+    insert(protos / "verbs.proto", "// Reads model information.\n", MESSAGE + "\n", before=True)
     insert(protos / "results.proto", "    Loads loads = 29;\n", "    // Of TellMood.\n    Mood mood = 1000;\n")
     for service, result in (("coordinator", "Operation"), ("stage", "StageResult"), ("worker", "RankResult")):
         path = protos / f"{service}.proto"
