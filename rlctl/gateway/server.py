@@ -352,7 +352,7 @@ def _closing(handler: Handler) -> Handler:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.warning("tokenizers are read with the first request that needs one: %s", task.exception())
+        log.warning("no tokenizer was read at the start, only with the first request for one: %s", task.exception())
 
 
 def _of_the_request(route: Route, error: RlctlError) -> RlctlError:

@@ -111,7 +111,7 @@ def read(
     for index, (prompt, fields) in enumerate(zip(prompts, each, strict=True)):
         rid = fields.get("rid")
         if rid is not None and (not isinstance(rid, str) or not rid):
-            raise Reason.FIELD_INVALID.error("it must be a text, not empty", field="rid")
+            raise Reason.FIELD_INVALID.error("rid must be a non-empty text", field="rid")
         if rid and batch and not isinstance(body["rid"], list):
             rid = f"{rid}_{index}"
         entries.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
@@ -131,23 +131,23 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
     if names == ["input_ids", "input_tokens"] and body["input_ids"] == body["input_tokens"]:
         names = ["input_ids"]
     if not names:
-        raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+        raise Reason.FIELD_REQUIRED.error("text or input_ids is required", field="text")
     if len(names) > 1:
-        raise Reason.FIELD_CONFLICT.error(f"{names[0]} and {names[1]} differ; give one of them", field=names[1])
+        raise Reason.FIELD_CONFLICT.error(f"{names[0]} and {names[1]} differ; set only one field", field=names[1])
     name = names[0]
     value = body[name]
     if name == "text":
         batch = isinstance(value, list)
         prompts = value if batch else [value]
         if not all(isinstance(prompt, str) for prompt in prompts):
-            raise Reason.FIELD_INVALID.error("it must be a text, or a list of texts", field=name)
+            raise Reason.FIELD_INVALID.error(f"{name} must be a text, or a list of texts", field=name)
     else:
         batch = isinstance(value, list) and bool(value) and isinstance(value[0], list | TokenIds)
         prompts = value if batch else [value]
         if not all(isinstance(prompt, list | TokenIds) for prompt in prompts):
-            raise Reason.FIELD_INVALID.error("it must be a list of token ids, or a list of those", field=name)
+            raise Reason.FIELD_INVALID.error(f"{name} must be a list of token ids, or a list of such lists", field=name)
     if not prompts:
-        raise Reason.FIELD_REQUIRED.error("there is no prompt", field=name)
+        raise Reason.FIELD_REQUIRED.error(f"{name} is empty", field=name)
     return name, prompts, batch
 
 
@@ -160,7 +160,7 @@ def _fields_of(body: Mapping[str, Any], index: int, size: int | None) -> dict[st
             if size is None:
                 raise Reason.FIELD_INVALID.error("a list is for a batch of prompts", field=name)
             if len(value) != size:
-                raise Reason.LENGTH_MISMATCH.error(f"{len(value)} of them for {size} prompts", field=name)
+                raise Reason.LENGTH_MISMATCH.error(f"{name} has {len(value)} entries for {size} prompts", field=name)
             value = value[index]
         fields[name] = value
     return fields
@@ -179,7 +179,7 @@ def _asked(
     if sampling is None:
         sampling = {}
     if not isinstance(sampling, dict):
-        raise Reason.FIELD_INVALID.error("it must be an object", field="sampling_params")
+        raise Reason.FIELD_INVALID.error("sampling_params must be an object", field="sampling_params")
     unknown += _unknown(sampling, words.sampling | _SAMPLING.keys(), words.sampling_without, "sampling_params.", words)
     request = GenerateRequest(rid=rid, sampling_params=_sampling(sampling))
     if name == "text":
@@ -240,14 +240,14 @@ def assign(message: Any, name: str, value: Any, field_: str) -> None:
             pass
         else:
             return
-    raise Reason.FIELD_INVALID.error(f"{original!r} is no value for it", field=field_)
+    raise Reason.FIELD_INVALID.error(f"{original!r} is no value of {field_}", field=field_)
 
 
 def _made(kind: Any, name: str, value: Any, field_: str) -> Any:
     try:
         return kind(**{name: value})
     except (TypeError, ValueError):
-        raise Reason.FIELD_INVALID.error("it holds what is no token id", field=field_) from None
+        raise Reason.FIELD_INVALID.error(f"{field_} has a value that is no token id", field=field_) from None
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:
@@ -267,8 +267,8 @@ def _unknown(
             continue
         if name not in without:
             if words.strict:
-                raise Reason.FIELD_INVALID.error("there is no such field", field=f"{where}{name}")
+                raise Reason.FIELD_INVALID.error(f"there is no field {where}{name}", field=f"{where}{name}")
             unknown.append(f"{where}{name}")
         elif not any(value is nothing for nothing in without[name]):
-            raise Reason.UNSUPPORTED.error(f"{words.product} cannot do what {name} asks for", field=f"{where}{name}")
+            raise Reason.UNSUPPORTED.error(f"{words.product} does not support {name}", field=f"{where}{name}")
     return unknown

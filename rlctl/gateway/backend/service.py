@@ -123,9 +123,9 @@ class Generation:
             return self.settings.model
         if len(names) != 1:
             raise Reason.FIELD_REQUIRED.error(
-                f"name one of the models: {_listed(names)}",
+                f"model is required; models of the fleet: {_listed(names)}",
                 field="model",
-                next_step="Or start the gateway with --model.",
+                next_step="Name a model, or start the gateway with --model.",
             )
         return names[0]
 
@@ -140,7 +140,9 @@ class Generation:
         if len(owners) > 1:
             raise Reason.FIELD_INVALID.error(f"{path!r} is the checkpoint of {_listed(sorted(owners))}", field="model")
         if not owners:
-            raise Reason.MODEL_NOT_FOUND.error(f"there is no model {path!r}, but {_listed(known)}", field="model")
+            raise Reason.MODEL_NOT_FOUND.error(
+                f"there is no model {path!r}; there are: {_listed(known)}", field="model"
+            )
         return owners.pop()
 
     async def named(self, name: str = "", *, checked: bool = False) -> tuple[str, str]:
@@ -249,8 +251,8 @@ class Generation:
             raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
         if self.inflight_bytes + size > MOST_INFLIGHT_BYTES:
             raise Reason.TOO_MANY_REQUESTS.error(
-                f"the requests of the samples under way in this gateway have {self.inflight_bytes} bytes, this one has "
-                f"{size}; {MOST_INFLIGHT_BYTES} are taken at a time"
+                f"the requests of the samples under way in this gateway have {self.inflight_bytes} bytes, "
+                f"this request has {size}; the limit is {MOST_INFLIGHT_BYTES}"
             )
         self.inflight += 1
         self.inflight_bytes += size

@@ -35,9 +35,9 @@ class Tokenizer:
             from transformers import AutoTokenizer
         except ImportError:
             raise Reason.UNSUPPORTED.error(
-                "the gateway has no transformers, whose templates chats are rendered with",
+                "rendering a chat needs transformers, which the gateway does not have",
                 field="messages",
-                next_step="Install rlctl[torch] beside it, or send input_ids to /generate.",
+                next_step="Install rlctl[torch] in the gateway's environment, or send input_ids to /generate.",
             ) from None
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -69,7 +69,7 @@ class Tokenizer:
                 messages, tokenize=True, return_dict=False, **{"add_generation_prompt": True, **settings}
             )
         except Exception as error:
-            raise Reason.FIELD_INVALID.error(f"the template refuses them: {error}", field="messages") from error
+            raise Reason.FIELD_INVALID.error(f"the template refuses the messages: {error}", field="messages") from error
         return list(ids)
 
     def text(self, token: int) -> str:
@@ -80,7 +80,7 @@ class Tokenizer:
         try:
             return str(self._tokenizer.decode(tokens))
         except (OverflowError, TypeError) as error:
-            raise Reason.FIELD_INVALID.error(f"they hold what is no token id: {error}", field="tokens") from None
+            raise Reason.FIELD_INVALID.error(f"a value is no token id: {error}", field="tokens") from None
 
     async def ids(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text; ``special`` adds the special tokens around a text."""

@@ -160,7 +160,7 @@ async def chat(call: Call) -> Answer:
     with_logprobs = fields.take("logprobs", bool, False)
     tops = fields.take("top_logprobs", int, 0)
     if tops and not with_logprobs:
-        raise Reason.FIELD_CONFLICT.error("it needs logprobs", field="top_logprobs")
+        raise Reason.FIELD_CONFLICT.error("top_logprobs needs logprobs", field="top_logprobs")
     request = _request(call, fields, model, adapter, wanted=with_logprobs, tops=tops)
     limit = fields.take("max_completion_tokens", int, fields.take("max_tokens", int, LONGEST))
     assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
@@ -181,7 +181,7 @@ async def render(call: Call, fields: Fields, model: str) -> list[int]:
     """
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(fields.take_list("messages", dict))]
     if not messages:
-        raise Reason.FIELD_REQUIRED.error("there is none", field="messages")
+        raise Reason.FIELD_REQUIRED.error("messages is empty", field="messages")
     settings = dict(fields.take("chat_template_kwargs", dict, {}))
     for name in ("add_generation_prompt", "continue_final_message"):
         value = fields.take(name, bool, None)
@@ -201,7 +201,7 @@ def _tools(fields: Fields) -> Sequence[dict[str, Any]]:
         raise Reason.UNSUPPORTED.error(
             "tool calls are not parsed",
             field="tools",
-            next_step='With tool_choice "none" the tools are rendered into the prompt, and the text comes as it is.',
+            next_step='With tool_choice "none" the tools are rendered into the prompt, and the text is not parsed.',
         )
     return tools
 
@@ -214,7 +214,7 @@ async def _answer(
     sizes = [request.ByteSize() for request in requests]
     call.generation.check_bytes(max(sizes), n * sum(sizes))
     if fields.take("best_of", int, n) != n:
-        raise Reason.UNSUPPORTED.error("no more samples are made than are returned", field="best_of")
+        raise Reason.UNSUPPORTED.error("best_of must equal n: every generated sample is returned", field="best_of")
     rid = fields.take("rid", str, "") or f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
 
@@ -252,9 +252,11 @@ async def _answer(
     call.forget()
     if stream:
         if reply_options.prompt_tops is not None:
-            raise Reason.FIELD_CONFLICT.error("a stream cannot return them", field="prompt_logprobs")
+            raise Reason.FIELD_CONFLICT.error("prompt_logprobs and stream exclude each other", field="prompt_logprobs")
         if reply_options.meta:
-            raise Reason.FIELD_CONFLICT.error("a stream cannot return it", field="return_meta_info")
+            raise Reason.FIELD_CONFLICT.error(
+                "return_meta_info and stream exclude each other", field="return_meta_info"
+            )
         return Stream(_events(call, reply_options, samples), failed)
     ended = await running.whole(call, samples)
     reply: dict[str, Any] = {
@@ -301,7 +303,7 @@ def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
     for name, nothing in without.items():
         value = fields.take(name, object, None)
         if value is not None and value not in nothing:
-            raise Reason.UNSUPPORTED.error(f"this fleet cannot do what {name} asks for", field=name)
+            raise Reason.UNSUPPORTED.error(f"this fleet does not support {name}", field=name)
 
 
 def _engine_fields(fields: Fields) -> dict[str, Any]:
@@ -316,7 +318,7 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
             continue
         where = f"structured_outputs.{name}"
         if name not in _STRUCTURED:
-            raise Reason.UNSUPPORTED.error(f"unknown; use one of {', '.join(_STRUCTURED)}", field=where)
+            raise Reason.UNSUPPORTED.error(f"{name} is not supported; use one of {', '.join(_STRUCTURED)}", field=where)
         engine[_STRUCTURED[name]] = value if isinstance(value, str) else bodies.dump(value, where).decode()
     form = fields.take_fields("response_format", {})
     kind = form.take("type", str, "text")
@@ -326,7 +328,7 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
         schema = form.take_fields("json_schema").take("schema", dict)
         engine["json_schema"] = bodies.dump(schema, "response_format.json_schema.schema").decode()
     elif kind != "text":
-        raise Reason.UNSUPPORTED.error(f"there is no form {kind!r}", field="response_format.type")
+        raise Reason.UNSUPPORTED.error(f"response_format.type {kind!r} is not supported", field="response_format.type")
     return engine
 
 
@@ -335,7 +337,7 @@ def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None
     if isinstance(given, str | TokenIds) or (given and all(isinstance(each, int) for each in given)):
         given = [given]
     if not given:
-        raise Reason.FIELD_REQUIRED.error("there is no prompt", field="prompt")
+        raise Reason.FIELD_REQUIRED.error("prompt is empty", field="prompt")
     check(len(given), "prompt")
     prompts: list[str | TokenIds] = []
     for each in given:
@@ -344,7 +346,9 @@ def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None
             continue
         ids = TokenIds()
         if not isinstance(each, list):
-            raise Reason.FIELD_INVALID.error("it must be texts or lists of token ids", field="prompt")
+            raise Reason.FIELD_INVALID.error(
+                "prompt must be a text, a list of token ids, or a list of these", field="prompt"
+            )
         assign(ids, "ids", each, "prompt")
         prompts.append(ids)
     return prompts
@@ -353,7 +357,7 @@ def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message for the template. Text parts are joined; other parts are refused."""
     if not isinstance(message.get("role"), str):
-        raise Reason.FIELD_REQUIRED.error("it is missing", field=f"{where}.role")
+        raise Reason.FIELD_REQUIRED.error(f"{where}.role is required", field=f"{where}.role")
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -361,7 +365,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
                 raise Reason.UNSUPPORTED.error("only parts of text are taken", field=f"{where}.content")
         return {**message, "content": "".join(part["text"] for part in content)}
     if content is not None and not isinstance(content, str):
-        raise Reason.FIELD_INVALID.error("it must be a text", field=f"{where}.content")
+        raise Reason.FIELD_INVALID.error(f"{where}.content must be a text", field=f"{where}.content")
     return message
 
 

@@ -23,9 +23,9 @@ def named(call: Call, *bodies: Mapping[str, Any]) -> str:
             if value is None:
                 continue
             if not isinstance(value, str):
-                raise Reason.FIELD_INVALID.error("it must be a text", field=name)
+                raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
             if len(value) > LONGEST:  # kept with the session, and sent with each sample
-                raise Reason.FIELD_INVALID.error(f"it must have at most {LONGEST} characters", field=name)
+                raise Reason.FIELD_INVALID.error(f"{name} must have at most {LONGEST} characters", field=name)
             if value:
                 return value
     return next((call.headers[name] for name in HEADERS if call.headers.get(name)), "")

@@ -223,7 +223,7 @@ def _complete(asked: Asked, call: Call, model: str, body: Mapping[str, Any]) -> 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise Reason.FIELD_INVALID.error("it must be a text", field=name)
+        raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
     return value or ""
 
 

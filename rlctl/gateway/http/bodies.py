@@ -21,7 +21,7 @@ def dump(value: Any, field: str = "body") -> bytes:
     try:
         return orjson.dumps(value, default=_listed)
     except TypeError as error:
-        raise Reason.FIELD_INVALID.error(f"it cannot be passed on: {error}", field=field) from None
+        raise Reason.FIELD_INVALID.error(f"{field} cannot be written as JSON: {error}", field=field) from None
 
 
 def _listed(value: object) -> list[int]:
@@ -40,7 +40,7 @@ class Fields:
     def __init__(self, values: Any, where: str = "") -> None:
         """Raises FIELD_INVALID if ``values`` is no object."""
         if not isinstance(values, dict):
-            raise Reason.FIELD_INVALID.error("it is no JSON object", field=where.rstrip(".") or "body")
+            raise Reason.FIELD_INVALID.error("a JSON object is required", field=where.rstrip(".") or "body")
         self.values: Mapping[str, Any] = values
         self._where = where
         self._taken: set[str] = set()
@@ -64,7 +64,7 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             if default is _MISSING:
-                raise Reason.FIELD_REQUIRED.error("it is missing", field=self._where + name)
+                raise Reason.FIELD_REQUIRED.error(f"{self._where}{name} is required", field=self._where + name)
             return default
         original, value = value, of_kind(value, kind) if isinstance(kind, type) else value
         if not _fits(value, kind):

@@ -156,7 +156,7 @@ async def health(call: Call) -> Reply:
     for stage in await asked(call, openly=True):
         if stage.state != STAGE_STATE_JOINING and not stage.quarantine.reason:
             return Reply(b"")
-    raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
+    raise Reason.NO_ROUTABLE_STAGE.error("no engine is healthy")
 
 
 async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
@@ -177,9 +177,9 @@ async def updatable(call: Call) -> str:
     if call.generation.settings.model or len(names) == 1:
         return call.generation.settings.model or names[0]
     raise Reason.FIELD_REQUIRED.error(
-        f"which of {', '.join(names) or 'no models'} is meant?",
+        f"model is required; models of the fleet: {', '.join(names) or 'none'}",
         field="model",
-        next_step="Start the gateway with --model.",
+        next_step="Name a model, or start the gateway with --model.",
     )
 
 

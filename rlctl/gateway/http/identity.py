@@ -33,7 +33,7 @@ def readable(headers: Mapping[str, str]) -> None:
     """Raise FIELD_INVALID for a header that is not UTF-8: such a header cannot be forwarded or reported."""
     for name, value in headers.items():
         if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
-            raise Reason.FIELD_INVALID.error("it is no UTF-8", field=name)
+            raise Reason.FIELD_INVALID.error(f"header {name} is no UTF-8", field=name)
 
 
 def key(headers: Mapping[str, str]) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def key(headers: Mapping[str, str]) -> tuple[str, str]:
         if value is None:
             continue
         if not 0 < len(value) <= _LONGEST:
-            raise Reason.FIELD_INVALID.error(f"it must have 1 to {_LONGEST} characters", field=name)
+            raise Reason.FIELD_INVALID.error(f"header {name} must have 1 to {_LONGEST} characters", field=name)
         return name, value
     return "", ""
 

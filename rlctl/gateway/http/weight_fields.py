@@ -37,11 +37,11 @@ def bucket(
     kinds: Sequence[str] = fields.take_list(dtypes, str)
     shapes: Sequence[list[object]] = fields.take_list("shapes", list)
     if not names:
-        raise Reason.FIELD_REQUIRED.error("it is empty", field=fields.path("names"))
+        raise Reason.FIELD_REQUIRED.error("names is empty", field=fields.path("names"))
     for field, values in ((dtypes, kinds), ("shapes", shapes)):
         if len(values) != len(names):
             raise Reason.LENGTH_MISMATCH.error(
-                f"{len(values)} of them for {len(names)} names", field=fields.path(field)
+                f"{field} has {len(values)} entries for {len(names)} names", field=fields.path(field)
             )
     message = TensorBucket(names=names, dtypes=map(dtype, kinds), format=format)
     for number, shape in enumerate(shapes):
@@ -59,7 +59,9 @@ def packed(whole: TensorBucket, most: int) -> list[TensorBucket]:
     Raises FIELD_INVALID for a dtype of unknown size, and a ``most`` below 1.
     """
     if most < 1:
-        raise Reason.FIELD_INVALID.error(f"{most} bytes hold nothing", field="packed_buffer_size_bytes")
+        raise Reason.FIELD_INVALID.error(
+            f"packed_buffer_size_bytes is {most}; it must be 1 or more", field="packed_buffer_size_bytes"
+        )
     buckets: list[TensorBucket] = []
     size = most + 1
     for name, kind, shape in zip(whole.names, whole.dtypes, whole.shapes, strict=True):
@@ -122,14 +124,16 @@ def segments(values: Sequence[Any]) -> list[TensorSegment]:
         try:
             result.append(json_format.ParseDict(value, TensorSegment()))
         except json_format.ParseError as error:
-            raise Reason.FIELD_INVALID.error(f"it is no TensorSegment: {error}", field=f"segments[{index}]") from None
+            raise Reason.FIELD_INVALID.error(
+                f"segments[{index}] is no TensorSegment: {error}", field=f"segments[{index}]"
+            ) from None
     return result
 
 
 def pickled(field: str, next_step: str) -> RlctlError:
     """Return the error for pickled tensors."""
     return Reason.UNSUPPORTED.error(
-        "pickles are neither read nor passed on: unpickling runs what its sender likes",
+        "pickles are neither read nor forwarded: unpickling can run any code",
         field=field,
         next_step=next_step,
     )

@@ -206,7 +206,7 @@ class SglangRouter:
                 return None
             raise
         except (http.client.HTTPException, ValueError) as error:
-            raise OSError(f"its answer broke off: {error!r}") from error
+            raise OSError(f"the router's answer broke off: {error!r}") from error
 
 
 def installed() -> str:

@@ -101,7 +101,7 @@ class _Router:
                 if call.token is None:
                     raise Reason.TOKEN_MISSING.error("an admin key is required", next_step="Authorization: Bearer KEY")
                 if not hmac.compare_digest(call.token.encode(), self._key.encode()):
-                    raise Reason.TOKEN_INVALID.error("the admin key is another one")
+                    raise Reason.TOKEN_INVALID.error("invalid admin key")
             return await handler(call)
 
         return answer
@@ -169,7 +169,7 @@ async def resolve_journal(call: Call) -> Reply:
     """
     if (await call.fields()).values.get("acknowledge") is not True:
         raise Reason.FIELD_INVALID.error(
-            "it must be true",
+            "acknowledge must be true",
             field="acknowledge",
             next_step="`rlctl heal` restores the weights of an engine that is quarantined.",
         )
@@ -183,7 +183,7 @@ async def post_worker(call: Call) -> Reply:
     body_url = fields.take("url", str, None) or fields.take("worker_url", str, None)
     url = call.query.get("url") or call.query.get("worker_url") or body_url
     if not url:
-        raise Reason.FIELD_REQUIRED.error("it is missing", field="url")
+        raise Reason.FIELD_REQUIRED.error("url is required", field="url")
     slot = engine_urls.slot_in(url)
     if not slot:
         raise engine_urls.foreign(url)
@@ -216,7 +216,7 @@ async def put_worker(call: Call) -> Reply:
     dead = fields.take("is_dead", bool, None)
     disabled = fields.take("disabled", bool, None)
     if dead is None and disabled is None and not fields.unknown:
-        raise Reason.FIELD_REQUIRED.error("it is missing", field="disabled")
+        raise Reason.FIELD_REQUIRED.error("disabled is required", field="disabled")
     worker = replies.worker(await engine_urls.find(call, slot, "id"), engine_urls.url_of(call, slot))
     unknown = fields.unknown or (["is_dead"] if dead not in (None, worker["is_dead"]) else [])
     if unknown:

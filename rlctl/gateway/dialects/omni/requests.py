@@ -52,7 +52,7 @@ def read(verb: Verb, fields: Fields) -> Asked:
     if timeout_s is not None and timeout_s < 0:
         raise Reason.FIELD_INVALID.error(f"{timeout_s} is below 0", field="timeout_s")
     if stages is not None and not stages:
-        raise Reason.FIELD_INVALID.error("it is empty; leave it out for all stages", field="stages")
+        raise Reason.FIELD_INVALID.error("stages is empty; omit stages for all stages", field="stages")
     return Asked(verb.build(fields), stages or (), timeout_s or verb.timeout_s)
 
 
@@ -85,7 +85,7 @@ def _continue(fields: Fields) -> Message:
 def _from_disk(fields: Fields) -> Message:
     if fields.take("manifest", dict, None) is not None:
         raise Reason.UNSUPPORTED.error(
-            "a checkpoint's own digest is what is compared; rlctl-manifest.json beside it says which", field="manifest"
+            "the digest comes from rlctl-manifest.json beside the checkpoint, not from the request", field="manifest"
         )
     options = _options(fields)
     if fields.take("keep_pause", bool, False):
@@ -154,7 +154,7 @@ def _options(fields: Fields) -> verbs_pb2.UpdateOptions:
 
 def _one_of(enum: Any, value: str, field: str) -> Any:
     if not value:
-        raise Reason.FIELD_INVALID.error("it is empty", field=field)
+        raise Reason.FIELD_INVALID.error(f"{field} is empty", field=field)
     return number(enum, value, field)
 
 

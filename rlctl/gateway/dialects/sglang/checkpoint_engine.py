@@ -76,7 +76,7 @@ def peers_of(handles: Mapping[str, Any], stages: Sequence[Stage]) -> tuple[list[
         where = f"{FIELD}.{key[:100]}"
         match = _ADDRESS.fullmatch(address) if type(address) is str else None
         if match is None:
-            raise Reason.FIELD_INVALID.error("no address of a socket of checkpoint-engine's", field=where)
+            raise Reason.FIELD_INVALID.error("the address is not a socket of checkpoint-engine", field=where)
         if on_gpus and key not in by_gpu:
             raise Reason.NOT_COLOCATED.error(f"the ranks are on {', '.join(sorted(by_gpu))}", field=where)
         slot, worker = by_gpu[key] if on_gpus else readers[index]

@@ -149,7 +149,9 @@ async def loads(asked: Asked) -> Reply:
     states = _loads(await asked.tell(verbs_pb2.GetLoadsRequest(), partly=True))
     dp_rank = asked["dp_rank"]
     if dp_rank is not None and dp_rank >= len(states):
-        raise Reason.FIELD_INVALID.error(f"there are {len(states)}, counted from 0", field="dp_rank")
+        raise Reason.FIELD_INVALID.error(
+            f"dp_rank is {dp_rank}; there are {len(states)} ranks, counted from 0", field="dp_rank"
+        )
     chosen = states if dp_rank is None else states[dp_rank : dp_rank + 1]
     if asked["format"] == "prometheus":
         return Reply(_prometheus(chosen), content_type="text/plain")

@@ -117,7 +117,7 @@ async def init_group(asked: Asked) -> Reply:
     offset, world_size, port = asked["rank_offset"], asked["world_size"], asked["master_port"]
     for name, value in (("rank_offset", offset), ("world_size", world_size), ("master_port", port)):
         if not 0 <= value < 1 << 31:
-            raise Reason.FIELD_INVALID.error(f"it is {value}", field=name)
+            raise Reason.FIELD_INVALID.error(f"{name} is {value}; it must be from 0 to {(1 << 31) - 1}", field=name)
     request = verbs_pb2.InitWeightsUpdateGroupRequest(
         header=await asked.header(model=asked.model()),
         master_address=asked["master_address"],
@@ -131,7 +131,7 @@ async def init_group(asked: Asked) -> Reply:
         raise Reason.FIELD_INVALID.error(
             f"at the root the fleet is one server, whose ranks begin at 1, not at {offset}",
             field="rank_offset",
-            next_step="Call every engine at its own address to say where each of them joins.",
+            next_step="To place engines at other offsets, call each engine at its own address.",
         )
     await asked.call.operate(request)
     return done("Succeeded to initialize custom process group.")
@@ -166,7 +166,7 @@ async def from_tensor(asked: Asked) -> Reply:
     if asked["serialized_named_tensors"] is not None:
         return await _serialized(asked)
     if not asked["segments"]:
-        raise Reason.FIELD_REQUIRED.error("it is missing", field=serialized_tensors.FIELD)
+        raise Reason.FIELD_REQUIRED.error(f"{serialized_tensors.FIELD} is required", field=serialized_tensors.FIELD)
     operation = await _from_segments(asked, weight_fields.segments(asked["segments"]))
     return done(f"Success{_versioned(operation)}")
 

@@ -86,7 +86,7 @@ async def retrieve_from_text(call: Call) -> Reply:
     """Return the generated output for a text. The radix middleware answers before this handler."""
     del call
     raise Reason.UNSUPPORTED.error(
-        "nothing here remembers what was generated",
+        "this gateway keeps no trajectories",
         next_step="Start the gateway with --middleware-path rlctl.gateway.radix.middleware:RadixMiddleware.",
     )
 

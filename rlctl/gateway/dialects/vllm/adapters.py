@@ -19,7 +19,7 @@ async def load(call: Call, *, replaces: bool = False) -> Reply:
     fields = await call.fields()
     name = fields.take("lora_name", str)
     if fields.take("is_3d_lora_weight", bool, False):
-        raise Reason.UNSUPPORTED.error("experts' matrices come one by one", field="is_3d_lora_weight")
+        raise Reason.UNSUPPORTED.error("stacked matrices of experts are not supported", field="is_3d_lora_weight")
     if name in [model.name for model in await call.fleet.models()]:
         raise Reason.FIELD_INVALID.error(f"{name!r} is a model's name", field="lora_name")
     replaces = fields.take("load_inplace", bool, replaces)

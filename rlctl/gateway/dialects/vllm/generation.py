@@ -74,7 +74,7 @@ async def finish_session(call: Call) -> Reply:
     """End a session."""
     session = call.query.get("session_id") or sessions.named(call, (await call.fields()).values)
     if not session:
-        raise Reason.FIELD_REQUIRED.error("it is missing", field="session_id")
+        raise Reason.FIELD_REQUIRED.error("session_id is required", field="session_id")
     await call.generation.finish_session(session)
     return Reply({"status": "ok"})
 

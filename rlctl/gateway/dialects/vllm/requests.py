@@ -129,12 +129,14 @@ def _packed(info: Fields) -> int:
     if not info.take("packed", bool, False):
         return 0
     if most < 1:
-        raise Reason.FIELD_INVALID.error(f"{most} bytes hold nothing", field=info.path("packed_buffer_size_bytes"))
+        raise Reason.FIELD_INVALID.error(
+            f"packed_buffer_size_bytes is {most}; it must be 1 or more", field=info.path("packed_buffer_size_bytes")
+        )
     if info.take("group_name", str, None) is not None:
         raise Reason.FIELD_CONFLICT.error(
-            "the name of a group whose tensors come packed says so",
+            "packed excludes group_name: the name that rlctl gives to a packed group marks it as packed",
             field=info.path("packed"),
-            next_step="Leave the name out, or say packed in every update_info.",
+            next_step="Omit group_name, or set packed in every update_info.",
         )
     return most
 
@@ -177,7 +179,7 @@ async def _taken_in(call: Call, fields: Fields) -> list[Message]:
     update_info = fields.take("update_info", dict | list, None)
     infos: list[Any] = update_info if isinstance(update_info, list) else [update_info]
     if not infos:
-        raise Reason.FIELD_REQUIRED.error("it is empty", field="update_info")
+        raise Reason.FIELD_REQUIRED.error("update_info is empty", field="update_info")
     request = UpdateWeightsFromDistributedRequest(options=UpdateOptions(), group_name=await _standing(call))
     for index, value in enumerate(infos):
         where = f"update_info[{index}]." if isinstance(update_info, list) else "update_info."
@@ -225,7 +227,7 @@ async def _reload(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Messa
     path = kwargs.take("weights_path", str, None) or kwargs.take("weight_path", str, None)
     path = path or next((arg for arg in args if isinstance(arg, str)), None)
     if path is None:
-        raise Reason.FIELD_REQUIRED.error("it is missing", field="kwargs.weights_path")
+        raise Reason.FIELD_REQUIRED.error("weights_path is required", field="kwargs.weights_path")
     return [UpdateWeightsFromDiskRequest(model_path=path, weight_version=kwargs.take("weight_version", str, ""))]
 
 

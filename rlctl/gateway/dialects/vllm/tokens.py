@@ -219,7 +219,7 @@ def sampling_of_chat(fields: Fields) -> dict[str, Any]:
 def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
     value = fields.take(name, object, None)
     if value is not None and value not in nothing:
-        raise Reason.UNSUPPORTED.error("nobody here can do it", field=fields.path(name))
+        raise Reason.UNSUPPORTED.error(f"this fleet does not support {name}", field=fields.path(name))
 
 
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
