@@ -112,7 +112,7 @@ class CoordinatorServer:
             topology=config.topology,
             graces=config.graces,
             audit_kept_s=config.audit_kept_s,
-            observer=Observers([each for each in (self._metrics, self._traces) if each is not None]),
+            observer=Observers([observer for observer in (self._metrics, self._traces) if observer is not None]),
         )
         self._recording: set[asyncio.Task[None]] = set()
         self.denials = Denials(self._record_denial)

@@ -359,8 +359,8 @@ class Coordinator:
     def _refuse_unknown_adapter(self, adapter: str, targets: Sequence[Slot]) -> None:
         """Raise ADAPTER_NOT_FOUND for an adapter that no target or its model has, and that no pause names."""
         models = sorted({slot.model for slot in targets})
-        published = {each.name for model in models for each in self.roster.models[model].record.adapters}
-        loaded = {each.name for slot in targets if slot.report is not None for each in slot.report.adapters}
+        published = {entry.name for model in models for entry in self.roster.models[model].record.adapters}
+        loaded = {entry.name for slot in targets if slot.report is not None for entry in slot.report.adapters}
         paused = {name for slot in targets for name in (*slot.adapter_pauses, *slot.paused_adapters)}
         if adapter not in published | loaded | paused:
             raise Reason.ADAPTER_NOT_FOUND.error(
@@ -517,10 +517,10 @@ class Coordinator:
         try:
             self.admitted_slots.refuse(registration.slot)
         except RlctlError as error:
-            who = f"{registration.slot} at {registration.address}"
-            if who not in self._refused and len(self._refused) < MOST_REFUSED:  # each stage retries once a second
-                self._refused.add(who)
-                log.warning("%s is refused: %s", who, error)
+            process = f"{registration.slot} at {registration.address}"
+            if process not in self._refused and len(self._refused) < MOST_REFUSED:  # each stage retries once a second
+                self._refused.add(process)
+                log.warning("%s is refused: %s", process, error)
             raise
 
     async def _refuse_second(self, registration: StageRegistration) -> None:
@@ -644,7 +644,7 @@ class Coordinator:
         for index, name in enumerate(request.slots):
             if name in attached:
                 _refuse_epoch(attached[name], f"slots[{index}]")
-        epoch = max((each.report.fleet_epoch for each in attached.values()), default=0)
+        epoch = max((stage.report.fleet_epoch for stage in attached.values()), default=0)
         if unlinked and not request.header.validate_only:
             if epoch > self.roster.epoch:
                 await self._take_over(epoch)

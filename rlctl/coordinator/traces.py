@@ -106,23 +106,23 @@ class _Spans:
             self._transfer(rank, within, start, stage.duration.ToNanoseconds())
 
     def _transfer(self, rank: RankTransfer, inside: Context, start: int, longest: int) -> None:
-        took = Duration()
-        took.FromNanoseconds(min(longest, rank.transfer.ToNanoseconds() + rank.load.ToNanoseconds()))
+        elapsed = Duration()
+        elapsed.FromNanoseconds(min(longest, rank.transfer.ToNanoseconds() + rank.load.ToNanoseconds()))
         attributes = {
             "rlctl.rank": rank.rank,
             "rlctl.bytes": rank.bytes,
             "rlctl.transfer_s": rank.transfer.ToNanoseconds() / 1e9,
             "rlctl.load_s": rank.load.ToNanoseconds() / 1e9,
         }
-        self._span(f"rank {rank.rank}", inside, start, took, attributes)
+        self._span(f"rank {rank.rank}", inside, start, elapsed, attributes)
 
     def _result(self, result: StageResult, inside: Context) -> None:
         within = self._span(
             f"stage {result.slot}", inside, self._start, result.elapsed, {"rlctl.slot": result.slot}, result.outcome
         )
-        for each in result.rank_results:
-            rank = each.coordinates.rank
-            self._span(f"rank {rank}", within, self._start, each.elapsed, {"rlctl.rank": rank}, each.outcome)
+        for entry in result.rank_results:
+            rank = entry.coordinates.rank
+            self._span(f"rank {rank}", within, self._start, entry.elapsed, {"rlctl.rank": rank}, entry.outcome)
 
     def _span(
         self,

@@ -40,9 +40,9 @@ def computes_keyed_digests(slot: Slot) -> bool:
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
     if verb_name in slot.verbs:
         return None
-    why = slot.capabilities.unsupported.get(verb_name, "")
+    cause = slot.capabilities.unsupported.get(verb_name, "")
     engine = slot.record.registration.engine
-    return Reason.UNSUPPORTED.error(why or f"engine {engine!r} has no {verb_name}")
+    return Reason.UNSUPPORTED.error(cause or f"engine {engine!r} has no {verb_name}")
 
 
 def incapable(slot: Slot, request: Message) -> RlctlError | None:
@@ -73,15 +73,17 @@ def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError
     modes = slot.capabilities.pause_modes
     if slot.pauses_in(mode):
         return None
-    name, *there = (PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in (mode, *modes))
-    return Reason.UNSUPPORTED.error(f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field=field)
+    name, *mode_names = (PauseMode.Name(value).removeprefix("PAUSE_MODE_").lower() for value in (mode, *modes))
+    return Reason.UNSUPPORTED.error(
+        f"{slot.name} has no pause mode {name}; it has: {', '.join(mode_names)}", field=field
+    )
 
 
 def refuse_unpaused(slots: Sequence[Slot], request: PauseGenerationRequest) -> None:
     """Raise UNSUPPORTED, with the stage's name, if a stage serves adapters and cannot pause an adapter as requested."""
     for slot in slots:
-        able = "LoadAdapter" not in slot.verbs  # the stage serves no adapter
-        unpaused = None if able else adapter_identity.unpaused(slot.capabilities, request, slot.name)
+        serves_none = "LoadAdapter" not in slot.verbs  # the stage serves no adapter
+        unpaused = None if serves_none else adapter_identity.unpaused(slot.capabilities, request, slot.name)
         if unpaused is not None:
             unpaused.outcome = OUTCOME_REJECTED
             raise unpaused

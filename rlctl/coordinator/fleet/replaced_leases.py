@@ -17,7 +17,7 @@ class Formers:
 
     def add(self, address: str, model: str, until: float, now: float, slot: str = "") -> None:
         """Record that a replaced process may serve a model until a time. ``slot``: its slot, "" if unknown."""
-        self._until = {key: other for key, other in self._until.items() if other > now}
+        self._until = {key: end for key, end in self._until.items() if end > now}
         key = address, model, slot
         self._until[key] = max(until, self._until.get(key, until))
 

@@ -202,14 +202,14 @@ class Slot:
         """Adapters whose pause by name is in force and not yet carried out. Until then the stage may not serve them."""
         if not self.adapter_pauses or self.report is None:
             return []
-        due = [name for name, pause in self.adapter_pauses.items() if not self.undecided[pause.operation_id]]
-        return [name for name in due if not self.has_paused_adapter(name)]
+        due_names = [name for name, pause in self.adapter_pauses.items() if not self.undecided[pause.operation_id]]
+        return [name for name in due_names if not self.has_paused_adapter(name)]
 
     @property
     def unkept_adapters(self) -> list[str]:
         """Adapters that the stage keeps paused without a pause by name in force."""
         pauses = self.adapter_pauses
-        return [each for each in sorted(self.paused_adapters) if each not in pauses and not self.in_hand[each]]
+        return [name for name in sorted(self.paused_adapters) if name not in pauses and not self.in_hand[name]]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -430,10 +430,10 @@ class Roster:
                 record.retire_time.CopyFrom(time)
 
         async def write(puts: Sequence[Put]) -> None:
-            others = [other for other in self.slots.values() if other.record.retired and other is not slot]
-            others.sort(key=lambda other: other.record.retire_time.ToNanoseconds())
+            retired = [other for other in self.slots.values() if other.record.retired and other is not slot]
+            retired.sort(key=lambda other: other.record.retire_time.ToNanoseconds())
             now = self._clock.now()
-            oldest = [other for other in others[: max(0, len(others) + 1 - RETIRED)] if now >= other.lease_until]
+            oldest = [other for other in retired[: max(0, len(retired) + 1 - RETIRED)] if now >= other.lease_until]
             await self._journal.write([*puts, *(Delete("slot", other.name) for other in oldest)])
             for other in oldest:
                 del self.slots[other.name]
@@ -536,10 +536,10 @@ class Roster:
     def _none_there(self, target: Target) -> RlctlError:
         """Return the error of a target without an addressable stage."""
         absent = [slot for slot in self.covered(target) if not slot.record.retired]
-        why = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
+        causes = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
         if absent and all(slot.taken for slot in absent):
-            return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {why}", field="header.target")
-        return Reason.NO_TARGETS.error("no stage is there to address" + f": {why}" * bool(why))
+            return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {causes}", field="header.target")
+        return Reason.NO_TARGETS.error("no stage is there to address" + f": {causes}" * bool(causes))
 
     def _refuse_unknown_stages(self, target: Target) -> None:
         stages = {slot.stage for slot in self.slots.values()}
@@ -591,17 +591,17 @@ class Roster:
     async def leaving(self, slots: Collection[Slot]) -> AsyncIterator[None]:
         """Mark routable stages as about to leave service, and wait until routing followers have confirmed this."""
         models = {slot.model for slot in slots}
-        going = [slot for slot in slots if not slot.not_routable()] if self.followers.awaited(models) else []
-        for slot in going:
+        routable = [slot for slot in slots if not slot.not_routable()] if self.followers.awaited(models) else []
+        for slot in routable:
             slot.leaving += 1
         try:
-            if going:
+            if routable:
                 await self.told(models)
             yield
         finally:
-            for slot in going:
+            for slot in routable:
                 slot.leaving -= 1
-            if going:
+            if routable:
                 self.changed()
 
     async def told(self, models: Collection[str]) -> None:
@@ -729,8 +729,8 @@ def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
         if seen.get("s:" + stage.registration.slot) != content:
             seen["s:" + stage.registration.slot] = content
             changed.stages.add().CopyFrom(stage)
-    there = {"s:" + stage.registration.slot for stage in fleet.stages}
-    for name in [name for name in seen if name.startswith("s:") and name not in there]:
+    keys = {"s:" + stage.registration.slot for stage in fleet.stages}
+    for name in [name for name in seen if name.startswith("s:") and name not in keys]:
         # The stage has deregistered. Without this event a watcher would keep the stage.
         stage = changed.stages.add()
         stage.ParseFromString(seen.pop(name))

@@ -132,7 +132,7 @@ class Peers:
                 number=number,
                 echo=commander.echo,
                 confirm=confirm or (withheld and slot.silent_from > 0 and not self._is_silent(slot)),
-                adapters=[each for each in model.record.adapters if each.name not in withheld_adapters],
+                adapters=[adapter for adapter in model.record.adapters if adapter.name not in withheld_adapters],
                 withheld_adapters=withheld_adapters,
             )
         )
@@ -397,8 +397,8 @@ class Peers:
         is forgotten, and the weights are unproven since.
         """
         if report.weight_version.sequence or report.update_id:
-            why = "it had been replaced by another process, and what it holds now is not known"
-            await self._roster.quarantine({slot: Reason.WEIGHTS_STALE.error(why).detail()})
+            cause = "it had been replaced by another process, and what it holds now is not known"
+            await self._roster.quarantine({slot: Reason.WEIGHTS_STALE.error(cause).detail()})
         await self._roster.change([slot], lambda record: setattr(record, "unseen", False))
 
     async def _turn_to_connect(self) -> Callable[[], None]:

@@ -95,7 +95,7 @@ def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
         return None
     if model.latest.sequence != first_sequence(model) or model.model_digest or model.checkpoint != report.checkpoint:
         return None
-    if not model.checkpoint or any(_may_tell(model, other) for other in roster.slots.values() if other is not slot):
+    if not model.checkpoint or any(_may_tell(model, peer) for peer in roster.slots.values() if peer is not slot):
         return None
     record = ModelRecord()
     record.CopyFrom(model)

@@ -66,9 +66,9 @@ class FromPeer:
     async def receive(self) -> list[StageResult]:
         """Return the target's results of the transfer. Raises other failures."""
         group = await self._new_group(self._update.model)
-        both = [self._peer, self._slot]
+        pair = [self._peer, self._slot]
         try:
-            fanout = Together(self._fanout, self._clock, both, self._update.update_id, [group])
+            fanout = Together(self._fanout, self._clock, pair, self._update.update_id, [group])
             await fanout.join(self._joining(group), self._update.deadline - self._clock.now())
             fanout.refuse_failed()
             buckets = await self._buckets()
@@ -88,7 +88,7 @@ class FromPeer:
                 receiving.cancel()
                 await asyncio.gather(sending, receiving, return_exceptions=True)
         finally:
-            await asyncio.shield(self._leave(group, both))
+            await asyncio.shield(self._leave(group, pair))
 
     async def _leave(self, group: str, slots: Sequence[Slot]) -> None:
         """Destroy the group. A group that a rank may still be in stays on record for the next update to destroy."""

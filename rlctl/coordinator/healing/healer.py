@@ -152,8 +152,8 @@ class Healer:
             return existing
         named = (self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots))
         slots = list(dict.fromkeys(named))
-        everyone = self._roster.slots.values()
-        slots = slots or [slot for slot in everyone if needs_heal(slot) or self._sources.lacks_adapters(slot)]
+        all_slots = self._roster.slots.values()
+        slots = slots or [slot for slot in all_slots if needs_heal(slot) or self._sources.lacks_adapters(slot)]
         if not slots:
             raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
         slots = self._healable(slots, request.checkpoint, named=bool(request.slots))
@@ -345,9 +345,9 @@ class Healer:
         elif self._sources.lacks_adapters(slot):
             self._postpone(slot, self._grace_s)
         # Other stages may wait for a turn.
-        for other in list(self._roster.slots.values()):
-            if other.model == slot.model and other is not slot:
-                self.look(other)
+        for peer in list(self._roster.slots.values()):
+            if peer.model == slot.model and peer is not slot:
+                self.look(peer)
 
     async def _one(self, heal: _Heal, slot: Slot, update: Update, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]

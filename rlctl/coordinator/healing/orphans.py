@@ -111,15 +111,15 @@ class Orphans:
         # For requests that an update has frozen, the stage could refuse a different mode.
         request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else mode)
         busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand[""]
-        able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
-        return request if able and not busy else None
+        allowed = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
+        return request if allowed and not busy else None
 
     def _due_scoped(self, slot: Slot, report: StageReport) -> PauseGenerationRequest | ContinueGenerationRequest | None:
         """Return the pause of an owed adapter, or the continue of an adapter without a pause by name."""
         busy = self._roster.models[slot.model].update_id or self._is_held(slot)
-        able = VERBS["PauseGeneration"].allows(report.state) and not report.HasField("quarantine")
+        allowed = VERBS["PauseGeneration"].allows(report.state) and not report.HasField("quarantine")
         modes = slot.capabilities.adapter_pause_modes
-        if busy or not able or not modes or unsupported(slot, "LoadAdapter") is not None:
+        if busy or not allowed or not modes or unsupported(slot, "LoadAdapter") is not None:
             return None
         for adapter in slot.owed_adapters:
             mode = slot.adapter_pauses[adapter].mode

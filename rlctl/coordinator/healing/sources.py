@@ -63,11 +63,11 @@ class Sources:
             raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
         source = checkpoint or (self._peer(slot) if slot.misread else None) or model.checkpoint or self._peer(slot)
         if not source:
-            why = "no other stage can send it"
+            cause = "no other stage can send it"
             if not _receives(slot):
-                why = f"{slot.name} joins no group in which another stage could send it"
+                cause = f"{slot.name} joins no group in which another stage could send it"
             raise Reason.UNHEALABLE.error(
-                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and {why}", field="slots"
+                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and {cause}", field="slots"
             )
         if not model.model_digest and not witnesses(self._roster, slot):
             raise unverifiable()
@@ -80,8 +80,8 @@ class Sources:
         transport = TRANSPORT_DISK if isinstance(source, str) else TRANSPORT_TORCH_GLOO
         obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])
         if all(obstacles.values()):
-            why = obstacles[VERIFICATION_LEVEL_NONE]
-            raise Reason.UNHEALABLE.error(f"what {slot.name} reads could not be verified: {why}", field="slots")
+            cause = obstacles[VERIFICATION_LEVEL_NONE]
+            raise Reason.UNHEALABLE.error(f"what {slot.name} reads could not be verified: {cause}", field="slots")
         return source
 
     def lacks_adapters(self, slot: Slot) -> bool:
@@ -100,8 +100,8 @@ class Sources:
 
     def _peer(self, slot: Slot) -> Slot | None:
         """Return a stage that is at the version and can send weights, preferably with the same parts at each rank."""
-        able = self._senders(slot) if _receives(slot) else []
-        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
+        senders = self._senders(slot) if _receives(slot) else []
+        return next((peer for peer in senders if alike(peer, slot)), senders[0] if senders else None)
 
     def _senders(self, slot: Slot) -> list[Slot]:
         return [

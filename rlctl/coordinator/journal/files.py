@@ -76,13 +76,13 @@ def refuse_as_target(target: Path, source: Path | None) -> None:
     """
     if not target.exists():
         return
-    why = ""
+    cause = ""
     if source is not None and source.exists() and target.samefile(source):
-        why = "is the journal itself"
+        cause = "is the journal itself"
     elif _beside(target, "-wal").exists():
-        why = f"is a journal in use, or its coordinator was killed: {target.name}-wal is beside it"
-    if why:
-        raise Reason.FIELD_INVALID.error(f"{target} {why}", field="FILE", next_step="Name another file.")
+        cause = f"is a journal in use, or its coordinator was killed: {target.name}-wal is beside it"
+    if cause:
+        raise Reason.FIELD_INVALID.error(f"{target} {cause}", field="FILE", next_step="Name another file.")
     refuse_used(target)
 
 

@@ -116,8 +116,8 @@ class SqliteJournal:
         if not schema:
             raise self._failed("it is empty, or was not written by rlctl", DAMAGED)
         if schema > len(MIGRATIONS):
-            why = f"it has schema {schema}, this version writes {len(MIGRATIONS)}"
-            raise self._failed(why, "Start the version of rlctl that wrote it, or a newer one.")
+            cause = f"it has schema {schema}, this version writes {len(MIGRATIONS)}"
+            raise self._failed(cause, "Start the version of rlctl that wrote it, or a newer one.")
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise self._failed(f"it is damaged: {verdict.splitlines()[-1]}", DAMAGED)

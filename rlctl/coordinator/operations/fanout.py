@@ -97,13 +97,13 @@ class Fanout:
         results: dict[Slot, StageResult] = {}
         waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
         unanswered = set(slots)
-        everybody: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        all_answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         given_up = False
 
         def settle(slot: Slot, done: asyncio.Future[CommandResult]) -> None:
             unanswered.discard(slot)
-            if not unanswered and not everybody.done():
-                everybody.set_result(None)
+            if not unanswered and not all_answered.done():
+                all_answered.set_result(None)
             file(slot, self._answer(slot, done))
 
         def file(slot: Slot, result: StageResult) -> None:
@@ -148,7 +148,7 @@ class Fanout:
             if unanswered:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
-                        await everybody
+                        await all_answered
             for slot, (answer, command_id) in waiting.items():
                 if slot not in results:
                     file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))

@@ -54,10 +54,10 @@ class Keys:
         forgotten = list(itertools.islice(self._records, max(0, surplus)))
         try:
             await self._journal.write(
-                [Put("key", key, record.SerializeToString()), *(Delete("key", each) for each in forgotten)]
+                [Put("key", key, record.SerializeToString()), *(Delete("key", old_key) for old_key in forgotten)]
             )
             self._records[key] = record
-            for each in forgotten:
-                self._records.pop(each, None)
+            for old_key in forgotten:
+                self._records.pop(old_key, None)
         finally:
             del self._writing[key]

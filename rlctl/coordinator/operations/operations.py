@@ -388,8 +388,8 @@ class Operations:
         """Delete operations from the journal, together with other changes, then from memory."""
         ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
         # An id of a fast clock must not make the ids of all other callers look old.
-        now = self.new_id()
-        forgotten = max((each for each in ids if each <= now), default="")
+        fresh_id = self.new_id()
+        forgotten = max((past_id for past_id in ids if past_id <= fresh_id), default="")
         drops: list[Put | Delete] = [Delete("operation", key) for key in expired]
         if forgotten > self._forgotten:
             drops.append(Put("forgotten", "", forgotten.encode()))
@@ -537,11 +537,11 @@ def _line(run: Run) -> tuple[int, str]:
     """Return the log line of an ended operation: level, outcome, time, number of targets and error."""
     operation = run.operation
     state = OperationState.Name(operation.state).removeprefix("OPERATION_STATE_")
-    good = sum(result.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED) for result in operation.stage_results)
+    confirmed = sum(result.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED) for result in operation.stage_results)
     version = f", {operation.weight_version.label}#{operation.weight_version.sequence}"
     words = [
         f"{operation.verb} {operation.operation_id}" + f" of {operation.model}" * bool(operation.model),
-        f": {state} in {run.ended_at - run.begun_at:.2f} s, {good} of {len(operation.targets)} targets",
+        f": {state} in {run.ended_at - run.begun_at:.2f} s, {confirmed} of {len(operation.targets)} targets",
         version * bool(operation.weight_version.sequence),
     ]
     if operation.state == OPERATION_STATE_OK:

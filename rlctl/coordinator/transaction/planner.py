@@ -117,8 +117,8 @@ class Planner:
         if not key:
             return key
         if request.adapter or request.path == DATA_PATH_DISK:
-            what = "an adapter" if request.adapter else "a checkpoint"
-            raise Reason.UNSUPPORTED.error(f"{what} is digested by SHA-256", field="options.digest")
+            content = "an adapter" if request.adapter else "a checkpoint"
+            raise Reason.UNSUPPORTED.error(f"{content} is digested by SHA-256", field="options.digest")
         for slot in self._roster.slots.values():
             if slot.model == request.model and not slot.record.retired and not computes_keyed_digests(slot):
                 raise Reason.UNSUPPORTED.error(
@@ -150,7 +150,7 @@ class Planner:
         size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
         verification_levels.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
-            without = ", ".join(f"{each.slot} ({each.reason})" for each in excluded)
+            without = ", ".join(f"{stage.slot} ({stage.reason})" for stage in excluded)
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets"
                 + (f"; left out: {without}" if without else ""),
@@ -327,8 +327,10 @@ class Planner:
         if needs_latest and slot.quarantine is not None:
             # The stage reports the version without proof. The new version's digest could be computed over wrong
             # weights.
-            why = slot.quarantine.message
-            return Reason.BASE_MISMATCH.error(f"{slot.name} may not be at version {latest.label!r}: {why}", field=field)
+            cause = slot.quarantine.message
+            return Reason.BASE_MISMATCH.error(
+                f"{slot.name} may not be at version {latest.label!r}: {cause}", field=field
+            )
         return None
 
 
@@ -343,8 +345,8 @@ def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:
     """Raise unless a delta's base is the published version. The label alone may have been used before."""
     if not base.label:
         raise Reason.FIELD_REQUIRED.error("a delta names the version that it is a difference to", field="base.label")
-    same = base.label == latest.label and base.trainer_incarnation in (0, latest.trainer_incarnation)
-    if not same or base.sequence not in (0, latest.sequence):
+    matches = base.label == latest.label and base.trainer_incarnation in (0, latest.trainer_incarnation)
+    if not matches or base.sequence not in (0, latest.sequence):
         raise Reason.BASE_MISMATCH.error(
             f"the base is {base.label!r}, the published version {latest.label!r} (sequence {latest.sequence})",
             field="base",
@@ -384,15 +386,19 @@ def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueT
     if not supported:
         raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
     offered = slot.capabilities.transports
-    fit = (each for each in supported if each in offered and not _waits_for_its_own_ranks(request, slot, each))
+    fit = (
+        candidate
+        for candidate in supported
+        if candidate in offered and not _waits_for_its_own_ranks(request, slot, candidate)
+    )
     return next(fit, supported[0])
 
 
 def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
     """Whether the update's NCCL collectives would run concurrently with the collectives of the target's steps."""
-    alone = len(slot.workers) == 1
+    single = len(slot.workers) == 1
     staged = request.apply == APPLY_MODE_STAGED or request.kind == UPDATE_KIND_ADAPTER
-    return staged and not alone and transport == TRANSPORT_TORCH_NCCL
+    return staged and not single and transport == TRANSPORT_TORCH_NCCL
 
 
 def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
@@ -407,5 +413,5 @@ def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
 
 def _shares_memory(request: BeginWeightUpdateRequest, slot: Slot) -> bool:
     workers = slot.workers
-    here = all(worker.host_id and worker.host_id in request.host_ids for worker in workers)
-    return here and TRANSPORT_SHARED_MEMORY in slot.capabilities.transports
+    shared = all(worker.host_id and worker.host_id in request.host_ids for worker in workers)
+    return shared and TRANSPORT_SHARED_MEMORY in slot.capabilities.transports

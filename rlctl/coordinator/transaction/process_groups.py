@@ -61,9 +61,9 @@ class GroupBook:
             groups = self._models[model] = _Groups(membership, generation)
         plans = []
         for shared, slots in targets.items():
-            listed, apart = members(slots), "-".join(filter(None, ("", *shared)))
+            listed, suffix = members(slots), "-".join(filter(None, ("", *shared)))
             for source in range(sources):
-                name = f"{model}-{groups.generation}-s{source}" + (f"-{apart}" if len(targets) > 1 else "")
+                name = f"{model}-{groups.generation}-s{source}" + (f"-{suffix}" if len(targets) > 1 else "")
                 plans.append(
                     GroupPlan(
                         group_name=name,
@@ -134,11 +134,11 @@ def place(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> No
     named_ranks = {member.slot: member.num_ranks for member in request.members}
     if named_ranks != ranks or len(request.members) != len(ranks):
         raise Reason.FIELD_INVALID.error(f"members are {named_ranks}; the roster has {ranks}", field="members")
-    due = 1
+    next_rank = 1
     for member in sorted(request.members, key=lambda member: member.rank_offset):
-        if member.rank_offset != due:
+        if member.rank_offset != next_rank:
             raise Reason.FIELD_INVALID.error(
-                f"{member.slot} begins at rank {member.rank_offset} of {request.group_name}; {due} comes next",
+                f"{member.slot} begins at rank {member.rank_offset} of {request.group_name}; {next_rank} comes next",
                 field="rank_offset",
             )
-        due += member.num_ranks
+        next_rank += member.num_ranks

@@ -56,18 +56,18 @@ async def relabel(
             run.refuse_given_up()
             if state.update_id:
                 raise in_progress(state)
-            before = state.record.latest
-            holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == before]
+            previous = state.record.latest
+            holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == previous]
             mixed = [slot.name for slot in targets if slot.state == STAGE_STATE_DIRTY]
             # The label was meant for a failed update, not for the version before it.
             if mixed:
                 raise Reason.WEIGHTS_DIRTY.error(f"{mixed[0]} holds a mixture", field="version")
             if not holders:
-                raise Reason.WEIGHTS_STALE.error(f"nobody holds version {before.label!r}", field="version")
+                raise Reason.WEIGHTS_STALE.error(f"nobody holds version {previous.label!r}", field="version")
             record = ModelRecord()
             record.CopyFrom(state.record)
             record.latest.label = request.version
-            record.former_labels.append(before.label)
+            record.former_labels.append(previous.label)
             del record.former_labels[:-FORMER_LABELS]
             # A heal that began now would use the former label.
             state.update_id, state.update_owner = run.operation.operation_id, OWNER

@@ -471,10 +471,10 @@ class Update:
 
     async def go_on(self, slots: Sequence[Slot]) -> list[StageResult]:
         """Continue generation at stages that the update has paused. A pause by name keeps its stages paused."""
-        under = [slot for slot in slots if slot.pause is not None]
-        handed_over = await self._hand_over(under) if under else []
-        going = [slot for slot in slots if slot.pause is None]
-        return [*await self.step(ContinueGenerationRequest(), going, cleanup=True), *handed_over]
+        paused_by_name = [slot for slot in slots if slot.pause is not None]
+        handed_over = await self._hand_over(paused_by_name) if paused_by_name else []
+        resumable = [slot for slot in slots if slot.pause is None]
+        return [*await self.step(ContinueGenerationRequest(), resumable, cleanup=True), *handed_over]
 
     async def hand_over_pause(self, slots: Sequence[Slot]) -> list[StageResult]:
         """Turn the update's pause into a recorded pause by name of the update's owner. No other update lifts such a

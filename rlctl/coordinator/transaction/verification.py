@@ -97,8 +97,8 @@ async def verify(
     for slot, answer in checks.items():
         wrong[slot] = verification_levels.named(wrong[slot], answer)
     wrong |= verification_levels.judge_evidence(completed, levels, probed=options.HasField("probe"))
-    took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
-    wrong |= verification_levels.judge_received([result for result in completed if result.slot in took], expected)
+    receivers = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
+    wrong |= verification_levels.judge_received([result for result in completed if result.slot in receivers], expected)
     update.timeline.fail(wrong, levels)
     values = NOTHING_COMPUTED if update.staged else await compute(update, slots)
     wrong |= values.wrong

@@ -82,11 +82,11 @@ def reached(
     obstacles: dict[Level, str] = dict.fromkeys(_OF_BYTES, "")
     for level in obstacles:
         if level not in (VERIFICATION_LEVEL_NONE, *slot.capabilities.verification):
-            why = slot.capabilities.unsupported.get(f"verify={_name(level)}")
-            obstacles[level] = why or "its engine has no code for it"
+            cause = slot.capabilities.unsupported.get(f"verify={_name(level)}")
+            obstacles[level] = cause or "its engine has no code for it"
     if len(together) == 1:
-        alone = "no other stage is brought to the version together with it: it has no replica to agree with"
-        obstacles[VERIFICATION_LEVEL_REPLICA] = alone
+        no_replica = "no other stage is brought to the version together with it: it has no replica to agree with"
+        obstacles[VERIFICATION_LEVEL_REPLICA] = no_replica
     if transport == TRANSPORT_DISK:
         obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
     # vLLM's own transfer has an answer of every rank.
@@ -117,7 +117,7 @@ def _with(key: bytes) -> str:
 def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
     """Raise VERIFICATION_UNREACHABLE for a probe or a decode check that a target cannot compute."""
     capabilities, released = slot.capabilities, slot.report.released if slot.report is not None else ()
-    for requested, able, resident, field, what in (
+    for requested, able, resident, field, check in (
         (
             options.HasField("probe"),
             VERIFICATION_LEVEL_PROBE in capabilities.verification,
@@ -129,11 +129,11 @@ def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
     ):
         if not requested or (able and resident):
             continue
-        why = "its KV cache is released, so it can compute nothing" if able else "its engine has no code for it"
+        cause = "its KV cache is released, so it can compute nothing" if able else "its engine has no code for it"
         raise Reason.VERIFICATION_UNREACHABLE.error(
-            f"{slot.name} cannot compute {what}: {capabilities.unsupported.get(field) or why}",
+            f"{slot.name} cannot compute {check}: {capabilities.unsupported.get(field) or cause}",
             field=f"options.{field}",
-            next_step=f"Leave {what} out, or update without this stage.",
+            next_step=f"Leave {check} out, or update without this stage.",
         )
 
 
@@ -273,8 +273,10 @@ def judge_digests(
             wrong[result.slot] = error
     compared = [slot for slot in digests if levels[slot] == VERIFICATION_LEVEL_REPLICA]
     if len(compared) == 1 and not expected.held:
-        alone = f"no other replica is left that {compared[0]} could be compared with"
-        wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(alone, field="options.verify", outcome=OUTCOME_DIRTY)
+        message = f"no other replica is left that {compared[0]} could be compared with"
+        wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(
+            message, field="options.verify", outcome=OUTCOME_DIRTY
+        )
     replicas = {digests[slot] for slot in compared} | ({expected.held} if expected.held else set())
     for slot, digest in digests.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and not comparable(digest, expected.digest):
@@ -359,7 +361,7 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
                     outcome=OUTCOME_DIRTY,
                 )
             pairs = zip(prompt.logprobs, reply.logprobs, strict=True)
-            gaps = [math.inf if math.isnan(mine) else abs(mine - theirs) for theirs, mine in pairs]
+            gaps = [math.inf if math.isnan(computed) else abs(computed - stated) for stated, computed in pairs]
             worst = max(range(len(gaps)), key=gaps.__getitem__)
             if not gaps[worst] <= probe.tolerance:
                 return Reason.PROBE_MISMATCH.error(
@@ -386,8 +388,8 @@ def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[
         if failure.reason is not Reason.DECODE_MISMATCH:
             if not wanted and result.outcome != OUTCOME_DIRTY:
                 continue
-            why = result.error.message or "it says nothing of it"
-            failure = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {why}")
+            cause = result.error.message or "it says nothing of it"
+            failure = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {cause}")
         failure.outcome = max(result.outcome, OUTCOME_DIRTY)
         wrong[result.slot] = failure
     return wrong, frozenset(passed)
@@ -404,9 +406,9 @@ def weakest(records: Sequence[Verification]) -> Verification:
     if not records:
         return Verification()
     return Verification(
-        held=min(each.held for each in records),
-        computed=min(each.computed for each in records),
-        decode=all(each.decode for each in records),
+        held=min(record.held for record in records),
+        computed=min(record.computed for record in records),
+        decode=all(record.decode for record in records),
     )
 
 

@@ -99,7 +99,7 @@ class FromDisk:
         adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
 
         def vet(_: Update) -> None:
-            loaded = {each.name for each in self._roster.model(model).record.adapters}
+            loaded = {entry.name for entry in self._roster.model(model).record.adapters}
             if request.only_new and request.name in loaded:
                 raise Reason.ADAPTER_EXISTS.error(f"{model} has an adapter {request.name} already", field="name")
 

@@ -69,11 +69,13 @@ class Gathering:
         body.CopyFrom(request)
         body.ClearField("rank_offset")
         body.header.unkeyed = True  # a repeat waits with the first call under any key
-        [own] = process_groups.members([engine])
-        if request.world_size == 1 + own.num_ranks:
+        [engine_member] = process_groups.members([engine])
+        if request.world_size == 1 + engine_member.num_ranks:
             body.header.target.slots[:] = [engine.name]
-            own.rank_offset = request.rank_offset or 1
-            return await self._joining.run(body, engine.model, [engine.name], lambda: _begin(body, [own], start))
+            engine_member.rank_offset = request.rank_offset or 1
+            return await self._joining.run(
+                body, engine.model, [engine.name], lambda: _begin(body, [engine_member], start)
+            )
         existing = self._joining.known(body)
         if existing is not None:
             return Joined(existing, True, body)
@@ -122,20 +124,20 @@ class Gathering:
     def _refuse_contradiction(
         pending: _Pending, request: InitWeightsUpdateGroupRequest, body: InitWeightsUpdateGroupRequest, engine: Slot
     ) -> None:
-        before = pending.offsets.get(engine.name, request.rank_offset)
-        if before != request.rank_offset:
+        offset = pending.offsets.get(engine.name, request.rank_offset)
+        if offset != request.rank_offset:
             raise Reason.GROUP_EXISTS.error(
-                f"{engine.name} joins {request.group_name} at rank {before}, not {request.rank_offset}",
+                f"{engine.name} joins {request.group_name} at rank {offset}, not {request.rank_offset}",
                 field="rank_offset",
             )
         if body_hash(pending.body) == body_hash(body):
             return
         for name in ("master_address", "master_port", "backend", "world_size"):
-            there, here = getattr(pending.body, name), getattr(body, name)
-            if there != here:
+            first, present = getattr(pending.body, name), getattr(body, name)
+            if first != present:
                 others = ", ".join(sorted(pending.offsets))
                 raise Reason.GROUP_EXISTS.error(
-                    f"{name} is {here!r}; {others} joins {request.group_name} with {there!r}",
+                    f"{name} is {present!r}; {others} joins {request.group_name} with {first!r}",
                     field=name,
                 )
         raise Reason.GROUP_EXISTS.error(f"another call asks for {request.group_name} differently", field="group_name")

@@ -301,14 +301,14 @@ class Implicit:
         tensors = self._came[update.update_id]
         tensors.announce(request)
         tensors.refuse_other_kind(request, begin.kind)
-        other = BeginWeightUpdateRequest()
-        _by_path(other, request, update.targets)
-        if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
+        proposed = BeginWeightUpdateRequest()
+        _by_path(proposed, request, update.targets)
+        if proposed.path == begin.path and list(proposed.host_ids) == list(begin.host_ids):
             return
         if update.written:
             raise Reason.FIELD_CONFLICT.error("an update takes tensors in over groups or from memory, not both")
-        begin.path = other.path
-        begin.host_ids[:] = other.host_ids
+        begin.path = proposed.path
+        begin.host_ids[:] = proposed.host_ids
         self._planner.plan_path(update.record.plan, begin, update.targets)
 
     async def _into(self, update: Update, request: Write, timeout_s: float) -> Run:
@@ -489,10 +489,10 @@ def _by_path(begin: BeginWeightUpdateRequest, request: Write, targets: Sequence[
 def _refuse_part(request: Write, targets: Sequence[Slot]) -> None:
     """Refuse a write to a single stage as a whole update of several. Outside of a pause no further write could join."""
     reader = reader_of(request)
-    others = sorted(slot.name for slot in targets if slot.name != reader)
-    if reader and others:
+    excluded = sorted(slot.name for slot in targets if slot.name != reader)
+    if reader and excluded:
         raise Reason.ILLEGAL_STATE.error(
-            f"the tensors are for {reader} alone, and {', '.join(others)} serve the same model",
+            f"the tensors are for {reader} alone, and {', '.join(excluded)} serve the same model",
             next_step="Pause generation or begin an update first, write to every engine, then continue.",
         )
 

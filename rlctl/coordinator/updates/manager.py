@@ -423,7 +423,7 @@ class Updates:
         """
         begin, plan, model = update.record.request, update.record.plan, update.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
-        after = versions.fenced if update.adapter is not None else versions.reserved
+        next_record = versions.fenced if update.adapter is not None else versions.reserved
         started = asyncio.Event()
 
         async def work(_: Run) -> None:
@@ -433,7 +433,7 @@ class Updates:
         async with self._roster.publishing:
             self._operations.refuse_held(update.frozen)  # before a sequence and groups are reserved
             update.abandoned = self._planner.add_groups(plan, begin, update.targets)
-            record = after(model, begin.trainer.incarnation)
+            record = next_record(model, begin.trainer.incarnation)
             run = await self._operations.start(
                 request,
                 verb=verb,

@@ -110,13 +110,13 @@ def _may_wait(slot: Slot) -> bool:
 def _later(slot: Slot) -> StageResult:
     assert slot.report is not None
     names = ", ".join(MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in slot.report.released)
-    why = Reason.MEMORY_RELEASED.error(f"released: {names}; it goes on when that is resumed").detail()
+    cause = Reason.MEMORY_RELEASED.error(f"released: {names}; it goes on when that is resumed").detail()
     return StageResult(
         slot=slot.name,
         incarnation=slot.record.incarnation,
         outcome=OUTCOME_SKIPPED,
         state=slot.state,
         weight_version=slot.report.weight_version,
-        error=why,
-        rank_results=[RankResult(coordinates=worker, outcome=OUTCOME_SKIPPED, error=why) for worker in slot.workers],
+        error=cause,
+        rank_results=[RankResult(coordinates=worker, outcome=OUTCOME_SKIPPED, error=cause) for worker in slot.workers],
     )

@@ -120,8 +120,8 @@ class Pausing:
             elif result.outcome in POSSIBLY_DONE:
                 run.add(result)  # the pause was confirmed, the present state is unknown
             else:
-                why = f"the pause was taken back, because {because_of} did not pause"
-                run.add(_taken_back(result, f"{why}; the stage does not generate: {result.error.message}"))
+                cause = f"the pause was taken back, because {because_of} did not pause"
+                run.add(_taken_back(result, f"{cause}; the stage does not generate: {result.error.message}"))
 
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
@@ -132,9 +132,9 @@ class Pausing:
         target, earlier = request.header.target, self._roster.pauses.besides((), "")
         with self._in_hand(targets, ""), _undecided(targets, earlier), continuing(targets, ""):
             await self._waking.go_on(request, targets, run, deadline)
-            going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
-            refused = [slot.name for slot in targets if slot.name not in going]
-            if going:
+            continued = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
+            refused = [slot.name for slot in targets if slot.name not in continued]
+            if continued:
                 await self._end(target, refused, addressed=targets, newer=self._roster.pauses.besides(earlier, ""))
 
     async def go_on_with(
@@ -161,8 +161,8 @@ class Pausing:
         self, adapter: str, target: Target, refused: Collection[str] = (), newer: Collection[str] = ()
     ) -> None:
         """End pauses of an adapter. Stages with the adapter paused continue it as soon as possible."""
-        every = list(self._roster.slots.values())
-        await self._roster.pauses.end(target, every, refused, adapter=adapter, newer=newer)
+        all_slots = list(self._roster.slots.values())
+        await self._roster.pauses.end(target, all_slots, refused, adapter=adapter, newer=newer)
 
     async def go_on_later(self, target: Target) -> None:
         """End the pauses of a target whose stages cannot continue now. The stages continue as soon as possible."""
@@ -187,9 +187,9 @@ class Pausing:
         """End pauses except ``newer``. The same write records that stages besides ``addressed`` continue later."""
         covered = [slot for slot in self._roster.covered(target) if slot not in addressed]
         later = [slot for slot in covered if slot.pause is not None and slot.pause.operation_id not in newer]
-        every = list(self._roster.slots.values())
+        all_slots = list(self._roster.slots.values())
         await self._waking.remember(
-            later, lambda puts: self._roster.pauses.end(target, every, refused, puts, newer=newer)
+            later, lambda puts: self._roster.pauses.end(target, all_slots, refused, puts, newer=newer)
         )
 
 
@@ -237,10 +237,10 @@ def _undecided(slots: Sequence[Slot], pauses: Collection[str]) -> Iterator[None]
 def _taken_back(result: StageResult, cause: str) -> StageResult:
     undone = StageResult()
     undone.CopyFrom(result)
-    why = Reason.CANCELLED.error(cause).detail()
+    error = Reason.CANCELLED.error(cause).detail()
     undone.outcome = OUTCOME_REJECTED
-    undone.error.CopyFrom(why)
+    undone.error.CopyFrom(error)
     for rank in undone.rank_results:
         rank.outcome = OUTCOME_REJECTED
-        rank.error.CopyFrom(why)
+        rank.error.CopyFrom(error)
     return undone

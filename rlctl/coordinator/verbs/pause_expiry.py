@@ -78,9 +78,9 @@ class Lifting:
             await self._lift_adapter(record)
             return
         to_continue = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
-        now = [slot.name for slot in to_continue if slot.state == STAGE_STATE_PAUSED]
-        if now:
-            await self._go_on(ContinueGenerationRequest(header=RequestHeader(target=Target(slots=now))))
+        paused = [slot.name for slot in to_continue if slot.state == STAGE_STATE_PAUSED]
+        if paused:
+            await self._go_on(ContinueGenerationRequest(header=RequestHeader(target=Target(slots=paused))))
         later = [slot.name for slot in self._own(record) if slot in to_continue and slot.state != STAGE_STATE_PAUSED]
         if later:
             await self._pausing.go_on_later(Target(slots=later))
@@ -91,13 +91,13 @@ class Lifting:
         """End a pause of an adapter. Stages without a further pause continue the adapter, absent stages on return."""
         key, adapter, pauses = _key(record), record.pause.adapter, self._roster.pauses
         to_continue = [slot for slot in self._own(record) if not pauses.beside(slot, key)]
-        now = [slot.name for slot in to_continue if slot.linked and adapter in slot.paused_adapters]
-        if now:
-            header = RequestHeader(target=Target(slots=now))
+        paused = [slot.name for slot in to_continue if slot.linked and adapter in slot.paused_adapters]
+        if paused:
+            header = RequestHeader(target=Target(slots=paused))
             await self._go_on(ContinueGenerationRequest(header=header, adapter=adapter))
-        rest = [slot.name for slot in self._own(record) if slot in to_continue and slot.name not in now]
-        if rest:
-            await self._pausing.end_with(adapter, Target(slots=rest))
+        absent = [slot.name for slot in self._own(record) if slot in to_continue and slot.name not in paused]
+        if absent:
+            await self._pausing.end_with(adapter, Target(slots=absent))
         if not any(slot in to_continue for slot in self._own(record)):
             await pauses.expire(key)
 
