@@ -271,11 +271,11 @@ class Facts:
                 metadata={"tensors": ",".join(torn)},
                 outcome=OUTCOME_DIRTY,
             )
-        before = (self.model_digest, self.sha256_digest)
+        known_digests = (self.model_digest, self.sha256_digest)
         differ = sorted(
             (later, earlier)
             for later in _digests(results)
-            for earlier in filter(None, before)
+            for earlier in filter(None, known_digests)
             if later != earlier and comparable(later, earlier)
         )
         if not differ or not _of_all(request):
@@ -466,11 +466,11 @@ class Facts:
                 accepted = verifies or not update.digest or comparable(digest, update.digest)
                 update.digest = digest if accepted else update.digest
         elif self.weights is Weights.WHOLE:
-            before = self.model_digest
-            first = not before and not key_of(digest)  # never a key that a caller chose
-            if verifies or first or (before and comparable(digest, before)):
-                if before and not key_of(before) and key_of(digest):
-                    self.sha256_digest = before
+            previous = self.model_digest
+            first = not previous and not key_of(digest)  # never a key that a caller chose
+            if verifies or first or (previous and comparable(digest, previous)):
+                if previous and not key_of(previous) and key_of(digest):
+                    self.sha256_digest = previous
                 self.model_digest = digest
             elif not key_of(digest):
                 self.sha256_digest = digest

@@ -259,10 +259,13 @@ class StageServer:
             bound = await self._rollout_loop.acall(self._start_data_port(info.http_routes))
             self.data_address = self._advertised(bound)
         workers = list(info.layout.workers)
-        own = brings_ranks(self.config.engine)
-        worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if own else ())
-        ranks: list[Rank] = [LocalRank(worker, self._clock), *([] if own else map(RemoteRank, workers[1:], followers))]
-        if own:
+        owns_ranks = brings_ranks(self.config.engine)
+        worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if owns_ranks else ())
+        ranks: list[Rank] = [
+            LocalRank(worker, self._clock),
+            *([] if owns_ranks else map(RemoteRank, workers[1:], followers)),
+        ]
+        if owns_ranks:
             pids = [os.getpid()] * len(workers)  # the process that answers for the ranks
             hosts = [self.config.engine_config.node, *(each.report.ranks[0].coordinates.node for each in joined)]
             for place in workers:

@@ -87,9 +87,9 @@ class Serving(NamedTuple):
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is about to pause adapter {adapter!r}")
         if adapter in self.held and adapter in self.awaited:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds adapter {adapter!r} at another version")
-        there = ", ".join(sorted(self.adapters)) or "none"
+        adapter_names = ", ".join(sorted(self.adapters)) or "none"
         raise Reason.ADAPTER_NOT_FOUND.error(
-            f"{self.slot} serves no adapter {adapter!r}; it serves: {there}", field="adapter"
+            f"{self.slot} serves no adapter {adapter!r}; it serves: {adapter_names}", field="adapter"
         )
 
     def refuse_ongoing(self, now: float, adapter: str = "") -> None:
