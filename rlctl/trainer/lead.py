@@ -338,10 +338,10 @@ class Leading:
                     if request.options.quorum and not request.retries:
                         error.next_step = "A quorum goes on without stages that are lost in another attempt: retries=1."
                     raise
-                again = RetryWeightUpdateRequest(
+                retry = RetryWeightUpdateRequest(
                     update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
                 )
-                plan = await self._fleet.connection.call("RetryWeightUpdate", again, 30.0)
+                plan = await self._fleet.connection.call("RetryWeightUpdate", retry, 30.0)
 
     async def _send(
         self,
@@ -424,8 +424,8 @@ class Leading:
             await self._fleet.call(join, timeout_s=deadline - loop.time())
         receiving = []
         for names in by_members(plan):
-            own = [bucket for bucket in attempt.buckets if bucket.group_name in names]
-            receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=own)
+            member_buckets = [bucket for bucket in attempt.buckets if bucket.group_name in names]
+            receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=member_buckets)
             receive.header.fence.update_id = plan.update_id
             call = self._fleet.call(receive, timeout_s=deadline - loop.time())
             receiving.append(asyncio.create_task(call))
@@ -442,10 +442,10 @@ class Leading:
         The first failure ends the attempt at all ranks.
         """
         self._members.tell(JoinResponse(attempt=attempt))
-        own = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
+        own_attempt = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
-        theirs = asyncio.create_task(self._members.sent(attempt.number))
-        tasks = {own, theirs} | ({fleet} if fleet is not None else set())
+        member_results = asyncio.create_task(self._members.sent(attempt.number))
+        tasks = {own_attempt, member_results} | ({fleet} if fleet is not None else set())
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             causes = [cause for task in done if (cause := task.exception()) is not None]
@@ -455,17 +455,17 @@ class Leading:
                 fleet_error = fleet.exception()
                 causes = [fleet_error] if fleet_error is not None else causes
             if causes:
-                raise await explained(causes[0], theirs)
+                raise await explained(causes[0], member_results)
         except BaseException as error:
             self._members.tell(JoinResponse(stop=detail(error)))
-            await stopped(own, theirs)
+            await stopped(own_attempt, member_results)
             with contextlib.suppress(TimeoutError, RlctlError):
                 async with asyncio.timeout(STOP_S):
                     await self._members.stopped(attempt.number)
             raise
         finally:
             await stopped(shipping)
-        return [own.result(), *(result for _, result in sorted(theirs.result().items()))]
+        return [own_attempt.result(), *(result for _, result in sorted(member_results.result().items()))]
 
     async def _forward(self, attempt: int, ship: Ship) -> None:
         """Forward the shipments of members to the ranks in this attempt, in sequence."""
@@ -557,13 +557,13 @@ class Leading:
     @contextlib.asynccontextmanager
     async def _renewing(self, plan: BeginWeightUpdateResponse) -> AsyncIterator[None]:
         request = RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
-        every = min(seconds(plan.lease_ttl) / 3, RENEW_S)
+        interval_s = min(seconds(plan.lease_ttl) / 3, RENEW_S)
 
         async def renew() -> None:
             while True:
-                await asyncio.sleep(every)
+                await asyncio.sleep(interval_s)
                 with contextlib.suppress(RlctlError):
-                    await self._fleet.connection.call("RenewLease", request, every)
+                    await self._fleet.connection.call("RenewLease", request, interval_s)
 
         task = asyncio.create_task(renew())
         try:
@@ -597,7 +597,7 @@ def _more_batches(plan: BeginWeightUpdateResponse) -> bool:
 
 def _all_finite(sent: list[Sent], metas: Sequence[TensorMeta]) -> list[Sent]:
     """Return the results if all values are finite. Raises WEIGHTS_NOT_FINITE."""
-    names = {name for each in sent for name in each.not_finite}
+    names = {name for result in sent for name in result.not_finite}
     if names:
         raise finite.refusal(names, len(metas))
     return sent

@@ -83,8 +83,8 @@ async def follow(
                     if shipped is not None and not shipped.done():
                         if message.shipped.HasField("error"):
                             # Reported as a failed group: the lead may retry.
-                            why = f"what was shared was not taken in: {message.shipped.error.message}"
-                            shipped.set_exception(Reason.GROUP_FAILED.error(why))
+                            cause = f"what was shared was not taken in: {message.shipped.error.message}"
+                            shipped.set_exception(Reason.GROUP_FAILED.error(cause))
                         else:
                             shipped.set_result(None)
                 case "stop":

@@ -159,16 +159,16 @@ class Members:
     async def _collect(self, attempt: int) -> dict[int, JoinRequest]:
         while True:
             self._take_in()
-            now = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
-            for rank, request in sorted(now.items()):
+            answers = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
+            for rank, request in sorted(answers.items()):
                 if request.HasField("failed"):
                     if self._is_elsewhere(rank):
                         raise self._conflict(rank)
                     error = from_detail(request.failed)
                     error.message = f"trainer rank {rank}: {error.message}"
                     raise error
-            if len(now) == len(self._ranks) and not any(self._is_elsewhere(rank) for rank in now):
-                return now
+            if len(answers) == len(self._ranks) and not any(self._is_elsewhere(rank) for rank in answers):
+                return answers
             await self._more()
 
     def _take_in(self) -> None:
@@ -323,13 +323,13 @@ class Lead:
                 return heard
 
     async def _listen(self) -> None:
-        why = "its stream ended"
+        cause = "its stream ended"
         try:
             async for message in self._link.receive():
                 self._heard.put_nowait(message)
         except RlctlError as error:
-            why = error.message
-        self._heard.put_nowait(_lead_lost(why))
+            cause = error.message
+        self._heard.put_nowait(_lead_lost(cause))
 
 
 def share(group: dist.ProcessGroup, text: str) -> str:

@@ -24,12 +24,12 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
     ``digests`` are the hex digests of the sent tensors, by name. Tensors that changed at the sources since then prove
     nothing and are ignored.
     """
-    now = {tensor.name: tensor.sha256 for answer in answers for tensor in answer.digests}
+    present_digests = {tensor.name: tensor.sha256 for answer in answers for tensor in answer.digests}
     right = {
         _key(part): part.sha256
         for answer in answers
         for part in answer.parts
-        if now.get(part.name) == digests.get(part.name)
+        if present_digests.get(part.name) == digests.get(part.name)
     }
     for result in operation.stage_results:
         ranks = []

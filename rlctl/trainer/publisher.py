@@ -144,7 +144,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
         self._path = _PATHS[path]
         # The coordinator reads an empty list as gloo.
-        self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
+        self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[name] for name in dict.fromkeys(backends)]
         self._host = address_on(network, field="network") if network else own_address(host or "127.0.0.1")
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group
@@ -324,7 +324,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             total_s=time.perf_counter() - started,
         )
         if self._fleet is not None and result.left_out:
-            named = ", ".join(f"{slot} ({why})" for slot, why in result.left_out.items())
+            named = ", ".join(f"{slot} ({cause})" for slot, cause in result.left_out.items())
             log.warning("version %s has not come to %s", result.version.label, named)
         return result
 
@@ -496,11 +496,11 @@ def _in_the_end(progress: Progress, deadline_s: float) -> Operation:
     """Return the operation of an update past the deadline if the version is served. Raises DEADLINE_EXCEEDED."""
     if progress.told is not None and progress.told.weight_version.sequence:
         return progress.told
-    why, next_step = f"the update did not end within {deadline_s:g} s", ""
+    message, next_step = f"the update did not end within {deadline_s:g} s", ""
     if progress.outcome == common_pb2.OUTCOME_UNKNOWN:
-        why += "; it was being committed, and its version may be served"
+        message += "; it was being committed, and its version may be served"
         next_step = "`rlctl get operations` tells how it ended."
-    raise Reason.DEADLINE_EXCEEDED.error(why, next_step=next_step, outcome=progress.outcome) from None
+    raise Reason.DEADLINE_EXCEEDED.error(message, next_step=next_step, outcome=progress.outcome) from None
 
 
 def _kind(
@@ -508,8 +508,8 @@ def _kind(
 ) -> verbs_pb2.UpdateKind.ValueType:
     """Return the kind of an update by the settings. Raises FIELD_CONFLICT for settings that exclude each other."""
     if base and (partial or checkpoint):
-        other = "partial" if partial else "checkpoint"
-        raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
+        conflicting = "partial" if partial else "checkpoint"
+        raise Reason.FIELD_CONFLICT.error(f"base and {conflicting} exclude each other", field="base")
     if partial and checkpoint:
         raise Reason.FIELD_CONFLICT.error("a checkpoint is read as a whole", field="partial")
     if not adapter and config is None:

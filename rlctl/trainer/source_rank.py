@@ -225,11 +225,11 @@ class Part:
             started = time.perf_counter()
             passing: list[SentInPassing] = []
             buckets = [[bucket for name, bucket in announced if name == group.name] for group in groups]
-            for group, own in zip(groups, buckets, strict=True):
-                group.announce(size for bucket in own for size in bucket.broadcasts)
-            for group, own in zip(groups, buckets, strict=True):
+            for group, group_buckets in zip(groups, buckets, strict=True):
+                group.announce(size for bucket in group_buckets for size in bucket.broadcasts)
+            for group, group_buckets in zip(groups, buckets, strict=True):
                 # The first group digests the tensors.
-                passing.append(SentInPassing(weights, own, group, None if passing else digest))
+                passing.append(SentInPassing(weights, group_buckets, group, None if passing else digest))
                 weights = passing[-1]
             try:
                 if attempt.shared_devices:
@@ -241,9 +241,9 @@ class Part:
                     group.interrupt()  # pending broadcasts may wait for tensors that no longer come
                 raise
             finally:
-                for each in reversed(passing):
-                    each.close()
-            result.bytes += sum(each.bytes for each in passing)
+                for sent_pass in reversed(passing):
+                    sent_pass.close()
+            result.bytes += sum(sent_pass.bytes for sent_pass in passing)
         elif attempt.shared_devices:
             result.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
         elif digest is not None or attempt.finite:
@@ -341,9 +341,9 @@ def _meeting_place(readers: Sequence[str]) -> torch.device:
     any GPU.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        own = torch.device("cuda", torch.cuda.current_device())
-        if set(readers) == {device_id(own)}:
-            return own
+        device = torch.device("cuda", torch.cuda.current_device())
+        if set(readers) == {device_id(device)}:
+            return device
     return torch.device(CPU)
 
 

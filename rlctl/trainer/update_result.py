@@ -50,5 +50,5 @@ class UpdateResult:
         These stages serve nothing until healed.
         """
         results = self.operation.stage_results
-        failed = {each.slot: each.error.message for each in results if not acknowledged(each, update=True)}
-        return {each.slot: each.reason for each in self.operation.excluded} | failed
+        failed = {entry.slot: entry.error.message for entry in results if not acknowledged(entry, update=True)}
+        return {entry.slot: entry.reason for entry in self.operation.excluded} | failed
