@@ -141,7 +141,7 @@ class Commit:
         whole = len(self._present(self._update.done)) == len(self._update.frozen)
         self._run.conclude(update=True, cause=cause)
         if not whole or self._left_out() or any(r.HasField("warning") for r in self._run.operation.stage_results):
-            # Other targets may be UNKNOWN, but these are quarantined, and the version is published.
+            # Other targets may be UNKNOWN and quarantined. The version is published all the same.
             self._run.operation.state = OPERATION_STATE_PARTIAL
 
     async def _roll(
@@ -361,14 +361,14 @@ class Commit:
             slot for slot in slots if PAUSE_MODE_IN_PLACE in (options.pause, slot.report and slot.report.pause_mode)
         ]
         if frozen:
-            # Frozen requests would continue with KV entries of the old weights, contrary to the flush: recompute these.
+            # Recompute frozen requests, which would otherwise continue with KV entries of the old weights.
             steps.append(self._update.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), frozen))
         steps.append(self._update.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)]))
         return steps
 
     async def _flushed(self, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
-        """Return the slots that have run all steps of :meth:`_flushing`. The other slots are quarantined: their commit
-        succeeded, so their state alone would let these serve.
+        """Return the slots that have run all steps of :meth:`_flushing`, and quarantine the other slots. The state of a
+        stage after a successful commit does not prevent service.
         """
         flat = [result for step in results for result in step]
         failed = {r.slot: from_detail(r.error) for r in flat if r.outcome != OUTCOME_APPLIED}

@@ -198,7 +198,7 @@ class Update:
 
     @property
     def written(self) -> bool:
-        """Whether the present attempt has prepared its targets, or is preparing these."""
+        """Whether the present attempt has begun to prepare its targets."""
         return self._preparing is not None
 
     def reached_by(self, request: Message) -> list[Slot]:
@@ -376,14 +376,14 @@ class Update:
         self._all_applied(await self._pause(running))
 
     async def pause(self, slots: Sequence[Slot]) -> list[StageResult]:
-        """Pause the stages that generate, and record that these are to continue. Returns results of the pauses."""
+        """Pause the stages that generate and record them for the continue. Returns results of the pauses."""
         async with self._roster.leaving(slots):
             return await self._pause(self._generating(slots))
 
     def _generating(self, slots: Sequence[Slot]) -> list[Slot]:
         awake = [slot for slot in slots if slot.state != STAGE_STATE_ASLEEP]
         running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
-        # In a further attempt this update has paused most stages already. ``held`` marks these.
+        # In a further attempt this update has paused most stages already (``held``).
         self.resume |= {slot.name for slot in awake if slot in running or slot.held}
         return running
 
