@@ -162,9 +162,11 @@ class Attach(_message.Message):
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     ENGINE_SETUP_FIELD_NUMBER: _builtins.int
     fleet_epoch: _builtins.int
-    """Epoch of the commander. An epoch below the highest seen epoch is refused (EPOCH_FENCED)."""
+    """Epoch of the commander. An epoch below the epoch that the stage obeys, or too far above it, is refused
+    (EPOCH_FENCED).
+    """
     slot: _builtins.str
-    """Slot of the stage."""
+    """Slot of the stage. A different slot is refused (STAGE_NOT_FOUND)."""
     incarnation: _builtins.int
     """Incarnation from the coordinator."""
     contract_version: _builtins.int

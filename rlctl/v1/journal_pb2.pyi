@@ -129,7 +129,7 @@ class SlotRecord(_message.Message):
 
     @_builtins.property
     def retire_time(self) -> _timestamp_pb2.Timestamp:
-        """Time of the deregistration. The oldest retired slots are deleted."""
+        """Time of the deregistration. The oldest retired slots are deleted beyond 1,024 retired slots."""
 
     @_builtins.property
     def disable_time(self) -> _timestamp_pb2.Timestamp:
