@@ -185,8 +185,8 @@ class TorchEngine(Engine):
         await self._ordered(pause, call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        going_on = ContinueAdapter(self._rank, request) if request.adapter else Continue(self._rank, request)
-        await self._ordered(going_on, call)
+        action = ContinueAdapter(self._rank, request) if request.adapter else Continue(self._rank, request)
+        await self._ordered(action, call)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> Message | None:
         return await self._ordered(Flush(self._rank, request), call)
@@ -341,12 +341,12 @@ class TorchEngine(Engine):
         scheduler = self._leader()
         check_pair(request, self._mode)
         if self._mode != "null":
-            half = (
+            responses = (
                 decode(request, self._intake, scheduler)
                 if self._rooms is None
                 else prefill(request, self._intake, self._rooms, scheduler)
             )
-            async with aclosing(half) as messages:
+            async with aclosing(responses) as messages:
                 async for message in messages:
                     yield message
             return

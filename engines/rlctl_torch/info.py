@@ -146,13 +146,13 @@ def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
 
 def end_tokens(rank: Rank) -> frozenset[int]:
     """Return the ids that end the model's outputs, from config, generation config and tokenizer."""
-    named: list[Any] = [getattr(rank.model.config, "eos_token_id", None)]
+    entries: list[Any] = [getattr(rank.model.config, "eos_token_id", None)]
     generation = Path(rank.config.model_path) / "generation_config.json"
     if generation.exists():
-        named.append(json.loads(generation.read_text()).get("eos_token_id"))
+        entries.append(json.loads(generation.read_text()).get("eos_token_id"))
     if rank.tokenizer is not None:
-        named.append(rank.tokenizer.eos_token_id)
+        entries.append(rank.tokenizer.eos_token_id)
     ids: set[int] = set()
-    for entry in named:
+    for entry in entries:
         ids.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
     return frozenset(ids)

@@ -49,14 +49,14 @@ class Handovers:
 
         Raises HANDOVER_FAILED on every rank if any rank fails. Then nothing is lent.
         """
-        written: list[TensorSegment] = []
+        segments: list[TensorSegment] = []
         try:
-            self._ranks.agree(lambda: written.append(self._write(cache, room, slots)))
+            self._ranks.agree(lambda: segments.append(self._write(cache, room, slots)))
         except RlctlError as error:
             self.let_go(room)
             raise failed(f"they were not put into shared memory: {error.message}") from error
         with self._ranks.exchanging() as exchange:
-            answers = exchange.all_gather_bytes(written[0].SerializeToString())
+            answers = exchange.all_gather_bytes(segments[0].SerializeToString())
         return [TensorSegment.FromString(answer) for answer in answers]
 
     def let_go(self, room: int) -> None:

@@ -98,18 +98,18 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: Sequence[bool
 
 def _choose(logits: torch.Tensor, settings: Sequence[Settings], sequences: Sequence[Drawn]) -> torch.Tensor:
     best = logits.argmax(dim=-1)
-    drawn = [row for row, s in enumerate(settings) if not s.greedy]
-    if not drawn:
+    sampled_rows = [row for row, s in enumerate(settings) if not s.greedy]
+    if not sampled_rows:
         return best
-    probabilities = torch.softmax(logits if len(drawn) == len(settings) else logits[drawn], dim=-1)
-    if any(settings[row].filtered for row in drawn):
-        probabilities = _filter(probabilities, [settings[row] for row in drawn])
-    numbers = [uniform(sequences[row].seed, sequences[row].index, sequences[row].position) for row in drawn]
+    probabilities = torch.softmax(logits if len(sampled_rows) == len(settings) else logits[sampled_rows], dim=-1)
+    if any(settings[row].filtered for row in sampled_rows):
+        probabilities = _filter(probabilities, [settings[row] for row in sampled_rows])
+    numbers = [uniform(sequences[row].seed, sequences[row].index, sequences[row].position) for row in sampled_rows]
     cumulative = probabilities.double().cumsum(dim=-1)
     targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     # First token with a cumulative probability above the target. Its own probability is above zero.
     tokens = torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    best[torch.tensor(drawn, device=logits.device)] = tokens
+    best[torch.tensor(sampled_rows, device=logits.device)] = tokens
     return best
 
 

@@ -385,14 +385,14 @@ class Scheduler:
     # With the lock held.
 
     def _admit(self) -> None:
-        claimed = sum(sample.pending for sample in self._running)
+        claimed_slots = sum(sample.pending for sample in self._running)
         for sample in list(self._waiting):
             if sample.adapter and (sample.adapter == self._draining or sample.adapter in self._paused):
                 continue
-            while not self._has_room(sample, claimed):
+            while not self._has_room(sample, claimed_slots):
                 if not self._make_room():
                     return
-            claimed += sample.pending
+            claimed_slots += sample.pending
             sample.row = self._slots.take_row()
             self._waiting.remove(sample)
             self._running.append(sample)
@@ -464,13 +464,13 @@ class Scheduler:
         self._waiting.appendleft(sample)
 
     def _abort(self, rids: Iterable[str], why: str = ABORTED) -> list[Stream]:
-        under_way = {id(part.sample) for part in self._under_way} | {id(self._moving)}
+        busy_ids = {id(part.sample) for part in self._under_way} | {id(self._moving)}
         streams = []
         for rid in rids:
             samples = self._requests[rid]
             streams.append(samples[0].stream)
             for sample in list(samples):
-                if id(sample) in under_way:
+                if id(sample) in busy_ids:
                     sample.doomed = why
                 else:
                     self._end(sample, why)

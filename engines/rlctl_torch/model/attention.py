@@ -162,8 +162,8 @@ def _record(
         raise _unsupported(module, "keys and values of its own for every time that it is called in a pass")
     window = recorded.window(module, attention_mask, sliding_window)
     recorded.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
-    alone = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return alone.transpose(1, 2), None
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2), None
 
 
 def _mask(
@@ -213,9 +213,9 @@ def attend(
     keys[batch.slots] = key[0].transpose(0, 1).to(keys.dtype)
     values[batch.slots] = value[0].transpose(0, 1).to(values.dtype)
     queries = query[0].transpose(0, 1)
-    out = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
+    output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
     for group in batch.groups:
-        attended = scaled_dot_product_attention(
+        group_output = scaled_dot_product_attention(
             queries[group.tokens].transpose(1, 2),
             keys[group.slots].transpose(1, 2).to(query.dtype),
             values[group.slots].transpose(1, 2).to(query.dtype),
@@ -224,10 +224,10 @@ def attend(
             enable_gqa=True,
         ).transpose(1, 2)
         if group.real is None:
-            out[group.tokens] = attended
+            output[group.tokens] = group_output
         else:
-            out[group.tokens[group.real]] = attended[group.real]
-    return out[None], None
+            output[group.tokens[group.real]] = group_output[group.real]
+    return output[None], None
 
 
 def _refuse_unknown(module: torch.nn.Module, is_causal: bool | None, given: Mapping[str, Any]) -> None:

@@ -60,12 +60,12 @@ def hold_codes(
     experts of a parameter are not all quantised alike.
     """
     scales = scales_of(checkpoint)
-    of_parameter: dict[str, list[str]] = {}
+    names_by_parameter: dict[str, list[str]] = {}
     for name in checkpoint:
         if name in parts:
-            of_parameter.setdefault(parts[name].source, []).append(name)
+            names_by_parameter.setdefault(parts[name].source, []).append(name)
     places: dict[str, ScalePlace] = {}
-    for parameter, names in of_parameter.items():
+    for parameter, names in names_by_parameter.items():
         quantised = [scales[name] for name in names if name in scales]
         if not quantised:
             continue
@@ -77,10 +77,10 @@ def hold_codes(
         owner, buffer = module.get_submodule(path), f"{parameter}{SCALE}"
         codes = torch.empty(owner._parameters[leaf].shape, dtype=CODES, device="meta")  # type: ignore[union-attr]
         owner._parameters[leaf] = nn.Parameter(codes, requires_grad=False)
-        alone = owner._parameters[leaf].dim() == 2  # type: ignore[union-attr]
-        shape = shapes.pop() if alone else (len(names), *shapes.pop())
+        is_single = owner._parameters[leaf].dim() == 2  # type: ignore[union-attr]
+        shape = shapes.pop() if is_single else (len(names), *shapes.pop())
         owner.register_buffer(f"{leaf}{SCALE}", torch.empty(shape, dtype=dtypes.pop(), device="meta"))
-        places |= {scale: ScalePlace(buffer, None if alone else at) for at, scale in enumerate(quantised)}
+        places |= {scale: ScalePlace(buffer, None if is_single else at) for at, scale in enumerate(quantised)}
     return places
 
 
@@ -89,11 +89,11 @@ def compute_dequantised(
 ) -> None:
     """Let reads of parameters with codes return dequantised values in ``dtype``. Call after the load of the weights."""
     scales = scales_of(shards.reference)
-    of_parameter: dict[str, list[tuple[Part, _Quantised]]] = {}
+    pieces_by_parameter: dict[str, list[tuple[Part, _Quantised]]] = {}
     for name, scale in scales.items():
         quantised = _Quantised(shards.shards[name], shards.shards[scale], block, dtype)
-        of_parameter.setdefault(parts[name].source, []).append((parts[name], quantised))
-    for parameter, pieces in of_parameter.items():
+        pieces_by_parameter.setdefault(parts[name].source, []).append((parts[name], quantised))
+    for parameter, pieces in pieces_by_parameter.items():
         path, _, leaf = parameter.rpartition(".")
         owner = module.get_submodule(path)
         codes = owner._parameters[leaf]

@@ -104,12 +104,12 @@ class Adapters:
 
     def drop(self, name: str) -> None:
         """Forget the adapter of this name, if it is loaded."""
-        old = self.loaded.get(name)
-        if old is None:
+        removed = self.loaded.get(name)
+        if removed is None:
             return
         self.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
         for deltas in self._deltas.values():
-            deltas.pop(old.number, None)
+            deltas.pop(removed.number, None)
 
     def find(self, name: str, field: str) -> LoraAdapter:
         """Return the loaded adapter of this name. Raises ADAPTER_NOT_FOUND."""
@@ -124,11 +124,11 @@ class Adapters:
         """Apply the adapters of this batch to the forward passes inside the block."""
         numbers = set(batch.adapters) - {WITHOUT}
         if numbers:
-            of_token = torch.repeat_interleave(torch.tensor(batch.adapters), torch.tensor(batch.lengths))
+            adapter_numbers = torch.repeat_interleave(torch.tensor(batch.adapters), torch.tensor(batch.lengths))
             device = self._model.tensors[0].device
             for number in sorted(numbers):
-                tokens = (of_token == number).nonzero()[:, 0].to(device)
-                self._parts.append((number, None if len(tokens) == len(of_token) else tokens))
+                tokens = (adapter_numbers == number).nonzero()[:, 0].to(device)
+                self._parts.append((number, None if len(tokens) == len(adapter_numbers) else tokens))
         try:
             yield
         finally:

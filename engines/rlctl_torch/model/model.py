@@ -112,13 +112,13 @@ class Model(LoadHooks):
         shard map's views.
         """
         self._released = {id(tensor): tensor.shape for tensor in self.tensors}
-        freed = sum(tensor.nbytes for tensor in self.tensors if self.kept is None or not tensor.is_cpu)
+        size = sum(tensor.nbytes for tensor in self.tensors if self.kept is None or not tensor.is_cpu)
         for shard in self.shards.shards.values():
             if id(shard.local) not in self._released:
                 shard.local = shard.local.new_empty(0)
         for tensor in self.tensors:
             tensor.data = tensor.new_empty(0)
-        return freed
+        return size
 
     def allocate(self) -> int:
         """Allocate the tensors again and return the number of bytes. Contents are the kept contents, else zeros.
@@ -181,11 +181,11 @@ class Model(LoadHooks):
 
     def check_identity(self, checkpoint: StoredWeights) -> None:
         """Raise CHECKPOINT_MISMATCH unless the checkpoint has this model's architecture."""
-        theirs = read_config(checkpoint)
+        other_config = read_config(checkpoint)
         different = [
-            f"{name} is {getattr(theirs, name, None)!r} instead of {getattr(self.config, name, None)!r}"
+            f"{name} is {getattr(other_config, name, None)!r} instead of {getattr(self.config, name, None)!r}"
             for name in _IDENTITY
-            if getattr(theirs, name, None) != getattr(self.config, name, None)
+            if getattr(other_config, name, None) != getattr(self.config, name, None)
         ]
         if (block := block_size_of(checkpoint.config)) != self.block:
             different.append(f"quantization_config is {block} instead of {self.block}")
@@ -201,10 +201,11 @@ def refuse_bad_scales(shards: ShardMap) -> None:
     A scale that was never written looks like that. With such a scale a whole block computes to zero or NaN.
     """
     scales = sorted(scales_of(shards.reference).values())
-    bad = [name for name in scales if not _are_scales(shards.shards[name].local)]
-    if bad:
+    invalid_names = [name for name in scales if not _are_scales(shards.shards[name].local)]
+    if invalid_names:
         raise Reason.WEIGHTS_INCOMPLETE.error(
-            f"{len(bad)} tensors hold what is no scale: {', '.join(bad[:5])}", metadata={"scales": "\n".join(bad)}
+            f"{len(invalid_names)} tensors hold what is no scale: {', '.join(invalid_names[:5])}",
+            metadata={"scales": "\n".join(invalid_names)},
         )
 
 
@@ -273,9 +274,9 @@ def _check_architecture(config: Any) -> None:
         raise _unsupported(f"{config.model_type} is an encoder-decoder")
     if getattr(config, "is_causal", True) is False:
         raise _unsupported(f"{config.model_type} attends in both directions")
-    strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
-    if strange:
-        raise _unsupported(f"{config.model_type} has layers of kind {', '.join(sorted(strange))}")
+    unknown_kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
+    if unknown_kinds:
+        raise _unsupported(f"{config.model_type} has layers of kind {', '.join(sorted(unknown_kinds))}")
 
 
 def _held_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -327,7 +328,7 @@ def _expected(module: Any, parts: Mapping[str, Part], checkpoint: Checkpoint) ->
             _check_tied(checkpoint, name, tied[name])
         meta = checkpoint.metas.get(name)
         source = tied.get(name)
-        aliases = [alias for alias, of in tied.items() if of == name]
+        aliases = [alias for alias, tied_source in tied.items() if tied_source == name]
         if meta is None and (source in checkpoint.metas or any(alias in checkpoint.metas for alias in aliases)):
             continue
         expected[name] = TensorMeta(name, meta.dtype if meta else state[part.source].dtype, part.shape)

@@ -76,8 +76,8 @@ def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
         }
         return ShardMap({**shards.shards, **swapped}, shards.together)
     if control == "wrong-rank":
-        wrong = {name: _of_rank_0(shard) for name, shard in shards.shards.items()}
-        return ShardMap(wrong, shards.together) if rank == size - 1 else shards
+        misplaced = {name: _of_rank_0(shard) for name, shard in shards.shards.items()}
+        return ShardMap(misplaced, shards.together) if rank == size - 1 else shards
     raise Reason.FIELD_INVALID.error(f"{VARIABLE} is {control!r}, which is no negative control", field=VARIABLE)
 
 

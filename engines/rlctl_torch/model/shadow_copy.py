@@ -37,12 +37,12 @@ class Shadow(LoadHooks):
     @torch.no_grad()
     def prepare_load(self, load: Load) -> None:
         """Copy the weights that the update will not write."""
-        written = Counter[int]()
+        written_bytes = Counter[int]()
         if load.full:
             for shard in self.shards.shards.values():
-                written[shard.local.untyped_storage().data_ptr()] += shard.local.nbytes
+                written_bytes[shard.local.untyped_storage().data_ptr()] += shard.local.nbytes
         for tensor, copy in self._copies:
-            if written[copy.untyped_storage().data_ptr()] < copy.nbytes:
+            if written_bytes[copy.untyped_storage().data_ptr()] < copy.nbytes:
                 copy.copy_(tensor)
         if self._copies and self._copies[0][1].is_cuda:
             # Other threads write over this memory, on streams of their own.
@@ -54,14 +54,14 @@ class Shadow(LoadHooks):
 
     def swap(self) -> list[torch.Tensor]:
         """Make the copy the weights and return the replaced memory; engine thread only."""
-        former = [tensor.data for tensor, _ in self._copies]
+        previous = [tensor.data for tensor, _ in self._copies]
         parameters = {id(tensor) for tensor, _ in self._copies}
         for tensor, copy in self._copies:
             tensor.data = copy
         for name, shard in self._model.shards.shards.items():
             if id(shard.local) not in parameters:
                 shard.local = self.shards.shards[name].local
-        return former
+        return previous
 
     def memory(self) -> list[torch.Tensor]:
         """Return the copy's memory, to be freed. The copy is unusable afterwards."""

@@ -40,8 +40,8 @@ class Intake:
         A single-token prompt and a request without output have no entries to give. Otherwise as :meth:`submit`.
         """
         prompt, settings = self._checked(request)
-        gives = room if settings.max_new_tokens and len(prompt) > 1 else None
-        return self._submit(request, scheduler, prompt, replace(settings, max_new_tokens=0, n=1), gives=gives)
+        handover_room = room if settings.max_new_tokens and len(prompt) > 1 else None
+        return self._submit(request, scheduler, prompt, replace(settings, max_new_tokens=0, n=1), gives=handover_room)
 
     def decode(self, request: GenerateRequest, scheduler: Scheduler) -> tuple[Stream, bool]:
         """Queue a request at a decode engine, without scores of the prompt.
@@ -49,9 +49,9 @@ class Intake:
         Also returns whether the request starts with KV entries of a prefill engine. Otherwise as :meth:`submit`.
         """
         prompt, settings = self._checked(request)
-        awaited = settings.max_new_tokens > 0 and len(prompt) > 1
+        awaits_entries = settings.max_new_tokens > 0 and len(prompt) > 1
         settings = replace(settings, logprob_start=None)
-        return self._submit(request, scheduler, prompt, settings, awaited=awaited), awaited
+        return self._submit(request, scheduler, prompt, settings, awaited=awaits_entries), awaits_entries
 
     def _checked(self, request: GenerateRequest) -> tuple[list[int], Settings]:
         settings = check(

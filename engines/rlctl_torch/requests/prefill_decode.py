@@ -30,15 +30,15 @@ async def prefill(
     """
     async with rooms.open(request.bootstrap_room, request.model, request.adapter) as room:
         stream = intake.prefill(request, scheduler, room)
-        watching = asyncio.create_task(_look_after(room, stream, scheduler))
+        watcher = asyncio.create_task(_look_after(room, stream, scheduler))
         try:
             async with aclosing(stream.messages()) as messages:
                 async for message in messages:
                     yield message
         finally:
             scheduler.drop(stream)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
 
 
 async def _look_after(room: Room, stream: Stream, scheduler: Scheduler) -> None:
@@ -68,17 +68,17 @@ async def decode(
 
     Raises as :meth:`Intake.submit`, and HANDOVER_FAILED; STAGE_NOT_SERVING if the entries' version is not served.
     """
-    stream, awaited = intake.decode(request, scheduler)
-    fetching = asyncio.create_task(_fetch(request, stream, scheduler)) if awaited else None
+    stream, awaits_entries = intake.decode(request, scheduler)
+    fetch = asyncio.create_task(_fetch(request, stream, scheduler)) if awaits_entries else None
     try:
         async with aclosing(stream.messages()) as messages:
             async for message in messages:
                 yield message
     finally:
         scheduler.drop(stream)
-        if fetching is not None:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+        if fetch is not None:
+            fetch.cancel()
+            await asyncio.gather(fetch, return_exceptions=True)
 
 
 async def _fetch(request: GenerateRequest, stream: Stream, scheduler: Scheduler) -> None:

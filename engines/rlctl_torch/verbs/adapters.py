@@ -86,12 +86,12 @@ class PrepareAdapter:
         if rank.scheduler is not None:
             rank.scheduler.release_adapter()  # a sealed update may start anew
         loading = Loading(LoadHooks(), Load(self._update_id, full=True))
-        nothing = ShardMap({})
+        empty = ShardMap({})
         update = OpenUpdate(
             self._update_id,
             loading,
-            Receiver(nothing),
-            nothing,
+            Receiver(empty),
+            empty,
             rank.ranks.aside,
             stages_adapter=request.adapter,
             pause=request.pause,

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 def calibrate(rank: Rank) -> Calibration | None:
     """Measure difference and time of a check, all ranks together. Return None if decode cannot be compared."""
     try:
-        measured = [_measure(rank, 0)]
+        reports = [_measure(rank, 0)]
         started = time.perf_counter()
-        measured.append(_measure(rank, 1))
-        return decode_check.calibration(measured, dtype_name(rank.model.dtype), time.perf_counter() - started)
+        reports.append(_measure(rank, 1))
+        return decode_check.calibration(reports, dtype_name(rank.model.dtype), time.perf_counter() - started)
     except RlctlError as error:
         if error.reason not in (Reason.UNSUPPORTED, Reason.MEMORY_FULL):
             raise

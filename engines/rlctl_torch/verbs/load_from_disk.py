@@ -98,12 +98,12 @@ def _tensors_of(modules: Sequence[str], shards: ShardMap) -> set[str]:
     """Return the tensors of the modules and of their submodules. Raises FIELD_INVALID for a module without tensors."""
     chosen: set[str] = set()
     for index, module in enumerate(modules):
-        inside = {name for name in shards.shards if name == module or name.startswith(f"{module}.")}
-        if not inside:
+        module_names = {name for name in shards.shards if name == module or name.startswith(f"{module}.")}
+        if not module_names:
             raise Reason.FIELD_INVALID.error(
                 f"the model has no module {module!r} with tensors", field=f"target_modules[{index}]"
             )
-        chosen |= inside
+        chosen |= module_names
     return chosen
 
 

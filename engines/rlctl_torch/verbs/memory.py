@@ -47,16 +47,16 @@ class Release:
             except RlctlError:
                 rank.model.kept = None
                 raise
-        freed = 0
+        size = 0
         for tag in sorted(self._tags - rank.released):
             if tag == MEMORY_TAG_WEIGHTS:
                 rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
                 if rank.weights is Weights.WHOLE and rank.model.kept is None:
                     rank.weights = Weights.LOST
-            freed += _free(rank, tag)
+            size += _free(rank, tag)
             rank.released.add(tag)
         give_back(rank.device)
-        return _report(rank, freed)
+        return _report(rank, size)
 
     def _keep_weights(self) -> None:
         shortage = ""

@@ -46,7 +46,7 @@ def log_probabilities(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbeP
         places = range(len(tokens))
         batch = Batch([0], [0], [len(tokens)], tokens, [1 + place for place in places], list(places)[:-1])
         logits = run(rank.model, cache, rank.adapters, batch, all_logits=True)
-        of_next = torch.tensor(tokens[1:], device=logits.device)[:, None]
-        chosen = torch.log_softmax(logits.float(), dim=-1).gather(1, of_next)[:, 0]
+        next_tokens = torch.tensor(tokens[1:], device=logits.device)[:, None]
+        chosen = torch.log_softmax(logits.float(), dim=-1).gather(1, next_tokens)[:, 0]
         results.append(ProbePrompt(token_ids=tokens, logprobs=chosen.tolist()))
     return results if rank.ranks.rank == 0 else []

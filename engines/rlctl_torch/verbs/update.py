@@ -351,8 +351,8 @@ class Commit(InUpdate):
         rank.checkpoint = update.checkpoint or rank.checkpoint
         if update.touched:
             # Only weights that a single read has written can be read again.
-            alone = update.origin is not None and update.report.tensors == len(rank.writable.shards)
-            rank.read_from(update.origin if alone else None)
+            is_sole_source = update.origin is not None and update.report.tensors == len(rank.writable.shards)
+            rank.read_from(update.origin if is_sole_source else None)
         for name in rank.adapters.loaded if self._drop_adapters else ():
             rank.drop_adapter(name)
         rank.update = None
@@ -376,10 +376,10 @@ class Commit(InUpdate):
 
         rank.ranks.agree(check)
         rank.beside.stop(Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} put other weights in their place"))
-        former = shadow.swap()
+        previous = shadow.swap()
         if rank.last_step:
             add_seconds(update.report.swap, time.perf_counter() - rank.last_step)
-        rank.beside.let_go(former)
+        rank.beside.let_go(previous)
 
     def _commit_adapter(self, update: OpenUpdate) -> WeightsReport:
         """Put the adapter in place at this step, once every rank has all tensors. Nothing changes before."""
