@@ -441,8 +441,8 @@ class ServerEngine(Engine):
                 raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
             call.accept()
             if request.action == verbs_pb2.CHECK_ACTION_PROBE:
-                probed = await self._prober.probe(request.prompts, call)
-                return verbs_pb2.CheckReport(action=request.action, probed=probed)
+                prompts = await self._prober.probe(request.prompts, call)
+                return verbs_pb2.CheckReport(action=request.action, probed=prompts)
             if self._calibration is not None:
                 decode = await self._prober.check_decode(self._calibration, call)
                 return verbs_pb2.CheckReport(action=request.action, decode=decode)

@@ -24,13 +24,13 @@ def refuse_check(request: v.CheckWeightsRequest) -> None:
 def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange, *, first_rank: bool) -> v.CheckReport:
     """Digest the rank's parts and, together with the other ranks, the model."""
     report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
-    every: dict[str, str] = {}
+    full_digests: dict[str, str] = {}
     key = request.digest_key
     if key or (not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))):
         result = model_digest(held, exchange, key=key)
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)
-        every = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
+        full_digests = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
         if request.fingerprints:
             report.difference.CopyFrom(difference(held, result, request.fingerprints, key))
         if request.per_tensor and first_rank:
@@ -38,7 +38,7 @@ def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange,
     if key:
         report.tensor_count = len(held.shards)
         return report
-    parts = _digests_of_parts(held, every, request.skip_tensors)
+    parts = _digests_of_parts(held, full_digests, request.skip_tensors)
     report.tensor_count, report.rank_digest = len(parts), combine(parts)
     return report
 
@@ -50,11 +50,11 @@ def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[s
         for name, shard in held.shards.items()
         if shard.local.numel() and not any(fragment in name for fragment in skip)
     }
-    whole = {
+    complete = {
         name: every[name] for name, shard in parts.items() if name in every and shard.slice.whole(shard.meta.shape)
     }
-    cut = {name: (shard.local, shard.meta.dtype) for name, shard in parts.items() if name not in whole}
-    return {**whole, **tensor_digests(cut)}
+    cut = {name: (shard.local, shard.meta.dtype) for name, shard in parts.items() if name not in complete}
+    return {**complete, **tensor_digests(cut)}
 
 
 def _listed(held: ShardMap, digests: Mapping[str, str]) -> list[v.TensorDigest]:

@@ -105,12 +105,12 @@ def constant(meta: TensorMeta, value: int, device: torch.device) -> torch.Tensor
     if not encodable(meta.dtype):
         size = (*meta.shape, meta.dtype.itemsize)
         return torch.zeros(size, dtype=torch.uint8, device=device).view(meta.dtype).view(meta.shape)
-    filled = torch.full((), value, dtype=torch.float64, device=device).to(meta.dtype)
-    return filled.expand(meta.shape).clone(memory_format=torch.contiguous_format)
+    scalar = torch.full((), value, dtype=torch.float64, device=device).to(meta.dtype)
+    return scalar.expand(meta.shape).clone(memory_format=torch.contiguous_format)
 
 
 def ramp(meta: TensorMeta, dim: int, digits: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of this description. Each element contains the digit of its index along ``dim``."""
     line = digits.to(device, torch.float64).to(meta.dtype)
-    line = line.view([-1 if each == dim else 1 for each in range(len(meta.shape))])
+    line = line.view([-1 if axis == dim else 1 for axis in range(len(meta.shape))])
     return line.expand(meta.shape).clone(memory_format=torch.contiguous_format)

@@ -200,14 +200,14 @@ def prove(
 
     ``read`` returns the full tensor of a name.
     """
-    differing = {}
+    omissions = {}
     for name, shards in layout.bind_all(parameters).items():
         full = read(name)
         for shard in shards:
             expected = shard.slice.of(full).to(shard.local.device, shard.local.dtype)
             if not torch.equal(bits_of(shard.local), bits_of(expected)):
-                differing[name] = Omission(Omitted.NOT_LINEAR, "its views differ from the checkpoint that was loaded")
-    return differing
+                omissions[name] = Omission(Omitted.NOT_LINEAR, "its views differ from the checkpoint that was loaded")
+    return omissions
 
 
 Encode = Callable[[int, TensorMeta], torch.Tensor]
@@ -429,14 +429,14 @@ class _Search:
 
     def _unseen(self) -> Omission:
         count = len(self._rank.metas)
-        unexplained = set(self._scattered)
+        repacked = set(self._scattered)
         for number, parts in self._regions.items():
             if not 0 <= number <= count:
-                unexplained |= {region.parameter for region in parts}
-        if unexplained:
-            first = min(unexplained)
+                repacked |= {region.parameter for region in parts}
+        if repacked:
+            first = min(repacked)
             return Omission(
-                Omitted.UNSEEN, f"no element of it was seen; {len(unexplained)} parameters are repacked, {first} is one"
+                Omitted.UNSEEN, f"no element of it was seen; {len(repacked)} parameters are repacked, {first} is one"
             )
         return Omission(Omitted.ABSENT, "no parameter of this rank contains an element of it")
 

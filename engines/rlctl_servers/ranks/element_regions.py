@@ -222,10 +222,10 @@ class Region:
         offsets = numpy.zeros(counts, numpy.int64)
         for place, axis in enumerate(axes):
             line = numpy.arange(counts[place]) * steps[axis]
-            offsets += line.reshape([-1 if each == place else 1 for each in range(len(axes))])
-        rest = [axis for axis in range(len(self.axes)) if axis not in axes]
+            offsets += line.reshape([-1 if axis_place == place else 1 for axis_place in range(len(axes))])
+        other_axes = [axis for axis in range(len(self.axes)) if axis not in axes]
         indices = [
-            numpy.broadcast_to(numpy.squeeze(self.indices[dim], tuple(rest)), counts).reshape(-1) for dim in dims
+            numpy.broadcast_to(numpy.squeeze(self.indices[dim], tuple(other_axes)), counts).reshape(-1) for dim in dims
         ]
         offsets = offsets.reshape(-1)
         if not dims:
@@ -415,7 +415,7 @@ def _independent_part(part: torch.Tensor) -> torch.Tensor:
     corner = [bits[(0,) * dim + (slice(None),) + (0,) * (bits.ndim - dim - 1)] for dim in range(bits.ndim)]
     depends = [len(line) > 1 and not torch.equal(line, first.expand_as(line)) for line in corner]
     if not _repeats(bits, depends):
-        depends = [not _repeats(bits, [each != dim for each in range(bits.ndim)]) for dim in range(bits.ndim)]
+        depends = [not _repeats(bits, [axis != dim for axis in range(bits.ndim)]) for dim in range(bits.ndim)]
     for dim, dependent in enumerate(depends):
         part = part if dependent else part.narrow(dim, 0, 1)
     return part

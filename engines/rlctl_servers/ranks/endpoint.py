@@ -55,8 +55,8 @@ class Endpoint:
         if isinstance(answer, bytes):
             return _answered(answer)
         self._later[number] = verb, answer
-        for old in list(self._later)[:-KEPT]:
-            del self._later[old]
+        for stale_id in list(self._later)[:-KEPT]:
+            del self._later[stale_id]
         return self._poll(number)
 
     def _poll(self, number: str) -> dict[str, Any]:

@@ -305,11 +305,13 @@ class Rank:
         if self._staged is not None:
             return self._later(partial(self._staged_of(update_id).from_segments, request))
         loading = self._open(update_id)
-        offered = [segments.from_proto(message, f"segments[{index}]") for index, message in enumerate(request.segments)]
-        checked = self._segments.check(offered, self._receiver)
+        message_segments = [
+            segments.from_proto(message, f"segments[{index}]") for index, message in enumerate(request.segments)
+        ]
+        checked = self._segments.check(message_segments, self._receiver)
         self._shards.refuse_again(
             (meta.name, f"{segment.field}.tensors[{number}].name")
-            for segment in self._segments.mine(offered)
+            for segment in self._segments.mine(message_segments)
             for number, (meta, _) in enumerate(segment.tensors)
         )
         self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)

@@ -33,7 +33,7 @@ def with_own(salt: str, own: object, most: int | None = None) -> object:
     if own is None:
         return salt
     if isinstance(own, list):
-        return [with_own(salt, each, most) if isinstance(each, str) else each for each in own]
+        return [with_own(salt, item, most) if isinstance(item, str) else item for item in own]
     if not isinstance(own, str):
         return own
     if most is None:

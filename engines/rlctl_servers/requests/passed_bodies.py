@@ -131,5 +131,5 @@ def _check_range(ids: Sequence[int], vocab_size: int, name: str) -> None:
         return
     highest, lowest = max(ids), min(ids)
     if highest >= vocab_size or lowest < 0:
-        wrong = highest if highest >= vocab_size else lowest
-        raise Reason.FIELD_INVALID.error(f"token {wrong} is not in the vocabulary of {vocab_size}", field=name)
+        outlier = highest if highest >= vocab_size else lowest
+        raise Reason.FIELD_INVALID.error(f"token {outlier} is not in the vocabulary of {vocab_size}", field=name)

@@ -81,10 +81,10 @@ class Prober(abc.ABC):
 
         Raises UNSUPPORTED if decode cannot be compared with prefill, and as :meth:`probe`.
         """
-        measured = [await self._measure(0, call)]
+        reports = [await self._measure(0, call)]
         started = time.perf_counter()
-        measured.append(await self._measure(1, call))
-        return decode_check.calibration(measured, dtype, time.perf_counter() - started)
+        reports.append(await self._measure(1, call))
+        return decode_check.calibration(reports, dtype, time.perf_counter() - started)
 
     async def check_decode(self, calibration: Calibration, call: Call) -> DecodeReport:
         """Compare decode with prefill. Raises DECODE_MISMATCH, and as :meth:`probe`."""

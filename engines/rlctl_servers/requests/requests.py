@@ -238,11 +238,11 @@ class Requests:
 
         Return whether the samples have ended by ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
         """
-        leaving = [running for running in self._all() if running.leaves]
-        if leaving:
+        prepared = [running for running in self._all() if running.leaves]
+        if prepared:
             if asyncio.get_running_loop().time() + LEFT_S >= deadline:
                 return False
-            await asyncio.gather(*(running.leave() for running in leaving))
+            await asyncio.gather(*(running.leave() for running in prepared))
             await asyncio.sleep(LEFT_S)
         while rids := self._prepared():
             if asyncio.get_running_loop().time() >= deadline:
@@ -305,13 +305,13 @@ def _cut_off(index: int, sample: SampleStream) -> Sample:
 
 async def _next(events: asyncio.Queue[_Event], cut: asyncio.Event) -> _Event | None:
     """Return the next event, or None if the request was cut and no event came."""
-    coming = asyncio.ensure_future(events.get())
-    cutting = asyncio.ensure_future(cut.wait())
+    arrival = asyncio.ensure_future(events.get())
+    cut_wait = asyncio.ensure_future(cut.wait())
     try:
-        await asyncio.wait({coming, cutting}, return_when=asyncio.FIRST_COMPLETED)
-        if not coming.done():
-            await asyncio.wait({coming}, timeout=ABORT_S)
-        return coming.result() if coming.done() else None
+        await asyncio.wait({arrival, cut_wait}, return_when=asyncio.FIRST_COMPLETED)
+        if not arrival.done():
+            await asyncio.wait({arrival}, timeout=ABORT_S)
+        return arrival.result() if arrival.done() else None
     finally:
-        for task in (coming, cutting):
+        for task in (arrival, cut_wait):
             task.cancel()

@@ -90,10 +90,10 @@ class SampledRequest(RunningRequest):
         self.cut.set()
 
     async def leave_silent(self) -> None:
-        silent = list(self.silent.values())
-        for task in silent:
+        tasks = list(self.silent.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class PassedRequest(RunningRequest):

@@ -189,8 +189,8 @@ class Http:
                 await session.close()
             elif loop.is_running():
                 with suppress(TimeoutError):
-                    closing = asyncio.run_coroutine_threadsafe(session.close(), loop)
-                    await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT_S)
+                    future = asyncio.run_coroutine_threadsafe(session.close(), loop)
+                    await asyncio.wait_for(asyncio.wrap_future(future), CONNECT_S)
         self._sessions.clear()
 
     def _session(self, *, once: bool = False, flow: bool = False) -> aiohttp.ClientSession:

@@ -110,12 +110,12 @@ class Server(abc.ABC):
         """Report that the server is gone, or that its front is silent."""
         now = asyncio.get_running_loop().time
         name = f"{self.http.product} at {self.http.url}"
-        heard, unreachable, cause = now(), 0, ""
-        while unreachable < UNREACHABLE_LOOKS and now() - heard < SILENT_S:
+        heard_at, unreachable, cause = now(), 0, ""
+        while unreachable < UNREACHABLE_LOOKS and now() - heard_at < SILENT_S:
             await asyncio.sleep(LOOK_S)
             try:
                 self.refuse_ill(await self.http.call(self.probe, timeout_s=PROBE_S))
-                heard, unreachable, cause = now(), 0, ""
+                heard_at, unreachable, cause = now(), 0, ""
             except TimeoutError:
                 log.warning("%s did not answer in %g s", name, PROBE_S)
             except RlctlError as error:
@@ -123,5 +123,5 @@ class Server(abc.ABC):
                 cause = error.message
                 log.warning("%s", error)
         reason = Reason.ENGINE_FAILED if unreachable else Reason.ENGINE_WEDGED
-        self._on_end(reason.error(f"{cause or name + ' has not answered'}, for {now() - heard:.0f} s"))
+        self._on_end(reason.error(f"{cause or name + ' has not answered'}, for {now() - heard_at:.0f} s"))
         self.kill()

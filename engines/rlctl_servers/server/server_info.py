@@ -51,7 +51,7 @@ def server_info(
 def _is_plain(value: Any) -> bool:
     """Return whether JSON has the value and no key can be hidden in it."""
     if isinstance(value, list):
-        return all(_is_plain(each) for each in value)
+        return all(_is_plain(item) for item in value)
     return isinstance(value, _PLAIN) and (not isinstance(value, float) or math.isfinite(value))
 
 
@@ -78,8 +78,10 @@ def without_levels(
         VERIFICATION_LEVEL_REPLICA: "what this server holds cannot be read",
         VERIFICATION_LEVEL_EXPECTED: "what this server holds cannot be read",
     }
-    named = {level: VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower() for level in reasons}
-    return {f"verify={named[level]}": reason for level, reason in reasons.items() if level not in levels}
+    level_names = {
+        level: VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower() for level in reasons
+    }
+    return {f"verify={level_names[level]}": reason for level, reason in reasons.items() if level not in levels}
 
 
 def levels_of(

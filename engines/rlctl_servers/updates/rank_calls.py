@@ -111,8 +111,8 @@ class RankCalls(abc.ABC):
         Raises the error of the first rank that failed. The outcome is DIRTY if a different rank has changed something.
         """
         answers = await self._call(verb, request.SerializeToString(), call)
-        good = _good(answers, mutates=VERBS[verb].mutates(request))
-        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
+        valid = _good(answers, mutates=VERBS[verb].mutates(request))
+        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in valid]
 
     async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
         number, answers = await self._call_now(verb, request, call)

@@ -103,14 +103,13 @@ def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
     """Describe the difference between the runs before and after the load; "" if it is as small as before the load."""
     # The runs after the load are no measure: a load that leaves garbage may compute different values each time.
     noise = max((_distance(a, b) for a in before for b in before), key=_nan_last)
-    apart = min((_distance(a, b) for a in before for b in after), key=_nan_last)
-    if not apart <= noise + TOLERANCE:  # NaN is no proof
+    gap = min((_distance(a, b) for a in before for b in after), key=_nan_last)
+    if not gap <= noise + TOLERANCE:  # NaN is no proof
         return (
-            "a second load of the checkpoint computes other values: log probabilities of a prompt "
-            f"differ by {apart:.2g}"
+            f"a second load of the checkpoint computes other values: log probabilities of a prompt differ by {gap:.2g}"
         )
     outputs = [{tuple(run.tokens) for run in runs} for runs in (before, after)]
-    if outputs[0].isdisjoint(outputs[1]) and all(len(each) == 1 for each in outputs):
+    if outputs[0].isdisjoint(outputs[1]) and all(len(tokens) == 1 for tokens in outputs):
         return "a second load of the checkpoint computes other values: greedy tokens differ"
     return ""
 

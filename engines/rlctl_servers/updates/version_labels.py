@@ -73,9 +73,9 @@ class Stamps:
         """
         version = self.version(label)
         if version is None or version.sequence < since.sequence:
-            called = "did not call them" if version is None else "called them before this sample began"
+            cause = "did not call them" if version is None else "called them before this sample began"
             raise Reason.ENGINE_FAILED.error(
-                f"the server says that its weights are {label!r}, which rlctl {called}",
+                f"the server says that its weights are {label!r}, which rlctl {cause}",
                 next_step="Start its stage again: nothing is known of what the server holds.",
             )
         return version
