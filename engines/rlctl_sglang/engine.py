@@ -109,9 +109,9 @@ class SGLangEngine(ServerEngine):
         self._requests = self._ending = Requests(native)
         reader = passing.Reader(limits, str(facts.info.get("served_model_name") or ""))
         self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
-        alone = facts.mode == "null"  # a server of a pair generates nothing alone
+        is_unpaired = facts.mode == "null"  # a server of a pair generates nothing alone
         routes = passing.routes(metrics=bool(facts.info.get("enable_metrics")))
-        http_routes = [*routes, *self._options.data_routes] if alone else []
+        http_routes = [*routes, *self._options.data_routes] if is_unpaired else []
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
         # A probe would let an attached server answer other requests. A server of a pair answers no probe alone.
         probes = self._server.launched and facts.mode == "null"
@@ -204,8 +204,8 @@ class SGLangEngine(ServerEngine):
         """Return why loads may not repeat, or ""."""
         if refuted is not None:
             return refuted.why
-        alone = self._state.paired and not self._confirmed
-        return "one of a pair computes nothing alone, so no second load was compared with the first" if alone else ""
+        untested = self._state.paired and not self._confirmed
+        return "one of a pair computes nothing alone, so no second load was compared with the first" if untested else ""
 
     def _staged(self) -> bool:
         """Return whether updates can be staged, and log the reason if not."""
@@ -414,10 +414,10 @@ class SGLangEngine(ServerEngine):
         # Even after a failure, weights may have been scrambled.
         body = {"action": "reset_tensors", "skip_tensor_list": list(request.skip_tensors) or None}
         await self._control.must("/weights_checker", body, call=call, outcome=OUTCOME_UNKNOWN)
-        looking = verbs_pb2.CheckWeightsRequest(
+        check_request = verbs_pb2.CheckWeightsRequest(
             action=verbs_pb2.CHECK_ACTION_CHECKSUM, model_digest=False, skip_tensors=request.skip_tensors
         )
-        results = await self._check_ranks(looking, call)
+        results = await self._check_ranks(check_request, call)
         for result in results:
             result.check.action = request.action
         return results

@@ -447,15 +447,15 @@ class DiffusionEngine(Engine):
 
     def _refuse_other(self, live: Mapping[str, str], wanted: Mapping[str, str], when: str) -> None:
         """Raise DIGEST_MISMATCH (DIRTY) for modules with other checksums than expected."""
-        wrong = [name for name in wanted if live.get(name) != wanted[name]]
-        if wrong:
-            frozen = [name for name in wrong if name not in self._held]
+        differing = [name for name in wanted if live.get(name) != wanted[name]]
+        if differing:
+            frozen = [name for name in differing if name not in self._held]
             raise Reason.DIGEST_MISMATCH.error(
-                f"{PRODUCT} at {self._server.http.url} holds another {', '.join(wrong)} than it should{when}",
+                f"{PRODUCT} at {self._server.http.url} holds another {', '.join(differing)} than it should{when}",
                 next_step=f"Start the server again: rlctl cannot load {', '.join(frozen)}."
                 if frozen
                 else "Heal the stage; let nobody else load weights at the server's port.",
-                metadata={"modules": ",".join(wrong)},
+                metadata={"modules": ",".join(differing)},
                 outcome=OUTCOME_DIRTY,
             )
 

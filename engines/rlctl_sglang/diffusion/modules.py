@@ -79,12 +79,12 @@ class Pipelines:
             )
         resolved = Path(self._roots.resolve_checkpoint(path, field="model_path"))
         checkpoints = {}
-        with ExitStack() as closing:
+        with ExitStack() as stack:
             for name in modules:
                 directory = resolved / name
                 self._roots.resolve_checkpoint(str(directory), field="model_path")
                 module = _open(directory)
-                closing.callback(module.close)
+                stack.callback(module.close)
                 self._compare(name, module)
                 checkpoints[name] = module
             yield checkpoints

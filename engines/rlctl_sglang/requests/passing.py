@@ -180,9 +180,11 @@ class Reader:
             ids = [uuid.uuid4().hex for _ in range(count or 1)]
             names = {}
         else:
-            each_id = [f"{caller_rid}_{index}" for index in range(count or 1)] if several and len(rids) == 1 else rids
-            ids = [f"{len(rid)}:{rid}" for rid in each_id]
-            names = dict(zip(ids, each_id, strict=True))
+            caller_ids = (
+                [f"{caller_rid}_{index}" for index in range(count or 1)] if several and len(rids) == 1 else rids
+            )
+            ids = [f"{len(rid)}:{rid}" for rid in caller_ids]
+            names = dict(zip(ids, caller_ids, strict=True))
         rid_field: Any = ids if several or isinstance(caller_rid, list) else ids[0]
         return dataclasses.replace(
             reading,
@@ -206,15 +208,15 @@ def _one_of(value: object, name: str) -> str:
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(entry, str | None) for entry in values):
         raise Reason.FIELD_INVALID.error(f"{name} must be a text", field=name)
-    named = {str(entry or "") for entry in values}
-    if len(named) > 1:
+    texts = {str(entry or "") for entry in values}
+    if len(texts) > 1:
         raise Reason.UNSUPPORTED.error("the prompts of one request have one adapter", field=name)
-    return next(iter(named), "")
+    return next(iter(texts), "")
 
 
 def _sampling(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     value = document.get("sampling_params")
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
+    return [params for params in (value if isinstance(value, list) else [value]) if isinstance(params, dict)]
 
 
 def _has_grammar(fields: Mapping[str, Any]) -> bool:

@@ -172,8 +172,8 @@ class _Reading:
     def _sample(self, told: dict[str, Any]) -> Sample:
         meta = told["meta_info"]
         count = int(meta.get("completion_tokens") or 0)
-        new = max(count - self._tokens, 0)
-        ids = list(told.get("output_ids") or ())[-new:] if new else []
+        new_count = max(count - self._tokens, 0)
+        ids = list(told.get("output_ids") or ())[-new_count:] if new_count else []
         text = told.get("text") or ""
         if not self._native.incremental:
             text, self._text = text[self._text :], max(self._text, len(text))
@@ -182,15 +182,15 @@ class _Reading:
             text=text,
             output_ids=ids,
             output_logprobs=_logprobs(
-                (meta.get("output_token_logprobs") or [])[-new:] if new else [],
-                (meta.get("output_top_logprobs") or [])[-new:] if new else [],
+                (meta.get("output_token_logprobs") or [])[-new_count:] if new_count else [],
+                (meta.get("output_top_logprobs") or [])[-new_count:] if new_count else [],
             ),
             completion_tokens=max(count, self._tokens),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             retractions=int(meta.get("num_retractions") or 0),
         )
         self._tokens = max(count, self._tokens)
-        self._keep(meta, new)
+        self._keep(meta, new_count)
         finish = meta.get("finish_reason")
         if finish is not None:
             self._over = True

@@ -50,10 +50,10 @@ def _of_installation(python: str) -> KnownOptions | None:
             if tree is None:
                 continue
             names |= {name for call in argparse_source.calls(tree) for name in argparse_source.added(call)}
-            for field, called in _declared(tree):
-                names |= set(called)
-                if field not in called:
-                    renamed[field] = f"SGLang's argument is called {called[0]}"
+            for field, argument_names in _declared(tree):
+                names |= set(argument_names)
+                if field not in argument_names:
+                    renamed[field] = f"SGLang's argument is called {argument_names[0]}"
         if names:
             reserved = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
             reserved |= dict.fromkeys(
@@ -81,6 +81,9 @@ def _declared(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
         }
         if "no_cli" in settings:
             continue
-        called = [*argparse_source.names(settings.get("cli_name")), *argparse_source.names(settings.get("aliases"))]
+        argument_names = [
+            *argparse_source.names(settings.get("cli_name")),
+            *argparse_source.names(settings.get("aliases")),
+        ]
         field = node.target.id
-        yield field, called if "cli_name" in settings else [field, *called]
+        yield field, argument_names if "cli_name" in settings else [field, *argument_names]

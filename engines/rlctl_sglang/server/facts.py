@@ -262,10 +262,10 @@ async def ask(
     Raises as :meth:`Control.ask`, and as ``attach``.
     """
     info = await control.ask("/server_info", call=call, admin=False)
-    described = await control.ask("/openapi.json", call=call, admin=False)
+    openapi = await control.ask("/openapi.json", call=call, admin=False)
     facts = Facts(info, {})
     unsupported = {name: "rlctl has no code for it with SGLang" for name in VERBS if name not in set(verbs)}
-    unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, described.get("paths", ()))
+    unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, openapi.get("paths", ()))
     tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
     if dp_size > 1 and not info.get("enable_dp_attention"):  # with it, data ranks are tensor-parallel ranks at once
         unsupported["UpdateWeightsFromDisk"] = (

@@ -145,7 +145,7 @@ def hold_port(host: str = "127.0.0.1") -> socket.socket:
 
 def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) -> list[str]:
     """Return the command line without address and keys."""
-    named = {
+    arguments = {
         "model_path": config.model_path,
         "tp_size": str(config.tp_size),
         "incremental_streaming_output": "true",
@@ -154,7 +154,7 @@ def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) 
     }
     device, _, number = config.device.partition(":")
     if device == "cpu":
-        named |= {
+        arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",
             "mem_fraction_static": "0.1",
@@ -163,17 +163,17 @@ def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) 
             **_PAIRED_ON_CPU.get(options.arguments.get("disaggregation_mode", ""), {}),
         }
     elif number:
-        named["base_gpu_id"] = number
+        arguments["base_gpu_id"] = number
     if config.dtype != "auto":
-        named["dtype"] = config.dtype.removeprefix("torch.")
+        arguments["dtype"] = config.dtype.removeprefix("torch.")
     if meeting is not None:
-        named |= {
+        arguments |= {
             "nnodes": str(meeting.nodes),
             "node_rank": str(meeting.node),
             "dist_init_addr": meeting.address,
         }
-    named |= options.arguments
-    return flags(named)
+    arguments |= options.arguments
+    return flags(arguments)
 
 
 def _refuse_without_nixl(config: EngineConfig, options: Options, python: str) -> None:
