@@ -135,10 +135,10 @@ def _refuse_other_logprobs(params: SamplingParams, temperature: float, limits: L
             "top_k": params.HasField("top_k") and params.top_k > 0,
             "min_p": params.min_p > 0,
         }
-        if temperature and (named := [name for name, active in cut.items() if active]):
+        if temperature and (filters := [name for name, active in cut.items() if active]):
             raise Reason.UNSUPPORTED.error(
-                f"vLLM's log probabilities would be those after {named[0]}",
-                field=f"sampling_params.{named[0]}",
+                f"vLLM's log probabilities would be those after {filters[0]}",
+                field=f"sampling_params.{filters[0]}",
                 next_step="Ask for no log probabilities, or leave it out.",
             )
         return

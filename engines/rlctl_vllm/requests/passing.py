@@ -72,13 +72,13 @@ class Reader:
             if document.get(name):
                 raise Reason.UNSUPPORTED.error(f"{name} is not passed on: {reason}", field=name)
         sampling = document.get("sampling_params")
-        every = (document, sampling if isinstance(sampling, dict) else {})
-        samples = max(check_count(fields.get(name), name) for fields in every for name in _COUNTS)
+        objects = (document, sampling if isinstance(sampling, dict) else {})
+        samples = max(check_count(fields.get(name), name) for fields in objects for name in _COUNTS)
         if not self._limits.tokenizer:  # with a tokenizer vLLM checks the ids
             for name in _PROMPTS:
                 check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
-        named = self._named(text_field(document, "model"))
-        reading = dataclasses.replace(named, samples=samples, labelled=request.path != "/v1/messages")
+        resolved = self._named(text_field(document, "model"))
+        reading = dataclasses.replace(resolved, samples=samples, labelled=request.path != "/v1/messages")
         return self._identified(request, document, reading) if request.path in _IDS else reading
 
     def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
@@ -109,10 +109,10 @@ class Reader:
 
     def _identified(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> Reading:
         """Return the reading with the ids by which vLLM can end the request."""
-        of_caller = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
+        header_rid = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
         body_rid = text_field(document, "request_id")
-        rid = of_caller or body_rid or uuid.uuid4().hex
-        headers = {} if body_rid and not of_caller else {_HEADER: rid}
+        rid = header_rid or body_rid or uuid.uuid4().hex
+        headers = {} if body_rid and not header_rid else {_HEADER: rid}
         engine_rid = _IDS[request.path] + rid
         prompt = document.get("prompt")
         engine_rids = [engine_rid]

@@ -79,7 +79,7 @@ class VLLMProcess(ServerProcess):
 
 
 def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str, str]:
-    named = {
+    arguments = {
         "model": config.model_path,
         "served_model_name": "rlctl",
         "uds": str(socket),
@@ -94,10 +94,10 @@ def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str
         "disable_uvicorn_access_log": "true",
     }
     if config.device.partition(":")[0] == "cpu":
-        named |= {"enforce_eager": "true", "block_size": "32", "max_num_seqs": "64"}
+        arguments |= {"enforce_eager": "true", "block_size": "32", "max_num_seqs": "64"}
     if config.dtype != "auto":
-        named["dtype"] = config.dtype.removeprefix("torch.")
-    return named | dict(options.arguments)
+        arguments["dtype"] = config.dtype.removeprefix("torch.")
+    return arguments | dict(options.arguments)
 
 
 def _environment(config: EngineConfig, options: Options, packages: Path) -> dict[str, str]:

@@ -322,7 +322,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
     kind = type(None) if hint is None else hint
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 

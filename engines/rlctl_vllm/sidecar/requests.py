@@ -182,20 +182,20 @@ class Requests:
             raise Reason.RID_IN_USE.error(f"a request {running.rid!r} is running", field="rid")
         self._running[running.rid] = running
         try:
-            before = await self._upstream.label() if self._about.route == COMPLETIONS else ""
+            label = await self._upstream.label() if self._about.route == COMPLETIONS else ""
             reading = asyncio.create_task(self._read(sample, body, tell))
-            cutting = asyncio.create_task(running.cut.wait())
+            cut_wait = asyncio.create_task(running.cut.wait())
             try:
-                await asyncio.wait({reading, cutting}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({reading, cut_wait}, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():
                     await self._cut(running, reading)
                 if reading.done():
                     reading.result()
             finally:
-                await _end([reading, cutting])
+                await _end([reading, cut_wait])
             if sample.finish is None:
                 sample.cut_off()
-            await self._stamp(sample, before)
+            await self._stamp(sample, label)
         finally:
             del self._running[running.rid]
 

@@ -59,7 +59,7 @@ class Sidecar:
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[http_limits.answering])
-        both = {
+        routes = {
             "/generate": ("POST", "PUT"),
             "/health": ("GET",),
             "/health_generate": ("GET",),
@@ -72,7 +72,7 @@ class Sidecar:
             "/get_server_info": ("GET",),
             "/v1/loads": ("GET",),
         }
-        for path, methods in both.items():
+        for path, methods in routes.items():
             name = path.rpartition("/")[2].removeprefix("get_")
             handler: _Handler = getattr(self, f"_{name}")
             for method in methods:
@@ -117,10 +117,10 @@ class Sidecar:
         body = await self._body(request)
         if not isinstance(body, dict) or body.keys() - {"rid", "abort_all", "abort_message"}:
             raise Reason.FIELD_INVALID.error("it takes rid or abort_all", field="rid")
-        rid, every = body.get("rid") or "", body.get("abort_all") or False
-        if not isinstance(rid, str) or not isinstance(every, bool):
+        rid, abort_all = body.get("rid") or "", body.get("abort_all") or False
+        if not isinstance(rid, str) or not isinstance(abort_all, bool):
             raise Reason.FIELD_INVALID.error("rid is a text, abort_all is true or false", field="rid")
-        aborted, unknown = await self._requests.abort([rid] if rid else [], all_of_them=every)
+        aborted, unknown = await self._requests.abort([rid] if rid else [], all_of_them=abort_all)
         return _json({"success": True, "aborted": aborted, "unknown_rids": unknown})
 
     async def _loads(self, request: web.Request) -> web.StreamResponse:

@@ -28,7 +28,7 @@ def part_of(layer: Any, leaf: str, part: int | None, meta: TensorMeta, rank: int
     try:
         local = _weight(layer, leaf)
         if part is not None:
-            sizes = [int(each) for each in layer.output_partition_sizes]
+            sizes = [int(partition_size) for partition_size in layer.output_partition_sizes]
             local = local.narrow(0, sum(sizes[:part]), sizes[part])
         vocabulary = getattr(layer, "shard_indices", None)
         if vocabulary is not None:
@@ -43,11 +43,13 @@ def _slice(meta: TensorMeta, shape: tuple[int, ...], rank: int, size: int) -> Sl
     """Return the slice of a rank's tensor, given its shape."""
     if shape == meta.shape:
         return Slice()
-    cut = [dim for dim, (mine, full) in enumerate(zip(shape, meta.shape, strict=False)) if mine != full]
+    cut = [
+        dim for dim, (part_size, full_size) in enumerate(zip(shape, meta.shape, strict=False)) if part_size != full_size
+    ]
     if len(shape) == len(meta.shape) and len(cut) == 1 and shape[cut[0]]:
         length = shape[cut[0]]
-        shares, rest = divmod(meta.shape[cut[0]], length)
-        if not rest and size % shares == 0:
+        shares, remainder = divmod(meta.shape[cut[0]], length)
+        if not remainder and size % shares == 0:
             # With fewer heads of keys than ranks, several ranks have the same heads.
             return Slice(cut[0], rank * shares // size * length, length)
     raise Reason.UNSUPPORTED.error(f"vLLM holds {meta.name} with shape {shape} at rank {rank} of {size}")
