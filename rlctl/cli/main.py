@@ -255,8 +255,8 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
 
         discard_unwritten(sys.stdout)
 
-        what = "could not write" if error.filename is None else error.filename
-        code = report_click(settings, click.ClickException(f"{what}: {error.strerror}"))
+        subject = "could not write" if error.filename is None else error.filename
+        code = report_click(settings, click.ClickException(f"{subject}: {error.strerror}"))
     except click.ClickException as error:
         from rlctl.cli.render.errors import report_click
 

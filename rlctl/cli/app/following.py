@@ -29,19 +29,19 @@ def follow(
     ``lost`` is called once for each loss. Before the first item all errors of ``read`` and the connection are raised,
     later every error but UNREACHABLE.
     """
-    yielded, reported = False, ""
+    yielded, reported_loss = False, ""
     while True:
         try:
             with connected(settings) as fleet, contextlib.closing(read(fleet)) as items:
                 for item in items:
-                    yielded, reported = True, ""
+                    yielded, reported_loss = True, ""
                     yield item
         except RlctlError as error:
             if not yielded or error.reason is not Reason.UNREACHABLE:
                 raise
-            if not reported:
+            if not reported_loss:
                 lost(error)
-            reported = error.message
+            reported_loss = error.message
         time.sleep(AGAIN_S)
 
 
@@ -54,6 +54,6 @@ def watching(settings: Settings) -> Iterator[threading.Event]:
         with time_limit(settings.timeout_s, "watching"):
             yield displayed
     except RlctlError as error:
-        up = error.reason is Reason.DEADLINE_EXCEEDED and deadline is not None and time.monotonic() >= deadline
-        if not (up and displayed.is_set()):
+        timed_out = error.reason is Reason.DEADLINE_EXCEEDED and deadline is not None and time.monotonic() >= deadline
+        if not (timed_out and displayed.is_set()):
             raise

@@ -95,9 +95,9 @@ class Command(click.Command):
 
 def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
     """Write options in full, the global options by name. Arguments are in the usage and in the command's help text."""
-    own = [param for param in command.get_params(ctx) if not isinstance(param, GlobalOption | click.Argument)]
+    options = [param for param in command.get_params(ctx) if not isinstance(param, GlobalOption | click.Argument)]
     with formatter.section("Options"):
-        formatter.write_dl([record for param in own if (record := param.get_help_record(ctx))])
+        formatter.write_dl([record for param in options if (record := param.get_help_record(ctx))])
     shared = [param for param in command.get_params(ctx) if isinstance(param, GlobalOption)]
     if shared:
         with formatter.section("Global options (see rlctl --help)"):

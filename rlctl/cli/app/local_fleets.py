@@ -35,16 +35,16 @@ class FleetChoice:
         """
         if explicit is not None:
             return explicit
-        chosen = self._only("Name its coordinator with --endpoint or RLCTL_ENDPOINT.", "--endpoint")
-        if chosen is None:
+        fleet = self._only("Name its coordinator with --endpoint or RLCTL_ENDPOINT.", "--endpoint")
+        if fleet is None:
             return DEFAULT_ENDPOINT
-        if not chosen.endpoint:
+        if not fleet.endpoint:
             raise Reason.UNREACHABLE.error(
-                f"fleet {chosen.name!r} is still starting: its coordinator does not listen yet",
+                f"fleet {fleet.name!r} is still starting: its coordinator does not listen yet",
                 next_step="Try again in a moment.",
             )
-        self.found = chosen
-        return chosen.endpoint
+        self.found = fleet
+        return fleet.endpoint
 
     def name(self, explicit: str | None, endpoint: str | None) -> str:
         """Return the name of a fleet that `rlctl up` started on this machine.
@@ -62,16 +62,16 @@ class FleetChoice:
 
     def certificates(self, endpoint: str) -> str:
         """Return the certificate directory of this machine's fleet at an endpoint; "" for any other endpoint."""
-        at = (fleet for fleet in fleet_state.up() if _comparable(fleet.endpoint) == _comparable(endpoint))
-        return next((str((fleet.deployment or {}).get("tls", "")) for fleet in at), "")
+        matches = (fleet for fleet in fleet_state.up() if _comparable(fleet.endpoint) == _comparable(endpoint))
+        return next((str((fleet.deployment or {}).get("tls", "")) for fleet in matches), "")
 
     def _only(self, next_step: str, field: str) -> FleetState | None:
         if self.found is not None:
             return self.found
-        up = fleet_state.up()
-        if len(up) > 1:
-            raise _ambiguous(up, field, next_step)
-        return up[0] if up else None
+        fleets = fleet_state.up()
+        if len(fleets) > 1:
+            raise _ambiguous(fleets, field, next_step)
+        return fleets[0] if fleets else None
 
 
 def listed(fleets: list[FleetState]) -> str:
@@ -85,12 +85,12 @@ def _ambiguous(up: list[FleetState], field: str, next_step: str) -> RlctlError:
 
 
 def _name_at(endpoint: str) -> str:
-    up = fleet_state.up()
-    for fleet in up:
+    fleets = fleet_state.up()
+    for fleet in fleets:
         if _comparable(fleet.endpoint) == _comparable(endpoint):
             return fleet.name
     raise Reason.FIELD_INVALID.error(
-        f"no fleet of this machine is up at {endpoint}; fleets that are up: {listed(up)}",
+        f"no fleet of this machine is up at {endpoint}; fleets that are up: {listed(fleets)}",
         field="--endpoint",
         next_step="Name the fleet with --name; --endpoint, RLCTL_ENDPOINT or the context has set the endpoint.",
     )

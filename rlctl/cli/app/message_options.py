@@ -65,12 +65,12 @@ def fields_of(message: Any, taken: Collection[str] = ()) -> list[Field]:
 
     A field with a name in ``taken`` gets the prefix ``--request-``.
     """
-    used, fields = set(taken), []
+    flags, fields = set(taken), []
     for path in _paths(message):
         flag = "--" + path[-1].name.replace("_", "-")
-        if flag in used:
+        if flag in flags:
             flag = "--request-" + "-".join(field.name.replace("_", "-") for field in path)
-        used.add(flag)
+        flags.add(flag)
         fields.append(Field(path, flag))
     return fields
 
@@ -101,9 +101,9 @@ def assign(message: Message, field: Field, value: Any) -> None:
         return
     descriptor = field.path[-1]
     for step in field.path:
-        chosen = message.WhichOneof(step.containing_oneof.name) if step.containing_oneof is not None else None
-        if chosen not in (None, step.name):
-            raise click.BadParameter(f"{field.flag} excludes --{chosen.replace('_', '-')}", param_hint=field.flag)
+        set_field = message.WhichOneof(step.containing_oneof.name) if step.containing_oneof is not None else None
+        if set_field not in (None, step.name):
+            raise click.BadParameter(f"{field.flag} excludes --{set_field.replace('_', '-')}", param_hint=field.flag)
         if step is not descriptor:
             message = getattr(message, step.name)
     try:

@@ -99,7 +99,7 @@ def _tables(operation: Operation) -> list[Table]:
                 ("Principal", values.principal(operation.caller)),
                 ("Client", values.client(operation.caller)),
                 ("Targets", ", ".join(operation.targets)),
-                ("Left out", ", ".join(f"{out.slot} ({out.reason})" for out in operation.excluded)),
+                ("Left out", ", ".join(f"{stage.slot} ({stage.reason})" for stage in operation.excluded)),
             ]
         ),
         *([timeline.table(operation)] if operation.timeline.phases else []),

@@ -25,24 +25,24 @@ def drain(settings: Settings, slots: tuple[str, ...], reason: str) -> None:
     them serve again.
     """
     settings.mutating = not settings.dry_run
-    reported: dict[str, str] = {}
+    reasons: dict[str, str] = {}
 
     def report(busy: dict[str, str]) -> None:
         for slot, why in busy.items():
-            if reported.get(slot) != why:
+            if reasons.get(slot) != why:
                 settings.say(f"{slot}: {why}")
-        reported.update(busy)
+        reasons.update(busy)
 
     def farewell() -> None:
         click.echo(f"\nStopped waiting; {', '.join(slots)} stay disabled. `rlctl enable` ends that.", err=True)
 
     with connected(settings) as fleet:
         if settings.dry_run:
-            after = fleet.set_enabled(slots, False, validate_only=True)
+            status = fleet.set_enabled(slots, False, validate_only=True)
         else:
             with interruptible(farewell):
-                after = fleet.drain(slots, reason=reason, timeout_s=settings.timeout_s or DRAIN_S, on_busy=report)
-    show(settings, stages.stages_view([stage for stage in after.stages if stage.registration.slot in slots]))
+                status = fleet.drain(slots, reason=reason, timeout_s=settings.timeout_s or DRAIN_S, on_busy=report)
+    show(settings, stages.stages_view([stage for stage in status.stages if stage.registration.slot in slots]))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained.")
     else:

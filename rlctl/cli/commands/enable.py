@@ -30,8 +30,8 @@ def disable(settings: Settings, slots: tuple[str, ...]) -> None:
 def _set(settings: Settings, slots: tuple[str, ...], enabled: bool) -> None:
     settings.mutating = not settings.dry_run
     with bounded(settings) as fleet:
-        after = fleet.set_enabled(slots, enabled, validate_only=settings.dry_run)
-    selected = [stage for stage in after.stages if stage.registration.slot in slots]
+        status = fleet.set_enabled(slots, enabled, validate_only=settings.dry_run)
+    selected = [stage for stage in status.stages if stage.registration.slot in slots]
     show(settings, stages.stages_view(selected))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be {'enabled' if enabled else 'disabled'}.")

@@ -143,8 +143,8 @@ class _Notices(logging.Handler):
         if message == self._said:
             return
         self._said = message
-        helps = dict.fromkeys(advice for why, advice in _ADVICE.items() if why in message)
-        self._settings.say(f"{message} ({', '.join(helps) or 'rlctl status'})")
+        next_steps = dict.fromkeys(advice for why, advice in _ADVICE.items() if why in message)
+        self._settings.say(f"{message} ({', '.join(next_steps) or 'rlctl status'})")
 
 
 @contextlib.contextmanager
@@ -169,12 +169,12 @@ def _print(settings: Settings, responses: Sequence[GenerateResponse]) -> None:
     several = len(responses) > 1 or len(responses[0].samples) > 1
     for number, response in enumerate(responses):
         for sample in response.samples:
-            about = _about(response, sample)
+            description = _about(response, sample)
             if several:
-                click.echo(f"--- prompt {number}, sample {sample.index}: {about}")
+                click.echo(f"--- prompt {number}, sample {sample.index}: {description}")
             click.echo(sample.text if sample.text or not sample.output_ids else text.joined(sample.output_ids))
             if not several:
-                settings.say(f"[{about}]")
+                settings.say(f"[{description}]")
             if sample.output_logprobs:
                 show_tables(settings, [_logprobs(sample)])
 

@@ -68,9 +68,9 @@ def _last(log: Path, lines: int) -> tuple[list[str], int]:
             start = max(0, start - BLOCK)
             file.seek(start)
             data = file.read(end - start)
-    whole = data[: data.rfind(b"\n") + 1]
-    read = whole.decode(errors="replace").splitlines()
-    return read[-lines:], end - len(data) + len(whole)
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    read = complete_lines.decode(errors="replace").splitlines()
+    return read[-lines:], end - len(data) + len(complete_lines)
 
 
 def _follow(log: Path, position: int) -> None:
@@ -81,9 +81,9 @@ def _follow(log: Path, position: int) -> None:
                 position = 0
             file.seek(position)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole:
-            click.echo(whole.decode(errors="replace"), nl=False)
-            position += len(whole)
+        complete_lines = data[: data.rfind(b"\n") + 1]
+        if complete_lines:
+            click.echo(complete_lines.decode(errors="replace"), nl=False)
+            position += len(complete_lines)
         else:
             time.sleep(LOOK_S)

@@ -93,11 +93,11 @@ class Prepared:
         """Return the reasons of this version and of this machine why the plan cannot be run here and now."""
         fixed = self.deployment.fixed(self.deployed) if self.deployed is not None else []
         source = self.plan.topology.source
-        up = []
+        conflicts = []
         if self.running is not None and source == COMMAND_LINE:
-            up.append(f"fleet {self.running.name!r} is up already; only `rlctl up FILE` changes it")
+            conflicts.append(f"fleet {self.running.name!r} is up already; only `rlctl up FILE` changes it")
         return [
-            *(Problem(source, 0, "", why) for why in up),
+            *(Problem(source, 0, "", why) for why in conflicts),
             *support.unsupported(self.plan.topology),
             *self._missing(),
             *(Problem(source, 0, key, why) for key, why in fixed),
@@ -147,16 +147,16 @@ def prepare(file: Path | None, given: Flags) -> Prepared:
 
 def _as_it_is(topology: Topology, running: fleet_state.FleetState | None) -> dict[str, Any]:
     """Return the settings that neither file nor flags set: the values of the fleet that is up."""
-    present = running.deployment if running is not None else {}
-    listen = topology.listen or present.get("listen", "") or DEFAULT_ENDPOINT
+    settings = running.deployment if running is not None else {}
+    listen = topology.listen or settings.get("listen", "") or DEFAULT_ENDPOINT
     if running is not None and listen == running.endpoint:
-        listen = present.get("listen", listen)  # the coordinator took this port for port 0
-    insecure = present.get("insecure") if topology.insecure is None else topology.insecure
-    ray_settings: dict[str, Any] = {"cluster": topology.cluster or present.get("cluster", "")}
-    if present.get("group") and not topology.placement_group:
-        ray_settings |= {"placement_group": present["group"], "bundles": tuple(present["bundles"]),
-                 "bundle_share": present["share"]}  # fmt: skip
-    tls = topology.tls or present.get("tls", "")
+        listen = settings.get("listen", listen)  # the coordinator took this port for port 0
+    insecure = settings.get("insecure") if topology.insecure is None else topology.insecure
+    ray_settings: dict[str, Any] = {"cluster": topology.cluster or settings.get("cluster", "")}
+    if settings.get("group") and not topology.placement_group:
+        ray_settings |= {"placement_group": settings["group"], "bundles": tuple(settings["bundles"]),
+                 "bundle_share": settings["share"]}  # fmt: skip
+    tls = topology.tls or settings.get("tls", "")
     return {"listen": listen, "insecure": insecure, "tls": tls, **ray_settings}
 
 

@@ -170,8 +170,8 @@ def coordinator(
 
     if web:
         refuse_without_aiohttp()
-    usual = Graces()
-    graces = Graces(owner_grace or usual.owner_s, heal_grace or usual.heal_s)
+    defaults = Graces()
+    graces = Graces(owner_grace or defaults.owner_s, heal_grace or defaults.heal_s)
     path = Path(journal) if journal else state_directory() / "journal.db"
     topology = None if admit_only is None else tuple(filter(None, admit_only.split(",")))
     config = CoordinatorConfig(
@@ -426,8 +426,8 @@ def serve(
             starting.cancel()
             return
         end = starting.result()
-        waits = [stopping, *map(asyncio.ensure_future, ends)]
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        futures = [stopping, *map(asyncio.ensure_future, ends)]
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         await end()
         for ended in done:
             await ended

@@ -125,13 +125,13 @@ def _await_survivors(settings: Settings, name: str) -> None:
 
     Raises OPERATION_CONFLICT for processes that do not end.
     """
-    former = fleet_state.read(name)
-    if former is None or former.alive or not (survivors := former.survivors):
+    previous = fleet_state.read(name)
+    if previous is None or previous.alive or not (survivors := previous.survivors):
         return
-    settings.say(f"supervisor {former.pid} has died; waiting for {', '.join(survivors)} to end")
+    settings.say(f"supervisor {previous.pid} has died; waiting for {', '.join(survivors)} to end")
     limit_s = min(SURVIVE_S, settings.timeout_s or SURVIVE_S)
     deadline = time.monotonic() + limit_s
-    while survivors := former.survivors:
+    while survivors := previous.survivors:
         if time.monotonic() > deadline:
             pids = " ".join(map(str, survivors.values()))
             raise Reason.OPERATION_CONFLICT.error(
@@ -238,7 +238,7 @@ def _as_given(settings: Settings) -> list[str]:
 
 def _failure(said: Sequence[str]) -> Sequence[str]:
     """Return the error lines of a supervisor that has ended."""
-    first = next((at for at, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
+    first = next((index for index, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
     return said[first:]
 
 

@@ -128,8 +128,8 @@ def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) 
     if mutates and verb.reads_if is not None and not settings.dry_run:
         settings.confirm(f"This {verb.cli} changes the stages. Go on?", unasked=False)
     if isinstance(request, PauseGenerationRequest) and not request.mode and not settings.dry_run:
-        which = f"the requests with adapter {request.adapter}" if request.adapter else "the requests"
-        settings.confirm(f"Without --mode, a pause aborts {which} that run and wait. Abort them?")
+        affected = f"the requests with adapter {request.adapter}" if request.adapter else "the requests"
+        settings.confirm(f"Without --mode, a pause aborts {affected} that run and wait. Abort them?")
     settings.request_id = values["request_id"] or new_uuid7()
     settings.mutating = mutates and not settings.dry_run
     if settings.verbose:

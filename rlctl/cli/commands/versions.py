@@ -47,8 +47,8 @@ def versions(settings: Settings, model: str) -> None:
         for name, published in versions_by_model.items()
         for each in published
     ]
-    everything = [each for published in versions_by_model.values() for each in published]
-    show(settings, View(everything, lambda _: [Table(_HEADERS, rows)], lambda: [row[1] for row in rows]))
+    all_versions = [each for published in versions_by_model.values() for each in published]
+    show(settings, View(all_versions, lambda _: [Table(_HEADERS, rows)], lambda: [row[1] for row in rows]))
 
 
 @click.command(cls=Command)

@@ -98,7 +98,7 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
                 answers[result.slot] = Answer(info, ahead_s(result.header.observed_at, sent_at, time.time()))
     addresses = [address for stage in fleet.stages for _, address in _addresses(stage)]
     with ThreadPoolExecutor(REACHERS) as pool:
-        reached = dict(zip(addresses, pool.map(_unreached, addresses), strict=True))
+        connection_errors = dict(zip(addresses, pool.map(_unreached, addresses), strict=True))
     admitted = None
     try:
         slots = connection.admit((), (), validate_only=True)
@@ -106,15 +106,15 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
     except RlctlError:
         pass
     clock_s = ahead_s(fleet.header.observed_at, before, after)
-    return FleetReadings(endpoint, fleet, took_s, clock_s, answers, reached, admitted, valid_s)
+    return FleetReadings(endpoint, fleet, took_s, clock_s, answers, connection_errors, admitted, valid_s)
 
 
 def ahead_s(observed: Timestamp, before: float, after: float) -> float:
     """Return the lead of an observation's clock over this host's clock, read as ``before`` and ``after``."""
-    at = observed.ToNanoseconds() / 1e9
-    if not at:
+    observed_s = observed.ToNanoseconds() / 1e9
+    if not observed_s:
         return 0.0
-    return at - after if at > after else min(0.0, at - before)
+    return observed_s - after if observed_s > after else min(0.0, observed_s - before)
 
 
 def unreachable(endpoint: str, error: RlctlError) -> Finding:
@@ -196,7 +196,7 @@ def check_engines(fleet: FleetReadings) -> Iterator[Finding]:
 
 def check_links(fleet: FleetReadings) -> Iterator[Finding]:
     """Check that the coordinator reaches the stages and gets answers, and that the stages are registered."""
-    sound = 0
+    sound_count = 0
     for stage in fleet.fleet.stages:
         slot, registration = stage.registration.slot, stage.registration
         subject, why = f"stage {slot}", roster.why_not(stage)
@@ -218,9 +218,9 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
             mend = f"`rlctl describe stage {slot}` has the reason; `rlctl heal`, `enable` or `continue` ends it."
             yield warning("links", subject, f"not routable: {state}{f', {why}' if why else ''}", mend)
         else:
-            sound += 1
-    if sound:
-        yield ok("links", "stages", f"{sound} of {len(fleet.fleet.stages)} linked, answering and routable")
+            sound_count += 1
+    if sound_count:
+        yield ok("links", "stages", f"{sound_count} of {len(fleet.fleet.stages)} linked, answering and routable")
     registered = {stage.registration.slot for stage in fleet.fleet.stages}
     for slot in sorted(set(fleet.admitted or ()) - registered):
         yield warning(
@@ -235,13 +235,13 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
 
 def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
     """Check that this host reaches the advertised addresses: trainers and clients here connect there."""
-    reached = 0
+    reached_count = 0
     remote = not fleet.endpoint.startswith("unix:") and not is_loopback(split(fleet.endpoint)[0])
     for stage in fleet.fleet.stages:
         for name, address in _addresses(stage) if stage.state != STAGE_STATE_FAILED else ():
             why = fleet.reached.get(address, "")
             if not why:
-                reached += 1
+                reached_count += 1
             elif remote and is_loopback(split(address)[0]):
                 observation = f"{address}: {why}; only its own host reaches this address"
                 mend = "Start it with --advertise HOST (topology: network.advertise)."
@@ -249,8 +249,10 @@ def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:
             else:
                 mend = "From this host, see route and firewall to it; in another network, set --advertise HOST."
                 yield warning("addresses", f"{stage.registration.slot} {name}", f"{address}: {why}", mend)
-    if reached:
-        yield ok("addresses", "addresses", f"{reached} of {_count(fleet)} advertised addresses are reached from here")
+    if reached_count:
+        yield ok(
+            "addresses", "addresses", f"{reached_count} of {_count(fleet)} advertised addresses are reached from here"
+        )
 
 
 FLEET_CHECKS: Sequence[Callable[[FleetReadings], Iterator[Finding]]] = (

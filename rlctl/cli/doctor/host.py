@@ -166,9 +166,9 @@ def check_plugins(host: HostReadings) -> Iterator[Finding]:
                 f"version {plugin.version}, rlctl is {__version__}",
                 f"Install the plug-in of rlctl {__version__}.",
             )
-    sound = [plugin.name for plugin in host.plugins if plugin.found and plugin.version == __version__]
-    if sound:
-        yield ok("plug-ins", "engine plug-ins", ", ".join(sound))
+    usable = [plugin.name for plugin in host.plugins if plugin.found and plugin.version == __version__]
+    if usable:
+        yield ok("plug-ins", "engine plug-ins", ", ".join(usable))
     if not host.plugins:
         mend = "Install rlctl again: pip install 'rlctl[torch]'."
         yield failure("plug-ins", "engine plug-ins", "none is installed", mend)
@@ -239,8 +239,8 @@ def check_proxies(host: HostReadings) -> Iterator[Finding]:
         observation = (
             f"set, and no_proxy does not name {', '.join(proxied)}: HTTP clients ask the proxy for servers of this host"
         )
-        every = ",".join((*LOCAL, *sorted(excepted - {"", *LOCAL})))
-        mend = f"export no_proxy={every} NO_PROXY={every}, with the hosts of the fleet."
+        exceptions = ",".join((*LOCAL, *sorted(excepted - {"", *LOCAL})))
+        mend = f"export no_proxy={exceptions} NO_PROXY={exceptions}, with the hosts of the fleet."
         yield warning("proxies", names, observation, mend)
     else:
         yield ok("proxies", names, f"set; no_proxy names {', '.join(LOCAL)}")

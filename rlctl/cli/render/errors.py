@@ -85,16 +85,16 @@ def _as_data(settings: Settings, error: RlctlError, code: Exit) -> dict[str, Any
 def _advice(settings: Settings, error: RlctlError, code: Exit) -> Iterator[str]:
     if not settings.request_id or not settings.mutating:
         return
-    again = settings.command(request_id=settings.request_id)
+    command = settings.command(request_id=settings.request_id)
     if isinstance(error, OperationFailed):
-        yield f"Read this record again: {again}"
+        yield f"Read this record again: {command}"
         slots = operations.retriable(error.operation)
         verb = VERBS.get(error.operation.verb)
         if slots and verb is not None:
             retry = settings.command(slots=() if verb.in_update else slots)
             yield f"Try again at the targets that did not confirm: {retry}"
     elif code in (Exit.UNKNOWN, Exit.UNREACHABLE, Exit.TIMEOUT):
-        yield f"Retry safely, it runs at most once: {again}"
+        yield f"Retry safely, it runs at most once: {command}"
 
 
 def _red(settings: Settings, text: str) -> str:

@@ -88,14 +88,14 @@ def summary(operation: Operation) -> str:
     if update and operation.weight_version.label:
         parts.append(f"version {values.version(operation.weight_version)}")
     # A stage that cannot be verified serves the new weights all the same: the summary must show the stage.
-    bare = [result.slot for result in acknowledging if result.verified == VERIFICATION_LEVEL_NONE]
-    if update and bare:
-        parts.append(f"not verified: {', '.join(bare)}")
+    unverified = [result.slot for result in acknowledging if result.verified == VERIFICATION_LEVEL_NONE]
+    if update and unverified:
+        parts.append(f"not verified: {', '.join(unverified)}")
     if update and operation.excluded:
-        parts.append(f"left out: {', '.join(f'{out.slot} ({out.reason})' for out in operation.excluded)}")
+        parts.append(f"left out: {', '.join(f'{stage.slot} ({stage.reason})' for stage in operation.excluded)}")
     if update and operation.HasField("pause_time"):
-        still = any(result.state == STAGE_STATE_PAUSED for result in acknowledging)
-        parts.append(f"paused {values.duration(operation.pause_time)}{', and still is' if still else ''}")
+        still_paused = any(result.state == STAGE_STATE_PAUSED for result in acknowledging)
+        parts.append(f"paused {values.duration(operation.pause_time)}{', and still is' if still_paused else ''}")
     if operation.adapters:
         parts.append(f"adapters {values.adapters(operation.adapters)}")
     if operation.dropped_adapters:
@@ -141,7 +141,7 @@ def stale(operation: Operation) -> list[str]:
 def _tables(operation: Operation, wide: bool) -> list[Table]:
     if operation.validate_only:
         rows = [(slot, "TARGET", "", "") for slot in operation.targets]
-        rows += [(out.slot, "EXCLUDED", _state(out.state), out.reason) for out in operation.excluded]
+        rows += [(stage.slot, "EXCLUDED", _state(stage.state), stage.reason) for stage in operation.excluded]
         return [Table(("SLOT", "OUTCOME", "STATE", "ERROR"), sorted(rows), frozenset({"STATE", "ERROR"}))]
     name = _data_of(operation)
     if wide or name in data.PER_RANK:
@@ -164,7 +164,7 @@ def _stages(operation: Operation, name: str) -> Table:
         ]
         for result in operation.stage_results
     ]
-    rows += [_excluded(out, len(headers), by_rank=False) for out in operation.excluded]
+    rows += [_excluded(stage, len(headers), by_rank=False) for stage in operation.excluded]
     return Table(headers, rows, _OPTIONAL | {column.header for column in columns if column.optional})
 
 
@@ -180,7 +180,7 @@ def _ranks(operation: Operation, name: str, *, wide: bool) -> Table:
         if not result.rank_results:
             blank = [""] * (len(headers) - 4)
             rows.append([result.slot, "", _outcome(result), *blank, values.error(result.error)])
-    rows += [_excluded(out, len(headers), by_rank=True) for out in operation.excluded]
+    rows += [_excluded(stage, len(headers), by_rank=True) for stage in operation.excluded]
     return Table(headers, rows, _OPTIONAL | {column.header for column in columns if column.optional})
 
 

@@ -114,8 +114,8 @@ def why_not(stage: Stage) -> str:
 def _healed(stage: Stage) -> str:
     if not stage.HasField("heal_time"):
         return ""
-    left_s = max(0.0, stage.heal_time.ToNanoseconds() / 1e9 - time.time())
-    return f"healed in {values.elapsed(left_s)} unless an update comes first"
+    remaining_s = max(0.0, stage.heal_time.ToNanoseconds() / 1e9 - time.time())
+    return f"healed in {values.elapsed(remaining_s)} unless an update comes first"
 
 
 def _disabled(stage: Stage) -> str:
@@ -242,8 +242,8 @@ def _capabilities(capabilities: Capabilities) -> Table:
         for field in capabilities.DESCRIPTOR.fields
         if field.name != "unsupported"
     ]
-    refused = [(f"No {name}", why) for name, why in sorted(capabilities.unsupported.items())]
-    return facts([*supported, *refused], title="Capabilities")
+    unsupported = [(f"No {name}", why) for name, why in sorted(capabilities.unsupported.items())]
+    return facts([*supported, *unsupported], title="Capabilities")
 
 
 def _slot(stage: Stage) -> str:

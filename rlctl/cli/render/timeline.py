@@ -132,7 +132,7 @@ def _bar(phase: Phase) -> Bar:
     start_s = seconds(phase.start)
     stages = sorted((_stage_bar(stage, start_s) for stage in phase.stages), key=lambda bar: -bar.length_s)
     slowest = max(phase.stages, key=lambda stage: seconds(stage.duration), default=None)
-    moved, length_s = sum(bar.moved for bar in stages), seconds(phase.duration)
+    moved_bytes, length_s = sum(bar.moved for bar in stages), seconds(phase.duration)
     notes = sorted({note for bar in stages for note in bar.note.split(", ") if note})
     if phase.running:
         notes = ["running", *notes]
@@ -141,8 +141,8 @@ def _bar(phase: Phase) -> Bar:
         start_s,
         length_s,
         last=f"{slowest.slot} rank {slowest.slowest_rank}" if slowest is not None else "",
-        moved=moved,
-        rate=moved / length_s if moved and length_s else 0.0,
+        moved=moved_bytes,
+        rate=moved_bytes / length_s if moved_bytes and length_s else 0.0,
         note=", ".join(notes),
         stages=tuple(stages),
     )
@@ -153,7 +153,7 @@ def _name(phase: Phase) -> str:
 
 
 def _stage_bar(stage: StagePhase, start_s: float) -> Bar:
-    moved = sum(rank.bytes for rank in stage.ranks)
+    moved_bytes = sum(rank.bytes for rank in stage.ranks)
     busy_s = max((seconds(rank.transfer) + seconds(rank.load) for rank in stage.ranks), default=0.0)
     outcome = values.name_of(Outcome.DESCRIPTOR, stage.outcome)
     notes = [outcome] if outcome != "APPLIED" else []
@@ -176,8 +176,8 @@ def _stage_bar(stage: StagePhase, start_s: float) -> Bar:
         start_s,
         seconds(stage.duration),
         last=f"rank {stage.slowest_rank}",
-        moved=moved,
-        rate=moved / busy_s if busy_s else 0.0,
+        moved=moved_bytes,
+        rate=moved_bytes / busy_s if busy_s else 0.0,
         note=", ".join(notes),
         stages=ranks,
     )
@@ -211,11 +211,11 @@ def _row(bar: Bar, total_s: float, most: int, level: int = 0) -> str:
         f"{_size(round(bar.rate))}/s" if bar.rate else "",
         bar.note,
     ]
-    name, *others = map(_text, cells)
+    name, *facts = map(_text, cells)
     line = (
         f'<span class="name">{name}</span><span class="track">'
         f'<i class="{kind}" style="left:{offset:.2f}%;width:{width:.2f}%"></i></span>'
-        f'<span class="facts">{" · ".join(filter(None, others))}</span>'
+        f'<span class="facts">{" · ".join(filter(None, facts))}</span>'
     )
     if not bar.stages:
         return f'<div class="row level{level}">{line}</div>'
