@@ -86,9 +86,9 @@ def embedded(
         engines = loop.call(_attached(urls, model, dict(options or {})))
         access_file = os.environ.get("RLCTL_ACCESS_FILE", "")
         authority = Authority(Path(tls)) if tls else None
-        own = None if authority is None else Tls(authority.ensured("coordinator"))
+        coordinator_tls = None if authority is None else Tls(authority.ensured("coordinator"))
         config = CoordinatorConfig(
-            journal, listen, token, insecure, heal_by_hand=heal_by_hand, access_file=access_file, tls=own
+            journal, listen, token, insecure, heal_by_hand=heal_by_hand, access_file=access_file, tls=coordinator_tls
         )
         server = loop.call(_start(config))
         resources.callback(lambda: loop.call(server.stop()))
@@ -102,7 +102,7 @@ def embedded(
         loop.call(_adopt(server, [*attached, *(stage for stage in stages if stage not in urls)]))
         client_loop = LoopThread("rlctl client")
         try:
-            client = client_loop.call(aio.connect(server.address, token=token, tls=own or False))
+            client = client_loop.call(aio.connect(server.address, token=token, tls=coordinator_tls or False))
         except BaseException:
             client_loop.stop()
             raise

@@ -128,8 +128,8 @@ class EngineRun:
         spec = self.spec
         self._enter(Phase.STARTING)
         if spec.followers:
-            all_of_them = f"{spec.ranks} ranks beside rank 0" if spec.nodes == 1 else f"{spec.nodes} nodes"
-            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {all_of_them})")
+            total = f"{spec.ranks} ranks beside rank 0" if spec.nodes == 1 else f"{spec.nodes} nodes"
+            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {total})")
         try:
             for rank in spec.followers:
                 self._launch(rank)
@@ -312,10 +312,10 @@ class EngineRun:
         """Fail the run of a stage server that has lost the engine and cannot restart: the slot is blocked."""
         if stage is None or self.spec.restarts_itself or stage.registration.address != self.leader.facts["address"]:
             return
-        lost = next((rank for rank in stage.report.ranks if not rank.alive), None)
-        if lost is None:
+        lost_rank = next((rank for rank in stage.report.ranks if not rank.alive), None)
+        if lost_rank is None:
             return
-        why = f"{self.spec.slot} has lost rank {lost.coordinates.rank}: {lost.reason}"
+        why = f"{self.spec.slot} has lost rank {lost_rank.coordinates.rank}: {lost_rank.reason}"
         self._fail(Reason.ENGINE_FAILED.error(why, next_step=f"See {self.leader.log}."))
 
     def _remind(self, what: str) -> None:
@@ -360,13 +360,13 @@ class EngineRun:
 
     def _reap(self) -> bool:
         """Remove ended processes, kill late processes; returns whether any process is left."""
-        late = time.monotonic() - self._since > STOP_S
+        overdue = time.monotonic() - self._since > STOP_S
         for process in list(self.processes):
-            if process.returncode is None and late:
+            if process.returncode is None and overdue:
                 self._say(f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; "
                           f"see {process.log}")  # fmt: skip
                 process.kill()
-            if process.returncode is not None or late:
+            if process.returncode is not None or overdue:
                 process.wait()
                 self.processes.remove(process)
         return bool(self.processes)

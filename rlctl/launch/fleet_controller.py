@@ -234,16 +234,16 @@ class LaunchedFleet:
         An engine with an unchanged spec keeps running, and a failed engine is retried at once. ``limits`` also apply to
         running engines; None keeps the present limits. Raises the launcher's refusal, without any change.
         """
-        placed = _placed(engines)
-        self._launcher.make_room(placed, reserved)
-        self.engines = placed
+        specs = _placed(engines)
+        self._launcher.make_room(specs, reserved)
+        self.engines = specs
         self.limits = limits or self.limits
         self.gateways.wanted, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
         self._by_hand = frozenset(heal_by_hand)
-        for present in self.runs.values():
-            present.healed_by(hand=present.spec.model in self._by_hand)
-            present.forgive()
-            present.limits = self.limits
+        for running in self.runs.values():
+            running.healed_by(hand=running.spec.model in self._by_hand)
+            running.forgive()
+            running.limits = self.limits
         for spec in self.engines:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
@@ -356,9 +356,9 @@ class LaunchedFleet:
         if run.phase is not Phase.READY:
             return True
         return all(
-            other.phase in (*UP, Phase.FAILED)
-            for slot, other in self.runs.items()
-            if other.spec.model == run.spec.model and slot in wanted
+            engine_run.phase in (*UP, Phase.FAILED)
+            for slot, engine_run in self.runs.items()
+            if engine_run.spec.model == run.spec.model and slot in wanted
         ) and all(
             slot in self.runs or self._gpus_held(spec) for slot, spec in wanted.items() if spec.model == run.spec.model
         )
@@ -496,12 +496,12 @@ class LaunchedFleet:
 
 def _placed(engines: Sequence[EngineSpec]) -> list[EngineSpec]:
     """Assign the next free GPUs to engines without GPUs."""
-    placed = []
+    specs = []
     following = max((max(spec.gpus, default=-1) for spec in engines if spec.device == "cuda"), default=-1) + 1
     for spec in engines:
         if spec.device == "cuda" and not spec.gpus:
-            placed.append(replace(spec, gpus=tuple(range(following, following + spec.ranks))))
+            specs.append(replace(spec, gpus=tuple(range(following, following + spec.ranks))))
             following += spec.ranks
         else:
-            placed.append(spec)
-    return placed
+            specs.append(spec)
+    return specs

@@ -204,15 +204,15 @@ def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Seq
     for name, value in spec.options.items():
         arguments += ["--option", f"{name}={value}"]
     host = f"[{spec.bind}]" if ":" in spec.bind else spec.bind
-    elsewhere = spec.bind != "127.0.0.1"
-    if elsewhere:
+    reachable = spec.bind != "127.0.0.1"
+    if reachable:
         arguments += ["--listen", f"{host}:0", "--node", spec.advertise or spec.bind]
     if rank:
         return ["worker", *arguments]
     arguments += ["--slot", spec.slot, "--model", spec.model, "--coordinator", coordinator]
     for address in followers:
         arguments += ["--follower", address]
-    if elsewhere:
+    if reachable:
         arguments += ["--rollout-listen", f"{host}:0"]
     if spec.advertise:
         arguments += ["--advertise", spec.advertise]

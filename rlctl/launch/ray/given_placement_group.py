@@ -127,15 +127,15 @@ class GivenGroup(Places):
         placement.nodes = [group.nodes[bundle] for bundle in bundles]
         placement.group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.id)))
         self._held.update(dict.fromkeys(bundles, placement))
-        takes = placement.takes
+        resources = placement.takes
         for index, bundle in enumerate(bundles):
             if index % placement.spec.ranks_each == 0:
                 continue  # the process is in this bundle
             holder: Any = (
                 ray.remote(BundleActor)
                 .options(
-                    num_cpus=takes.get("CPU", 0),
-                    num_gpus=takes.get("GPU", 0),
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
                     scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, bundle),
                 )
                 .remote()
@@ -194,13 +194,13 @@ class GivenGroup(Places):
         if "GPU" in least:
             least["GPU"] = 1.0  # a rank has one GPU, and in a bundle of several GPUs the GPU would be ambiguous
         for bundle in bundles:
-            has = group.bundles[bundle]
-            if any(has.get(name, 0.0) < amount for name, amount in least.items()) or (
-                "GPU" in least and has["GPU"] != 1
+            resources = group.bundles[bundle]
+            if any(resources.get(name, 0.0) < amount for name, amount in least.items()) or (
+                "GPU" in least and resources["GPU"] != 1
             ):
                 raise Reason.FIELD_INVALID.error(
-                    f"bundle {bundle} of placement group {self._named!r} has {_words(has)}, and a rank of {spec.slot} "
-                    f"needs one with {_words(least)}",
+                    f"bundle {bundle} of placement group {self._named!r} has {_words(resources)}, and a rank of "
+                    f"{spec.slot} needs one with {_words(least)}",
                     field=_FIELD,
                 )
         for first in range(0, spec.ranks, self._per_node):

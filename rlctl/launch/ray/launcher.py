@@ -161,12 +161,12 @@ class RayProcess:
         server, placement = self._server, self._placement
         part = placement.at(server.rank)
         self._node = self._places.address(placement.nodes[part])
-        takes = placement.takes
+        resources = placement.takes
         self._actor = (
             ray.remote(ServerActor)
             .options(
-                num_cpus=takes.get("CPU", 0),
-                num_gpus=takes.get("GPU", 0),
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
                 max_restarts=0,
                 max_concurrency=CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, placement.bundles[part]),
@@ -311,9 +311,9 @@ def _refuse_out_of_reach(listen: str) -> None:
     """Raise FIELD_INVALID if nodes of the cluster cannot reach a coordinator at ``listen``."""
     host = listen.rpartition(":")[0].strip("[]")
     nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
-    elsewhere = [address for address in nodes if not ipaddress.ip_address(address).is_loopback]
+    remote_nodes = [address for address in nodes if not ipaddress.ip_address(address).is_loopback]
     local = listen.startswith("unix:") or host == "localhost" or host.startswith("127.") or host == "::1"
-    if host in ("", "0.0.0.0", "::") or (local and elsewhere):
+    if host in ("", "0.0.0.0", "::") or (local and remote_nodes):
         ray.shutdown()
         raise Reason.FIELD_INVALID.error(
             f"the nodes of the cluster ({', '.join(sorted(nodes))}) cannot reach a coordinator at {listen}",

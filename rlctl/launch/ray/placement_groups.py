@@ -93,8 +93,8 @@ class Placement:
     def further_gpus(self, rank: int) -> tuple[str, ...]:
         """Return the GPUs of a process beyond the GPU of the first bundle."""
         first = self.at(rank)
-        further = self.bundles[first + 1 : first + self.spec.ranks_each] if self.share else ()
-        return tuple(gpu for bundle in further for gpu in self.gpus.get(bundle, ()))
+        bundles = self.bundles[first + 1 : first + self.spec.ranks_each] if self.share else ()
+        return tuple(gpu for bundle in bundles for gpu in self.gpus.get(bundle, ()))
 
 
 class Places:
@@ -130,23 +130,23 @@ class Places:
         """Take a step towards the group, and return whether it is usable. Raises PLACE_UNAVAILABLE without room."""
         if placement.ready:
             return True
-        possible = True
+        has_room = True
         if placement.group is None:
             nodes = self._nodes()
-            possible = sum(node.holds(placement.need) > 0 for node in nodes) >= placement.parts
-            chosen = choose(nodes, placement.need, placement.parts, placement.spec.model)
-            if chosen is not None:
-                placement.nodes = chosen
+            has_room = sum(node.holds(placement.need) > 0 for node in nodes) >= placement.parts
+            chosen_nodes = choose(nodes, placement.need, placement.parts, placement.spec.model)
+            if chosen_nodes is not None:
+                placement.nodes = chosen_nodes
                 placement.bundles = range(placement.parts)
                 placement.group = placement_group(
                     [placement.need] * placement.parts,
                     strategy="PACK" if placement.parts == 1 else "STRICT_SPREAD",
                     name=f"rlctl {placement.spec.slot}",
-                    bundle_label_selector=[{NODE_ID: node} for node in chosen],
+                    bundle_label_selector=[{NODE_ID: node} for node in chosen_nodes],
                 )
         if placement.group is not None and placement.group.wait(0):
             placement.ready = True
-        elif not possible or time.monotonic() - placement.since > PLACE_S:
+        elif not has_room or time.monotonic() - placement.since > PLACE_S:
             slot = placement.spec.slot
             raise Reason.PLACE_UNAVAILABLE.error(
                 f"{slot}: {shortage(self._nodes(), placement.need, placement.parts)}", field=slot

@@ -164,10 +164,10 @@ def _before(deadline: float | None, connection: socket.socket, lines: IO[bytes])
     """Yield the lines that arrive before the deadline. Raises TimeoutError, however many lines arrive."""
     while True:
         if deadline is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError
-            connection.settimeout(left_s)
+            connection.settimeout(remaining_s)
         line = lines.readline()
         if not line:
             return

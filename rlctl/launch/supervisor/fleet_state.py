@@ -102,9 +102,9 @@ def write(state: FleetState) -> None:
     """Replace the state file in one step."""
     path = state_file(state.name)
     private_files.make_directory(path.parent, own=True)
-    fresh = path.with_suffix(".new")
-    private_files.write_text(fresh, json.dumps(dataclasses.asdict(state), indent=2))
-    fresh.replace(path)
+    new_file = path.with_suffix(".new")
+    private_files.write_text(new_file, json.dumps(dataclasses.asdict(state), indent=2))
+    new_file.replace(path)
 
 
 def remove(name: str) -> None:

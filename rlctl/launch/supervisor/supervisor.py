@@ -171,16 +171,16 @@ class _Supervisor:
         try:
             for _ in self._fleet.settling():
                 self._tell_state(fleet_state.READY)
-                before, later = self._wanted, requests.wait(POLL_S)
-                if later is not None and self._take(later):
-                    if later.deployment != before:
+                previous, next_request = self._wanted, requests.wait(POLL_S)
+                if next_request is not None and self._take(next_request):
+                    if next_request.deployment != previous:
                         self._answer(
                             Reason.OPERATION_CONFLICT.error(
                                 "another `rlctl up` has changed the fleet before this was done",
                                 next_step="`rlctl plan FILE` shows what is different now.",
                             )
                         )
-                    self._asking.append(later)
+                    self._asking.append(next_request)
         except RlctlError as error:
             self._say(f"Warning: {error}")
             self._answer(error)
@@ -237,14 +237,14 @@ class _Supervisor:
         for slot, run in fleet.runs.items():
             if run.error is not None and self._told.get(slot) is not run.error:
                 self._told[slot] = run.error
-                again = f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart else ""
+                restart_text = f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart else ""
                 if run.given_up and self._wanted.restart:
                     limit = run.limits.restarts
-                    again = (
+                    restart_text = (
                         f" It has been started again {limit.restarts} times within {limit.within_s:g} s, and is not any"
                         f" more. Start it: rlctl restart {slot}"
                     )
-                self._say(f"Warning: {run.error}{again}")
+                self._say(f"Warning: {run.error}{restart_text}")
         for model, error in fleet.gateways.errors.items():
             if self._told.get(f"gateway-{model}") is not error:
                 self._told[f"gateway-{model}"] = error
@@ -283,7 +283,7 @@ class _Supervisor:
 
     def _tell_state(self, phase: str) -> None:
         fleet = self._fleet
-        fresh = dataclasses.replace(
+        state = dataclasses.replace(
             self._state,
             phase=phase,
             processes={process.name: process.pid for process in fleet.processes},
@@ -293,15 +293,15 @@ class _Supervisor:
             identities=self._identities(),
             deployment=self._deployed,
         )
-        if fresh != self._state:
+        if state != self._state:
             try:
-                fleet_state.write(fresh)
+                fleet_state.write(state)
             except OSError as error:  # for example a full disk: the fleet continues, and a later step writes again
                 if not self._unwritten:
                     self._say(f"Warning: the state of the fleet cannot be written: {error}")
                 self._unwritten = True
             else:
-                self._state, self._unwritten = fresh, False
+                self._state, self._unwritten = state, False
 
     def _identities(self) -> dict[str, str]:
         """Return the identities of processes on this machine; each is read once."""
