@@ -54,8 +54,8 @@ class Context:
     def a_name(self, section: Section, key: str, name: str, *, flag: str = "") -> None:
         """Report a name that is invalid in a slot or a directory. ``flag``: source of the name, in place of the key."""
         if name and not _NAME.fullmatch(name):
-            must = "must be letters, digits, '.', '_' and '-', 63 at most"
-            self.complain(section, key, f"{name!r} {must}", flag=flag)
+            rule = "must be letters, digits, '.', '_' and '-', 63 at most"
+            self.complain(section, key, f"{name!r} {rule}", flag=flag)
 
     def complain(self, section: Section, key: str, message: str, *, warning: bool = False, flag: str = "") -> None:
         """Report a problem with a key, or with the flag in place of the key."""

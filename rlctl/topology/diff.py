@@ -30,10 +30,10 @@ def difference(wanted: Iterable[EngineSpec], running: Mapping[str, EngineSpec]) 
     slots = set()
     for spec in wanted:
         slots.add(spec.slot)
-        present = running.get(spec.slot)
-        if present is None:
+        existing = running.get(spec.slot)
+        if existing is None:
             changes.append(Change(spec.slot, ADD))
-        elif differing := spec.differs(present):
+        elif differing := spec.differs(existing):
             changes.append(Change(spec.slot, RESTART, tuple(differing)))
         else:
             changes.append(Change(spec.slot, UNCHANGED))

@@ -32,9 +32,11 @@ def _section(keys: tuple[Key, ...]) -> dict[str, Any]:
     required = [key.name for key in keys if key.required and not key.alias]
     if required:
         section["required"] = required
-    either = [{"oneOf": [{"required": [k.name]}, {"required": [k.alias]}]} for k in keys if k.required and k.alias]
-    if either:
-        section["allOf"] = either
+    alternatives = [
+        {"oneOf": [{"required": [k.name]}, {"required": [k.alias]}]} for k in keys if k.required and k.alias
+    ]
+    if alternatives:
+        section["allOf"] = alternatives
     return section
 
 

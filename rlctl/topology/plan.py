@@ -206,9 +206,9 @@ def plan(
         of_group[slot_stem(model, group)].append(spec)
     retained = {}
     for _, _, spec in drafts:
-        present = (running or {}).get(spec.slot)
-        if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
-            retained[spec.slot] = present.gpus
+        existing = (running or {}).get(spec.slot)
+        if existing is not None and not spec.differs(existing) and existing.gpus and places.keep(existing.gpus):
+            retained[spec.slot] = existing.gpus
     # A trainer in a placeholder keeps its GPUs when groups before the placeholder grow.
     sizes = {slot_stem(model, group): group.num_gpus for model in topology.models for group in model.groups
              if group.worker_type == "placeholder"}  # fmt: skip
@@ -266,13 +266,13 @@ class _Places:
 
     def take(self, count: int) -> tuple[int, ...]:
         """Take and return the first free run: adjacent places of a node, or whole nodes."""
-        whole = count > self._per_node
+        whole_nodes = count > self._per_node
         while self._first in self._taken:
             self._first += 1
         first = self._first
         while True:
             room = self._per_node - first % self._per_node
-            if (whole and first % self._per_node) or (not whole and room < count):
+            if (whole_nodes and first % self._per_node) or (not whole_nodes and room < count):
                 first += room
                 continue
             places = tuple(range(first, first + count))

@@ -148,14 +148,14 @@ class _Resolver:
     # Models.
 
     def _models(self) -> list[Model]:
-        both = [key for key in ("models", "sglang") if key in self._root.lines]
-        if not both:
+        section_keys = [key for key in ("models", "sglang") if key in self._root.lines]
+        if not section_keys:
             self._problems.add(self._root.line, "models", "it is required: a list of models (`models:` or `sglang:`)")
-        elif len(both) > 1:
+        elif len(section_keys) > 1:
             self._complain(self._root, "sglang", "`models:` and `sglang:` exclude each other; they take the same keys")
         models: list[Model] = []
         first: dict[str, int] = {}
-        for key in both:
+        for key in section_keys:
             sections = self._root.get(key)
             if sections == []:
                 self._complain(self._root, key, "it must have one model or more")
@@ -224,14 +224,14 @@ class _Resolver:
 
     def _router(self, model: Section, gateway: str) -> Section:
         """Return the model's router, or the fleet's router if the model has a gateway."""
-        own: Section | None = model.get("router")
-        if own is not None and not gateway:
+        model_router: Section | None = model.get("router")
+        if model_router is not None and not gateway:
             self._complain(model, "router", "it stands in front of a gateway, and the model has none")
-        if own is not None:
-            self._context.an_address(own, "listen", own.get("listen", ""))
-            self._listens(own, "listen", own.get("listen", ""))
-        fleets: Section | None = self._context.fleet.get("router") if gateway else None
-        return own or fleets or Section("", 0)
+        if model_router is not None:
+            self._context.an_address(model_router, "listen", model_router.get("listen", ""))
+            self._listens(model_router, "listen", model_router.get("listen", ""))
+        fleet_router: Section | None = self._context.fleet.get("router") if gateway else None
+        return model_router or fleet_router or Section("", 0)
 
     @staticmethod
     def _router_listen(router: Section, gateway: str) -> str:
@@ -244,11 +244,11 @@ class _Resolver:
 
     def _path(self, model: Section) -> str:
         """Return the checkpoint of all groups: overrides.model_path, else the model's, else hf_checkpoint."""
-        own: str = model.get("model_path", "") or self._checkpoint
+        default: str = model.get("model_path", "") or self._checkpoint
         lines_by_path: dict[str, tuple[int, str]] = {}
         for group in model.get("server_groups", ()):
             _, node = self._groups.settings.named(group).get("model_path", ("", None))
-            path = node.value if node is not None and isinstance(node.value, str) else own
+            path = node.value if node is not None and isinstance(node.value, str) else default
             if node is not None and (not isinstance(node.value, str) or not node.value):
                 self._problems.add(node.line, f"{group.path}.overrides.model_path", "it must be a text")
             if group.get("worker_type") != "placeholder" or node is not None:
@@ -257,13 +257,13 @@ class _Resolver:
                 )
         if len(lines_by_path) > 1:
             first, second = list(lines_by_path)[:2]
-            line, key = lines_by_path[second] if second != own else lines_by_path[first]
+            line, key = lines_by_path[second] if second != default else lines_by_path[first]
             self._problems.add(
                 line, key,
                 f"all groups of a model have one model_path, and these have {first or 'none'!r} and "
                 f"{second or 'none'!r}; make it a model of its own",
             )  # fmt: skip
-        path = next(iter(lines_by_path), own)
+        path = next(iter(lines_by_path), default)
         if not path and any(group.get("worker_type") in _SERVING for group in model.get("server_groups", ())):
             self._complain(model, "model_path", "it is required where there is no --hf-checkpoint or hf_checkpoint")
         return path
@@ -280,11 +280,11 @@ class _Resolver:
                 "cannot serve one model together: all regular, or prefill with decode",
             )  # fmt: skip
         elif len(disaggregated) == 1:
-            have = disaggregated[0].worker_type
-            missing = "decode" if have == "prefill" else "prefill"
+            present_type = disaggregated[0].worker_type
+            missing = "decode" if present_type == "prefill" else "prefill"
             self._problems.add(
                 disaggregated[0].line, f"{disaggregated[0].path}.worker_type",
-                f"{have} engines need {missing} ones, and the model has none",
+                f"{present_type} engines need {missing} ones, and the model has none",
             )  # fmt: skip
         elif "encoder" in lines and "regular" not in lines and not disaggregated:
             self._problems.add(

@@ -60,8 +60,8 @@ class Settings:
             if name in options.taken:
                 self._problems.add(line, key, f"rlctl sets {name} itself: {options.taken[name]}", source=source)
             elif name not in options.names:
-                near = did_you_mean(name, options.names)
-                self._problems.add(line, key, f"{options.origin} has no argument {name!r}{near}", source=source)
+                hint = did_you_mean(name, options.names)
+                self._problems.add(line, key, f"{options.origin} has no argument {name!r}{hint}", source=source)
 
     def environment(self, section: Section) -> dict[str, str]:
         """Return the environment variables of a model or a group."""
