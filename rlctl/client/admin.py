@@ -418,9 +418,9 @@ class AsyncAdmin:
         still busy; they stay disabled.
         """
         loop = asyncio.get_running_loop()
-        deadline, busy, quiet = loop.time() + timeout_s, dict[str, str](), 0
+        deadline, busy, idle_count = loop.time() + timeout_s, dict[str, str](), 0
         await self.set_enabled(slots, False, reason=reason)
-        while quiet < QUIET_LOOKS:
+        while idle_count < QUIET_LOOKS:
             if loop.time() > deadline:
                 causes = "; ".join(f"{slot}: {why}" for slot, why in busy.items()) or "polled too few times"
                 raise Reason.DEADLINE_EXCEEDED.error(
@@ -429,7 +429,7 @@ class AsyncAdmin:
                 )
             busy = await self.busy(slots)
             on_busy(busy)
-            quiet = 0 if busy else quiet + 1
+            idle_count = 0 if busy else idle_count + 1
             await asyncio.sleep(LOOK_S)
         return await self.status()
 
