@@ -103,11 +103,11 @@ def refusal(principal: Principal, method: Method, subject: Subject | None = None
     if any(_suffices(principal, scope, subject) for scope in method.scopes):
         return None
     needed = [text for scope in method.scopes for text in _needed(scope, subject)]
-    has = ", ".join(sorted(map(str, principal.grants))) or "no scope"
-    needs = " or ".join(needed)
+    owned_scopes = ", ".join(sorted(map(str, principal.grants))) or "no scope"
+    needed_scopes = " or ".join(needed)
     return Reason.SCOPE_MISSING.error(
-        f"{principal.name} has {has}; {method.name} needs {needs}",
-        metadata={"principal": principal.name, "has": has, "needs": needs, "method": method.name},
+        f"{principal.name} has {owned_scopes}; {method.name} needs {needed_scopes}",
+        metadata={"principal": principal.name, "has": owned_scopes, "needs": needed_scopes, "method": method.name},
     )
 
 

@@ -122,8 +122,10 @@ def _apart(one: Likely, other: Likely) -> float:
     A token that is likely in only one pass is at most as likely as the last likely token of the other pass.
     """
     gaps = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
-    for mine, theirs in ((one, other), (other, one)):
-        gaps += [max(0.0, mine[token] - min(theirs.values(), default=-math.inf)) for token in mine.keys() - theirs]
+    for likely, reference in ((one, other), (other, one)):
+        gaps += [
+            max(0.0, likely[token] - min(reference.values(), default=-math.inf)) for token in likely.keys() - reference
+        ]
     mean = sum(gaps) / len(gaps) if gaps else math.inf
     return math.inf if math.isnan(mean) else mean
 

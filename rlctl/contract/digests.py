@@ -47,9 +47,9 @@ def comparable(first: str, second: str) -> bool:
 
 def is_digest(text: str) -> bool:
     """Return True for a SHA-256 and for a keyed digest."""
-    digest, at, key = text.partition("@")
+    digest, separator, key = text.partition("@")
     digits = len(digest) == 64 and not set(digest) - _HEX
-    return digits and (not at or (len(key) == 2 * KEY_BYTES and not set(key) - _HEX))
+    return digits and (not separator or (len(key) == 2 * KEY_BYTES and not set(key) - _HEX))
 
 
 def computes_keyed_digests(capabilities: Capabilities) -> bool:

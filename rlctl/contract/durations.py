@@ -21,8 +21,8 @@ def set_duration(target: Duration, seconds: float) -> None:
     """Set a duration in place. In a field of every command, a copy would cost more than the rest."""
     if not abs(seconds) <= LONGEST_S:
         raise Reason.DEADLINE_INVALID.error(f"{seconds:g} s is no time that can be told")
-    whole = int(seconds)
-    target.seconds, target.nanos = whole, round((seconds - whole) * 1e9)
+    whole_seconds = int(seconds)
+    target.seconds, target.nanos = whole_seconds, round((seconds - whole_seconds) * 1e9)
 
 
 def seconds(value: Duration) -> float:

@@ -45,5 +45,5 @@ def _number(text: str, kind: type) -> Any:
         number = kind(text)
     except ValueError:
         return text
-    fits = -(1 << 63) <= number < 1 << 64 if kind is int else math.isfinite(number)
-    return number if fits else text
+    in_range = -(1 << 63) <= number < 1 << 64 if kind is int else math.isfinite(number)
+    return number if in_range else text

@@ -95,10 +95,10 @@ def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorD
     """Return the error of the first rank that explains a stage's outcome; consequential failures come last."""
     if outcome == OUTCOME_APPLIED:
         return None
-    blamed = [r for r in results if r.outcome != OUTCOME_APPLIED and r.error.reason]
-    if not blamed:
+    failures = [r for r in results if r.outcome != OUTCOME_APPLIED and r.error.reason]
+    if not failures:
         return Reason.INTERNAL.error("ranks ended without saying why").detail()
-    first = min(blamed, key=lambda r: (r.outcome != outcome, r.error.reason in _FOLLOWED))
+    first = min(failures, key=lambda r: (r.outcome != outcome, r.error.reason in _FOLLOWED))
     detail = ErrorDetail()
     detail.CopyFrom(first.error)
     if len(results) > 1:
@@ -161,8 +161,8 @@ def to_blame(failed: Sequence[StageResult]) -> StageResult:
     order = [OUTCOME_UNKNOWN, OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED]
 
     def place(result: StageResult) -> tuple[int, bool]:
-        at = order.index(result.outcome) if result.outcome in order else -1
-        return at, result.error.reason in _FOLLOWED
+        severity = order.index(result.outcome) if result.outcome in order else -1
+        return severity, result.error.reason in _FOLLOWED
 
     return min(failed, key=place)
 

@@ -36,11 +36,11 @@ class Merged:
 
     def message(self) -> GenerateResponse:
         """Return the merged response, with samples in the order of their first parts."""
-        whole = GenerateResponse()
-        whole.CopyFrom(self._head)
+        response = GenerateResponse()
+        response.CopyFrom(self._head)
         for sample in self._samples.values():
-            sample.fill(whole.samples.add())
-        return whole
+            sample.fill(response.samples.add())
+        return response
 
 
 class MergedSample:

@@ -630,9 +630,9 @@ def _admit(request: coordinator_pb2.AdmitSlotsRequest) -> None:
     for field in ("slots", "dismissed"):
         for index, slot in enumerate(getattr(request, field)):
             slot_name(slot, f"{field}[{index}]")
-    both = sorted(set(request.slots) & set(request.dismissed))
-    if both:
-        raise Reason.FIELD_CONFLICT.error(f"slot {both[0]!r} is to be admitted and dismissed", field="dismissed")
+    duplicates = sorted(set(request.slots) & set(request.dismissed))
+    if duplicates:
+        raise Reason.FIELD_CONFLICT.error(f"slot {duplicates[0]!r} is to be admitted and dismissed", field="dismissed")
 
 
 @_rule(coordinator_pb2.TakeOverStagesRequest)

@@ -244,16 +244,16 @@ def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _rebuild_tensor(arguments: tuple[Any, ...]) -> Tensor:
     _arguments(arguments, 3)
-    cls, typed, metadata = arguments
+    cls, typed_storage, metadata = arguments
     _tensor_class(cls)
-    if type(typed) is not _TypedStorage:
+    if type(typed_storage) is not _TypedStorage:
         raise ValueError("its storage has no dtype")
     if type(metadata) is not tuple:
         raise ValueError("its metadata is no tuple")
     _arguments(metadata, 4)
     offset, dims, strides, requires_grad = metadata
     _flag(requires_grad, "requires_grad")
-    return _tensor(typed.dtype, dims, strides, offset, typed.storage)
+    return _tensor(typed_storage.dtype, dims, strides, offset, typed_storage.storage)
 
 
 def _rebuild_typed_storage(arguments: tuple[Any, ...]) -> _TypedStorage:

@@ -106,8 +106,8 @@ def _by_storage(tensors: Sequence[tuple[str, Tensor]]) -> list[Placed]:
 def _flattened(value: Any) -> list[tuple[str, Tensor]]:
     if type(value) is not dict or value.keys() != {"flattened_tensor", "metadata"}:
         raise ValueError("the payload is no dict of flattened_tensor and metadata")
-    whole, entries = value["flattened_tensor"], value["metadata"]
-    if type(whole) is not Tensor or whole.dtype.itemsize != 1 or len(whole.shape) != 1:
+    buffer, entries = value["flattened_tensor"], value["metadata"]
+    if type(buffer) is not Tensor or buffer.dtype.itemsize != 1 or len(buffer.shape) != 1:
         raise ValueError("flattened_tensor is not one dimension of bytes")
     if type(entries) is not list:
         raise ValueError("metadata is no list")
@@ -119,8 +119,8 @@ def _flattened(value: Any) -> list[tuple[str, Tensor]]:
         name = tensor_name(state.get("name"))
         kind, dims = dtype(state.get("dtype")), shape(state.get("shape"))
         start, end = number(state.get("start_idx"), "start_idx"), number(state.get("end_idx"), "end_idx")
-        tensor = Tensor(kind, dims, whole.offset + start, whole.storage)
-        if end - start != tensor.nbytes or end > whole.nbytes:
+        tensor = Tensor(kind, dims, buffer.offset + start, buffer.storage)
+        if end - start != tensor.nbytes or end > buffer.nbytes:
             raise ValueError(f"{shown(name)} lies at bytes {start} to {end}, which do not fit its shape or the bucket")
         tensors.append((name, tensor))
     return tensors
