@@ -42,5 +42,5 @@ def discard_unwritten(stream: TextIO) -> None:
     try:
         stream.flush()
     except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+        with open(os.devnull, "w") as null_device:
+            os.dup2(null_device.fileno(), stream.fileno())
