@@ -91,10 +91,10 @@ def read(path: Path) -> dict[str, Entry]:
     subjects: set[str] = set()
     for index, each in enumerate(top["principals"]):
         entry = _entry(path, f"principals[{index}]", each)
-        own = {token.sha256 for token in entry.tokens}
-        if entry.name in entries or own & hashes or subjects.intersection(entry.certificates):
+        entry_hashes = {token.sha256 for token in entry.tokens}
+        if entry.name in entries or entry_hashes & hashes or subjects.intersection(entry.certificates):
             raise _invalid(path, f"principals[{index}]: its name, a token or a certificate stands twice in the file")
-        hashes |= own
+        hashes |= entry_hashes
         subjects.update(entry.certificates)
         entries[entry.name] = entry
     return entries

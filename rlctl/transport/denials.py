@@ -67,8 +67,8 @@ class Denials:
             self._open[kind] = dataclasses.replace(denial, count=1 + (before.count if before is not None else 0))
             return
         self._open[kind] = None
-        later = self._later or asyncio.get_running_loop().call_later
-        later(EVERY_S, lambda: self._end(kind))
+        call_later = self._later or asyncio.get_running_loop().call_later
+        call_later(EVERY_S, lambda: self._end(kind))
         self._tell(denial)
 
     def _end(self, kind: tuple[str, ...]) -> None:

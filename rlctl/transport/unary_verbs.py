@@ -34,11 +34,11 @@ def admin_methods(
     async def obey(link: ServedLink) -> None:
         try:
             try:
-                obeying = executor()
+                command_executor = executor()
             except RlctlError as error:
                 await _refuse(link, error)
                 raise
-            await obeying.serve(link)
+            await command_executor.serve(link)
         finally:
             on_link_end(link)
 

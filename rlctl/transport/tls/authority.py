@@ -118,10 +118,10 @@ class Authority:
         if self.key.exists():
             with self._locked():
                 try:
-                    fresh = files.cert.exists() and not _ends_soon(files)
+                    usable = files.cert.exists() and not _ends_soon(files)
                 except RlctlError:  # the certificate has expired
-                    fresh = False
-                return files if fresh else self._issue(path, hosts, DAYS, datetime.datetime.now(datetime.UTC))
+                    usable = False
+                return files if usable else self._issue(path, hosts, DAYS, datetime.datetime.now(datetime.UTC))
         if not files.cert.exists():
             raise _invalid(files.cert, "it is missing", f"`rlctl certs issue {self.directory} {path}` where the CA is.")
         read(files)

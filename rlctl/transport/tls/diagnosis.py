@@ -59,12 +59,12 @@ def _without(address: str, connection: socket.socket) -> RlctlError | None:
 
 
 def _with(address: str, connection: socket.socket, tls: Tls, role: Role) -> RlctlError | None:
-    name, files, reached = tls.peer_name(role), tls.files, False
+    name, files, handshake_done = tls.peer_name(role), tls.files, False
     context = tls.client_context()
     try:
         context.set_alpn_protocols(["h2"])
         with context.wrap_socket(connection, server_hostname=name) as wrapped:
-            reached = True
+            handshake_done = True
             if wrapped.recv(1):  # in TLS 1.3 a refusal of the own certificate follows the handshake
                 return None
             why = f"it refused {files.cert} ({tls.identity})"
@@ -76,12 +76,14 @@ def _with(address: str, connection: socket.socket, tls: Tls, role: Role) -> Rlct
         else:
             why = f"its certificate was not issued by the CA in {files.ca}: {error.verify_message}"
     except ssl.SSLError as error:
-        if (not reached and error.reason in _NO_TLS) or (isinstance(error, ssl.SSLEOFError) and not reached):
+        if (not handshake_done and error.reason in _NO_TLS) or (
+            isinstance(error, ssl.SSLEOFError) and not handshake_done
+        ):
             why = "it does not speak TLS"
         else:
             why = f"it refused {files.cert} ({tls.identity}): {error.reason or error}"
     except TimeoutError:
         return None
     except OSError as error:
-        why = f"it refused {files.cert} ({tls.identity}): {error}" if reached else "it does not speak TLS"
+        why = f"it refused {files.cert} ({tls.identity}): {error}" if handshake_done else "it does not speak TLS"
     return Reason.TLS_FAILED.error(f"{address}: {why}")

@@ -125,11 +125,11 @@ class TlsMaterial:
             return self._now
 
     def _again(self) -> Material:
-        again = read(self.files)
-        if again.identity != self._now.identity:
-            raise _invalid(self.files.cert, "cert", f"it is of {again.identity}, and was of {self._now.identity}")
-        log.info("%s was read anew; it is valid until %s", self.files.cert, again.expires)
-        return again
+        material = read(self.files)
+        if material.identity != self._now.identity:
+            raise _invalid(self.files.cert, "cert", f"it is of {material.identity}, and was of {self._now.identity}")
+        log.info("%s was read anew; it is valid until %s", self.files.cert, material.expires)
+        return material
 
     def _stamps(self) -> list[tuple[int, int, int]]:
         stamps = []
@@ -158,18 +158,20 @@ def read(files: TlsFiles) -> Material:
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:  # TypeError: an encrypted key
         raise _invalid(files.key, "key", f"it has no private key without a passphrase: {error}") from None
-    own = chain[0]
-    if private.public_key() != own.public_key():
+    certificate = chain[0]
+    if private.public_key() != certificate.public_key():
         raise _invalid(files.key, "key", f"it is not the key of {files.cert}")
     now = datetime.datetime.now(datetime.UTC)
-    if now > own.not_valid_after_utc:
-        raise _invalid(files.cert, "cert", f"it expired at {own.not_valid_after_utc}")
-    if now < own.not_valid_before_utc:
-        raise _invalid(files.cert, "cert", f"it is valid from {own.not_valid_before_utc} on only")
+    if now > certificate.not_valid_after_utc:
+        raise _invalid(files.cert, "cert", f"it expired at {certificate.not_valid_after_utc}")
+    if now < certificate.not_valid_before_utc:
+        raise _invalid(files.cert, "cert", f"it is valid from {certificate.not_valid_before_utc} on only")
     if not any(_issued(chain[-1], authority) for authority in authorities):
         raise _invalid(files.cert, "cert", f"it was not issued by the CA in {files.ca}")
-    identity = _identity(files.cert, own)
-    return Material(_content(files.ca, "ca"), _content(files.cert, "cert"), key, identity, own.not_valid_after_utc)
+    identity = _identity(files.cert, certificate)
+    return Material(
+        _content(files.ca, "ca"), _content(files.cert, "cert"), key, identity, certificate.not_valid_after_utc
+    )
 
 
 def _identity(path: Path, certificate: x509.Certificate) -> Identity:
