@@ -367,10 +367,10 @@ class FakeEngine(Engine):
         """Record a group without any connection. Raises GROUP_EXISTS for the same name at a different store."""
         del call
         store = request.master_address, request.master_port
-        standing = self._groups.get(request.group_name, store)
-        if standing != store:
+        existing = self._groups.get(request.group_name, store)
+        if existing != store:
             raise Reason.GROUP_EXISTS.error(
-                f"group {request.group_name} stands with the store at {standing}, not at {store}", field="group_name"
+                f"group {request.group_name} stands with the store at {existing}, not at {store}", field="group_name"
             )
         if not request.probe_only:
             self._groups[request.group_name] = store
@@ -645,20 +645,20 @@ class FakeEngine(Engine):
         return rollout.AbortResponse(aborted=ended, unknown_rids=unknown)
 
     def _abort(self, rids: list[str] | None) -> tuple[int, list[str]]:
-        chosen = list(self._running) if rids is None else rids
-        running_rids = [rid for rid in chosen if rid in self._running]
+        targets = list(self._running) if rids is None else rids
+        running_rids = [rid for rid in targets if rid in self._running]
         for rid in running_rids:
             self._running[rid].set()
-        return len(running_rids), [rid for rid in chosen if rid not in self._running]
+        return len(running_rids), [rid for rid in targets if rid not in self._running]
 
 
 async def _first(*events: asyncio.Event) -> None:
     """Wait until one of the events is set."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
+        for wait in tasks:
             wait.cancel()
 
 

@@ -110,9 +110,9 @@ class InProcessFleet:
         config = EngineConfig(spec.model_path, tp_size=spec.tp_size, options=spec.options)
         followers = []
         for rank in range(1, 1 if brings_ranks(spec.engine) else spec.tp_size):
-            own = dataclasses.replace(config, rank=rank)
+            rank_config = dataclasses.replace(config, rank=rank)
             tls = self.tls(f"worker/{spec.slot}")
-            worker = WorkerServer(WorkerConfig(spec.engine, own, token=self.token, tls=tls))
+            worker = WorkerServer(WorkerConfig(spec.engine, rank_config, token=self.token, tls=tls))
             followers.append(await worker.start())
             self.workers[spec.slot, rank] = worker
         stage = StageServer(
