@@ -82,8 +82,8 @@ class Judge:
 
     def _problem(self, step: Step, before: str) -> str:
         if not step.checksums_equal:
-            wrong = [slot for slot, digest in sorted(step.digests.items()) if digest != step.expected]
-            return f"weights of {', '.join(wrong) or 'every engine'} are not the trainer's"
+            differing_slots = [slot for slot, digest in sorted(step.digests.items()) if digest != step.expected]
+            return f"weights of {', '.join(differing_slots) or 'every engine'} are not the trainer's"
         if step.expected == before:
             return "the trainer's weights did not change"
         for slot in sorted(step.digests):

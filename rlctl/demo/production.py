@@ -70,8 +70,8 @@ class Production:
 
     def _take(self, most: int, latest: int) -> list[Group]:
         """Return the oldest finished groups; outside mode async wait for all groups."""
-        when = concurrent.futures.FIRST_COMPLETED if self._mode == "async" else concurrent.futures.ALL_COMPLETED
-        concurrent.futures.wait(self._under_way, return_when=when)
+        condition = concurrent.futures.FIRST_COMPLETED if self._mode == "async" else concurrent.futures.ALL_COMPLETED
+        concurrent.futures.wait(self._under_way, return_when=condition)
         done = [future for future in self._under_way if future.done()][:most]
         groups = [(self._under_way.pop(future), future.result()) for future in done]
         fresh = [group for group in groups if staleness(group[1], latest) <= MAX_STALENESS[self._mode]]

@@ -91,10 +91,10 @@ def _table(steps: Sequence[Step]) -> Table:
 
 
 def _passed(verdict: Verdict) -> str:
-    rise = f"{verdict.reward_first:.2f} → {verdict.reward_last:.2f}"
+    rewards = f"{verdict.reward_first:.2f} → {verdict.reward_last:.2f}"
     steps = f"{verdict.steps} GRPO steps" if verdict.steps > 1 else "1 GRPO step"
     return (
-        f"PASSED: greedy reward on all {len(EVERY)} sums {rise} in {steps}; "
+        f"PASSED: greedy reward on all {len(EVERY)} sums {rewards} in {steps}; "
         "after each of them every engine held exactly the trainer's weights, verified at level expected with an answer "
         "from every rank; log probabilities of engine and trainer differed by at most "
         f"{verdict.max_logprob_diff:.1e}."
