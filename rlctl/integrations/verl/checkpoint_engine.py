@@ -113,7 +113,7 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _join(self) -> Publisher:
         """Make the publisher. A restarted trainer is a new incarnation, because it may resume at an earlier step."""
-        leads = dist.get_rank() == 0
+        is_lead = dist.get_rank() == 0
         settings = {
             "trainer_group": dist.group.WORLD if dist.get_world_size() > 1 else None,
             "bucket_bytes": self._bucket_bytes,
@@ -121,7 +121,7 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             "incarnation": int(time.time()),
             **self._settings.publisher,
         }
-        fleet = rlctl.connect(self._settings.coordinator) if leads else None
+        fleet = rlctl.connect(self._settings.coordinator) if is_lead else None
         return rlctl.publisher(fleet, self._settings.model, **settings)
 
 
