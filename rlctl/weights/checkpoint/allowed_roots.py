@@ -71,9 +71,9 @@ class Roots:
         return os.pathsep.join(map(str, self.directories))
 
     def _outside(self, path: str, real: Path, field: str) -> RlctlError:
-        where = path if str(real) == path else f"{path} (which is {real})"
+        location = path if str(real) == path else f"{path} (which is {real})"
         return Reason.PATH_NOT_ALLOWED.error(
-            f"{where} lies outside of the directories that this engine may use: {self}", field=field
+            f"{location} lies outside of the directories that this engine may use: {self}", field=field
         )
 
 

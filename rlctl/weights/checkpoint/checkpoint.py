@@ -166,11 +166,11 @@ class Checkpoint:
         for name, part, into in wanted:
             entry = self._find(name)
             parts.append(Part(entry.file, entry.offset, entry.meta, part, into))
-        touched = {id(part.file): part.file for part in parts}.values()
-        for file in touched:
+        files = {id(part.file): part.file for part in parts}.values()
+        for file in files:
             file.check_contents()
         count = read_parts(parts, threads=threads)
-        for file in touched:
+        for file in files:
             file.check_contents()
         return count
 
@@ -244,18 +244,18 @@ def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta]
     the first names that are missing, extra, or of another shape or dtype; its metadata (``missing``, ``extra``,
     ``shapes``, ``dtypes``) lists all, a name a line.
     """
-    both = sorted(found.keys() & reference.keys())
+    common = sorted(found.keys() & reference.keys())
     differences = {
         "missing": sorted(reference.keys() - found.keys()),
         "extra": sorted(found.keys() - reference.keys()),
         "shapes": [
             f"{name} {found[name].shape} instead of {reference[name].shape}"
-            for name in both
+            for name in common
             if found[name].shape != reference[name].shape
         ],
         "dtypes": [
             f"{name} {dtype_name(found[name].dtype)} instead of {dtype_name(reference[name].dtype)}"
-            for name in both
+            for name in common
             if not castable(found[name].dtype, reference[name].dtype)
         ],
     }
@@ -301,8 +301,8 @@ def _read_index(index: Path, field: str) -> dict[str, set[str] | None]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise _not_found(index, "it has no weight_map from names to files", field)
     promised: dict[str, set[str]] = {}
-    for name, where in weight_map.items():
-        promised.setdefault(where, set()).add(name)
+    for name, file_name in weight_map.items():
+        promised.setdefault(file_name, set()).add(name)
     for name in promised:
         if Path(name).name != name or name in ("", "."):
             raise _mismatch(f"{index}: {name!r} is no file of this directory", field)

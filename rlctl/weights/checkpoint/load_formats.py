@@ -141,9 +141,9 @@ def _open_direct(path: str, rank: int, size: int) -> Checkpoint:
     if not parts and size == 1:
         return Checkpoint(path, config, open_files(path), stem=STEM)
     if sorted(parts) != list(range(size)):
-        there = ", ".join(map(str, sorted(parts))) or "none"
+        stored_ranks = ", ".join(map(str, sorted(parts))) or "none"
         raise Reason.CHECKPOINT_MISMATCH.error(
-            f"{path} holds the parts of ranks {there}, not of {size} ranks", field="model_path"
+            f"{path} holds the parts of ranks {stored_ranks}, not of {size} ranks", field="model_path"
         )
     files = [TensorFile(Path(path) / name) for name in parts[rank]]
     _refuse_twice(path, files)

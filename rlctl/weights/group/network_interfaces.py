@@ -134,8 +134,8 @@ def address_on(interface: str, *, field: str = "interface") -> str:
         # An address of the other family is in no network of this family.
         if name == interface if network is None else ipaddress.ip_address(address) in network:
             return address
-    there = ", ".join(f"{name} {address}" for address, name in interfaces.items())
-    raise Reason.FIELD_INVALID.error(f"this machine has no address on {interface}; there are: {there}", field=field)
+    existing = ", ".join(f"{name} {address}" for address, name in interfaces.items())
+    raise Reason.FIELD_INVALID.error(f"this machine has no address on {interface}; there are: {existing}", field=field)
 
 
 def _ipv4_addresses() -> dict[str, str]:

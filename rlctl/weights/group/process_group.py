@@ -209,9 +209,9 @@ class WeightGroup:
                 return bool(work.is_completed())
             return True
         # NCCL's wait blocks only the current stream; a wait with a timeout aborts the communicator.
-        over = time.monotonic() + _SLICE.total_seconds()
+        slice_end = time.monotonic() + _SLICE.total_seconds()
         pause = 50e-6
-        while not work.is_completed() and time.monotonic() < over:
+        while not work.is_completed() and time.monotonic() < slice_end:
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
         return bool(work.is_completed())

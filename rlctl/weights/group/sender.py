@@ -189,17 +189,17 @@ class _Sending:
     ) -> None:
         jobs = [self._sender.submit(self._broadcast, data)]
         if self._digest is not None:
-            jobs += [self._digesters.submit(self._take_in, self._digest, *named) for named in tensors]
+            jobs += [self._digesters.submit(self._take_in, self._digest, *entry) for entry in tensors]
         self._on_their_way.append(_OnItsWay(jobs, buffer))
 
     def _await(self, left: int) -> None:
         """Wait until at most ``left`` sends remain; raise their errors."""
-        over = len(self._on_their_way) - left
-        if over > 0:
+        surplus = len(self._on_their_way) - left
+        if surplus > 0:
             # Sends end in order. A wake-up for each end would take the interpreter from the thread that starts the next
             # send.
-            wait(self._on_their_way[over - 1].jobs)
-        for _ in range(over):
+            wait(self._on_their_way[surplus - 1].jobs)
+        for _ in range(surplus):
             way = self._on_their_way.popleft()
             for job in way.jobs:
                 job.result()

@@ -110,7 +110,7 @@ def of_group(endpoints: Mapping[int, Endpoint], rank: int) -> list[Connection]:
     """
     if rank not in endpoints:
         return []
-    peers = {endpoint for other, endpoint in endpoints.items() if other != rank}
+    peers = {endpoint for peer_rank, endpoint in endpoints.items() if peer_rank != rank}
     return find(accepted_at={endpoints[rank]}, made_to=peers)
 
 

@@ -127,13 +127,13 @@ class _Forming(Forming):
 
     def _group(self, store: TCPStore, deadline: float) -> Any:
         member = self._member
-        member.store = own = HashStore()
-        own.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _PAUSE_S)))
-        group = nccl_group(own, 0, member.world_size, member.broadcast_timeout_s)
+        member.store = local_store = HashStore()
+        local_store.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _PAUSE_S)))
+        group = nccl_group(local_store, 0, member.world_size, member.broadcast_timeout_s)
 
         def tell() -> None:
             with suppress(RuntimeError):  # the group was not formed
-                store.set(unique_id_key(member.name), own.get(_FIRST))  # type: ignore[arg-type]
+                store.set(unique_id_key(member.name), local_store.get(_FIRST))  # type: ignore[arg-type]
 
         threading.Thread(target=tell, name=f"id-{member.name}", daemon=True).start()
         # vLLM's workers also begin with this all-reduce (PyNcclCommunicator); torch joins during the first collective.

@@ -57,7 +57,7 @@ class Gathering:
     def gather(self, batch: Sequence[Job], owner: int) -> dict[str, list[torch.Tensor]] | None:
         """Bring blocks of full tensors to their owner; return the bytes by tensor there, None elsewhere."""
         sizes = [0] * self._exchange.size
-        mine: list[torch.Tensor] = []
+        local_parts: list[torch.Tensor] = []
         for name, block in batch:
             spread = self.spreads[name]
             for piece in spread.pieces:
@@ -67,8 +67,8 @@ class Gathering:
                     rows = spread.rows(piece, block)
                     local = self._shards[name].local.detach()
                     part = local.reshape(local.shape or (1,)).narrow(0, rows.start, rows.length)
-                    mine.append(as_bytes(part.to(spread.meta.dtype)))
-        parts = self._exchange.gather(torch.cat(mine) if mine else _NOTHING, sizes, owner)
+                    local_parts.append(as_bytes(part.to(spread.meta.dtype)))
+        parts = self._exchange.gather(torch.cat(local_parts) if local_parts else _NOTHING, sizes, owner)
         if parts is None:
             return None
         gathered: dict[str, list[torch.Tensor]] = {}

@@ -200,8 +200,8 @@ def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) 
     except Exception as error:  # noqa: BLE001
         stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
     agree_to_go_on(exchange, stop)
-    mine = {shard.meta.name: each.words for shard, each in zip(local_shards, sums, strict=True)}
-    rank_sums = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(mine).encode())]
+    local_sums = {shard.meta.name: each.words for shard, each in zip(local_shards, sums, strict=True)}
+    rank_sums = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(local_sums).encode())]
     digests: dict[str, str] = {}
     inconsistent: list[str] = []
     for name, spread in spreads.items():
@@ -262,8 +262,8 @@ class _Digesting:
         """Digest parts with copies at other ranks, and tensors that are whole here."""
         tensors: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         for name, spread in self._spreads.items():
-            mine = [piece for piece in spread.pieces if self._exchange.rank in piece.holders]
-            if mine and (spread.whole or len(mine[0].holders) > 1):
+            local_pieces = [piece for piece in spread.pieces if self._exchange.rank in piece.holders]
+            if local_pieces and (spread.whole or len(local_pieces[0].holders) > 1):
                 tensors[name] = (self._shards[name].local, spread.meta.dtype)
         digests = {name: self._known[name] for name in tensors if name in self._known and self._spreads[name].whole}
         self._go_on()
@@ -280,13 +280,13 @@ class _Digesting:
         with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as pool:
             # In every step each rank gathers one batch of its own share; the previous batch is digested meanwhile.
             for step in zip_longest(*(self._batches_of(owner) for owner in range(self._exchange.size))):
-                mine: dict[str, list[torch.Tensor]] = {}
+                blocks_by_name: dict[str, list[torch.Tensor]] = {}
                 for owner, batch in enumerate(step):
                     if batch is not None:
-                        mine = self._gathering.gather(batch, owner) or mine
+                        blocks_by_name = self._gathering.gather(batch, owner) or blocks_by_name
                 for job in hashing:
                     job.result()
-                hashing = [pool.submit(_take_in, hashes[name], blocks) for name, blocks in mine.items()]
+                hashing = [pool.submit(_take_in, hashes[name], blocks) for name, blocks in blocks_by_name.items()]
                 self._go_on()
             for job in hashing:
                 job.result()
@@ -316,10 +316,10 @@ class _Digesting:
 
 def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
     """Raise the cause of any rank's stop at every rank. All ranks call together."""
-    mine = stop.cause
-    answers = exchange.all_gather_bytes(b"" if mine is None else mine.detail().SerializeToString())
-    if mine is not None:
-        raise mine
+    cause = stop.cause
+    answers = exchange.all_gather_bytes(b"" if cause is None else cause.detail().SerializeToString())
+    if cause is not None:
+        raise cause
     for answer in filter(None, answers):
         raise from_detail(common_pb2.ErrorDetail.FromString(answer))
 

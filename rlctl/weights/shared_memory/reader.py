@@ -113,14 +113,14 @@ class SegmentReader:
 
         Raises NOT_COLOCATED, SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
-        mine = self.mine(segments)
-        for segment in mine:
+        own_segments = self.mine(segments)
+        for segment in own_segments:
             for index, (meta, _) in enumerate(segment.tensors):
                 if receiver.fits(meta):
                     continue
                 path = f"{segment.field}.tensors[{index}]"
                 receiver.check(meta, f"{path}.name", f"{path}.dtype", f"{path}.shape")
-        return self.open(mine)
+        return self.open(own_segments)
 
     def mine(self, segments: Sequence[Segment]) -> list[Segment]:
         """Return the segments for this rank. Raises as :func:`rlctl.weights.shared_memory.segment.at`."""

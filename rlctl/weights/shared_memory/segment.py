@@ -168,26 +168,26 @@ def at(segments: Sequence[Segment], node: str, device: str, rank: int = 0) -> li
     Raises NOT_COLOCATED without segments. Raises FIELD_INVALID if tensors of the request are missing or repeated: ranks
     with different tensors would be a mixture.
     """
-    mine = [
+    matches = [
         segment
         for segment in segments
         if (segment.node, segment.device) == (node, device) and segment.rank in (None, rank)
     ]
-    if not mine:
+    if not matches:
         places = sorted({f"{segment.device} of {segment.node}" for segment in segments})
         raise Reason.NOT_COLOCATED.error(
             f"this rank is on {device} of {node or 'a host without shared memory'}, the segments are for "
             f"{', '.join(places)}",
             field="segments",
         )
-    metas = by_name((meta for segment in mine for meta, _ in segment.tensors), field="segments.tensors")
-    lacking = sorted({meta.name for segment in segments for meta, _ in segment.tensors} - metas.keys())
-    if lacking:
+    metas = by_name((meta for segment in matches for meta, _ in segment.tensors), field="segments.tensors")
+    missing = sorted({meta.name for segment in segments for meta, _ in segment.tensors} - metas.keys())
+    if missing:
         raise Reason.FIELD_INVALID.error(
-            f"the segments for {device} of {node} lack {len(lacking)} tensors of the request: {', '.join(lacking[:5])}",
+            f"the segments for {device} of {node} lack {len(missing)} tensors of the request: {', '.join(missing[:5])}",
             field="segments",
         )
-    return mine
+    return matches
 
 
 def _tensor(message: verbs_pb2.TensorHandle, size: int, start: int, field: str) -> tuple[TensorMeta, int]:

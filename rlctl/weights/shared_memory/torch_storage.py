@@ -58,8 +58,8 @@ class TorchMapping:
         self.data = self.data.new_empty(0)
 
     def _map_shared(self, storage: SharedStorage, field: str) -> None:
-        where = f"{field}.torch_shared_memory"
-        whole, identity = map_other(storage.name, _HEADER_BYTES + storage.size, where, f"{field}.size")
+        memory_field = f"{field}.torch_shared_memory"
+        whole, identity = map_other(storage.name, _HEADER_BYTES + storage.size, memory_field, f"{field}.size")
         manager = _manager()
         try:
             # Only the first byte: torch maps it writable, for the number of references before it.
@@ -67,7 +67,7 @@ class TorchMapping:
             opened._shared_decref()  # the reference that the sender counted for this reader
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
-            raise Reason.SEGMENT_NOT_FOUND.error(f"{storage.name}: {cause}", field=where) from error
+            raise Reason.SEGMENT_NOT_FOUND.error(f"{storage.name}: {cause}", field=memory_field) from error
         self._name, self._identity = storage.name, identity
         self._drop = weakref.finalize(self, _drop_shared, storage.name, identity, [opened])
         self._drop.atexit = False
@@ -75,11 +75,11 @@ class TorchMapping:
         self.data = whole[_HEADER_BYTES:]
 
     def _map_cuda(self, storage: CudaStorage, device: torch.device, field: str) -> None:
-        where = f"{field}.torch_cuda_memory"
+        memory_field = f"{field}.torch_cuda_memory"
         if device.type != "cuda" or device_id(device) != storage.device:
-            raise Reason.SEGMENT_NOT_FOUND.error(f"this rank is not on GPU {storage.device}", field=where)
+            raise Reason.SEGMENT_NOT_FOUND.error(f"this rank is not on GPU {storage.device}", field=memory_field)
         # torch enlarges a file that is too small. So check for a file of torch before its counter is changed.
-        map_other(storage.ref_counter, _HEADER_BYTES + 8 * REF_COUNTERS, where, where)
+        map_other(storage.ref_counter, _HEADER_BYTES + 8 * REF_COUNTERS, memory_field, memory_field)
         index = torch.cuda.current_device() if device.index is None else device.index
         try:
             opened = torch.UntypedStorage._new_shared_cuda(
@@ -94,9 +94,9 @@ class TorchMapping:
             )
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
-            raise Reason.SEGMENT_NOT_FOUND.error(f"CUDA cannot open the handle: {cause}", field=where) from error
+            raise Reason.SEGMENT_NOT_FOUND.error(f"CUDA cannot open the handle: {cause}", field=memory_field) from error
         if storage.handle[1:2] != _EXPANDABLE:
-            refuse_beyond_allocation(opened.data_ptr(), storage.size, where)
+            refuse_beyond_allocation(opened.data_ptr(), storage.size, memory_field)
         self._drop = weakref.finalize(self, list.clear, [opened])
         self._drop.atexit = False
         self.data = torch.empty(0, dtype=torch.uint8, device=device).set_(opened, 0, (storage.size,), (1,))

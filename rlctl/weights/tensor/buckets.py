@@ -93,8 +93,8 @@ def plan(
         if any(meta.nbytes >= large_bytes for meta in atomic_list):
             closed[position] = (atomic_list, False)
             continue
-        apart = bool(atomic_list) and _aligned(end, atomic_list[0]) != end
-        if packing and (apart or _end(atomic_list, end) > bucket_bytes):
+        needs_gap = bool(atomic_list) and _aligned(end, atomic_list[0]) != end
+        if packing and (needs_gap or _end(atomic_list, end) > bucket_bytes):
             closed[last] = (packing, True)
             packing, end = [], 0
         packing += atomic_list

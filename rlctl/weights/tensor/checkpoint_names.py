@@ -102,10 +102,10 @@ def checkpoint_parts(module: nn.Module, verbatim: Set[str] = frozenset()) -> dic
     """
     state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in _state(module)}
     unmapped = {name: tensor for name, tensor in state.items() if name in verbatim}
-    others = {name: tensor for name, tensor in state.items() if name not in verbatim}
+    mapping_input = {name: tensor for name, tensor in state.items() if name not in verbatim}
     names = {id(tensor): name for name, tensor in state.items()}
     with _Views():
-        mapped = _revert(module)(others)
+        mapped = _revert(module)(mapping_input)
     parts: dict[str, Part] = {}
     for name, tensor in (unmapped | mapped).items():
         source = names.get(id(tensor if tensor._base is None else tensor._base))
@@ -165,9 +165,9 @@ class ModuleSource:
         """Register the tensor also as ``source`` and its parts; ``usual`` are its names as the tensor ``first``."""
         whole = Part(source, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
         shape, existing = self._parts[first]
-        others = {name: part for name, part in ({source: whole} | parts).items() if name not in existing}
-        self._spares |= dict.fromkeys(others, Spare(usual))
-        self._parts[first] = (shape, existing | others)
+        added = {name: part for name, part in ({source: whole} | parts).items() if name not in existing}
+        self._spares |= dict.fromkeys(added, Spare(usual))
+        self._parts[first] = (shape, existing | added)
 
     def spares(self) -> dict[str, Spare]:
         """Return the other possible checkpoint names of tensors, each with the usual names."""
@@ -193,12 +193,12 @@ class ModuleSource:
     def local(self) -> Iterator[Held]:
         """Yield the values at this rank, without gathering."""
         for tensor, parts in self._held():
-            own = shard_of(tensor)
-            if own is not tensor and len(parts) > 1:  # the values may be in any of the parts
-                yield tuple(parts), own
+            shard = shard_of(tensor)
+            if shard is not tensor and len(parts) > 1:  # the values may be in any of the parts
+                yield tuple(parts), shard
                 continue
             for name, part in parts.items():
-                yield (name,), own if own is not tensor else part.of(tensor.detach())
+                yield (name,), shard if shard is not tensor else part.of(tensor.detach())
 
     def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Part]]]:
         """Yield the present tensors of the module. ``load_state_dict(assign=True)``, for example, replaces tensors."""

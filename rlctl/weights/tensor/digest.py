@@ -174,8 +174,8 @@ class ModelDigest:
 
 def _tensors_once(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yielded: set[int] = set()
-    for named in (module.named_parameters(), module.named_buffers()):
-        for name, tensor in named:
+    for named_tensors in (module.named_parameters(), module.named_buffers()):
+        for name, tensor in named_tensors:
             if id(tensor) not in yielded:
                 yielded.add(id(tensor))
                 yield name, tensor

@@ -46,8 +46,8 @@ def local_values(source: object) -> Iterator[Held] | None:
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's part on this rank, or any other tensor unchanged."""
-    own = getattr(tensor, "to_local", None)
-    return tensor if own is None else own()
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def is_finite(tensor: torch.Tensor, wire: torch.dtype | None = None) -> bool:

@@ -102,8 +102,8 @@ def keyed_sums(
             return _digest(keys, batch)
 
         # Work for other devices is started in this thread, on its stream.
-        used = threads if device.type == "cpu" else 1
-        for partial_sums in _mapped(digest, list(_batches(shards, indexes)), used):
+        worker_threads = threads if device.type == "cpu" else 1
+        for partial_sums in _mapped(digest, list(_batches(shards, indexes)), worker_threads):
             for index, part in partial_sums.items():
                 sums[index] += part
     return sums

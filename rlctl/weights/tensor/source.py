@@ -99,8 +99,8 @@ def left_out(spares: Mapping[str, Spare], wanted: Collection[str]) -> set[str]:
     """
     if not wanted:
         return {name for name, spare in spares.items() if not spare.explicit}
-    standing = {other for name, spare in spares.items() if name in wanted for other in spare.stands_for}
-    return {name for name in spares.keys() | standing if name not in wanted}
+    usual_names = {usual for name, spare in spares.items() if name in wanted for usual in spare.stands_for}
+    return {name for name in spares.keys() | usual_names if name not in wanted}
 
 
 def atomic_lists(source: WeightSource) -> list[tuple[str, ...]]:

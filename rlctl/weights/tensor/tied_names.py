@@ -33,17 +33,17 @@ def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
     """
     spares: dict[str, Spare] = {}
     places: dict[object, str] = {}
-    alike: dict[object, list[tuple[str, torch.Tensor]]] = {}
+    candidates: dict[object, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
-        own = shard_of(tensor)
-        if own.numel() == 0 or own.is_meta or own.layout != torch.strided or not own.data_ptr():
+        shard = shard_of(tensor)
+        if shard.numel() == 0 or shard.is_meta or shard.layout != torch.strided or not shard.data_ptr():
             continue
-        first = places.setdefault((own.device, own.data_ptr(), own.dtype, own.shape, own.stride()), name)
+        first = places.setdefault((shard.device, shard.data_ptr(), shard.dtype, shard.shape, shard.stride()), name)
         if first != name:
             spares[name] = Spare((first,), explicit=True)
-        elif own.ndim == 2 and own is tensor:  # for a DTensor the shards of the other ranks would have to be equal, too
-            alike.setdefault((own.device, own.dtype, own.shape), []).append((name, own))
-    for tensors in alike.values():
+        elif shard.ndim == 2 and shard is tensor:  # no DTensor: its other shards may differ
+            candidates.setdefault((shard.device, shard.dtype, shard.shape), []).append((name, shard))
+    for tensors in candidates.values():
         if len(tensors) == 2 and _equal(tensors[0][1], tensors[1][1]):
             spares[tensors[1][0]] = Spare((tensors[0][0],), explicit=True)
     return spares

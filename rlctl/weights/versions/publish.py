@@ -170,14 +170,14 @@ def publish_delta(
     DIGEST_MISMATCH if the base differs from its manifest.
     """
     source = as_offer(weights)
-    old, about = _open_base(base)
+    old, declared_base = _open_base(base)
     try:
         dropped = left_out(spares_of(source), old.metas)
         source = only(source, {meta.name for meta in source.metas()} - dropped)
         place = Path(source_dir) / directory_name(version, sequence)
-        if about.sequence >= sequence:
+        if declared_base.sequence >= sequence:
             raise Reason.FIELD_INVALID.error(
-                f"sequence {sequence} does not follow its base's, {about.sequence}", field="sequence"
+                f"sequence {sequence} does not follow its base's, {declared_base.sequence}", field="sequence"
             )
         _refuse_late(place, sequence)
         _refuse_other_tensors(source.metas(), old)
@@ -189,8 +189,10 @@ def publish_delta(
                 if payload is not None:
                     writer.add(meta.name, payload, tensor)
             shards = writer.finish()
-            actual_base = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
-            if about.digest not in ("", actual_base.digest):  # no other copy of the base has these bytes
+            actual_base = Base(
+                declared_base.version, declared_base.sequence, combine({n: e.base_sha256 for n, e in entries.items()})
+            )
+            if declared_base.digest not in ("", actual_base.digest):  # no other copy of the base has these bytes
                 raise Reason.DIGEST_MISMATCH.error(f"{base.path} is not what its manifest says", field="base")
             return _finish(new, place, Manifest(version, sequence, entries, base=actual_base, shards=shards))
     finally:
@@ -334,16 +336,16 @@ def _open_base(base: BaseVersion) -> tuple[Checkpoint, Base]:
     sequence = base.sequence or (manifest.sequence if manifest else 0)
     if not label or not sequence:
         raise Reason.FIELD_REQUIRED.error(f"{base.path} does not say which version it is", field="base")
-    description = Base(label, sequence, manifest.digest if manifest else "")
-    return open_checkpoint(str(base.path), field="base"), description
+    declared_base = Base(label, sequence, manifest.digest if manifest else "")
+    return open_checkpoint(str(base.path), field="base"), declared_base
 
 
 def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:
     compare({meta.name: meta for meta in metas}, old.metas, what="the version to publish")
-    other = [meta.name for meta in metas if old.metas[meta.name].dtype != meta.dtype]
-    if other:
+    mismatches = [meta.name for meta in metas if old.metas[meta.name].dtype != meta.dtype]
+    if mismatches:
         raise Reason.CHECKPOINT_MISMATCH.error(
-            f"{len(other)} tensors are of another dtype than in the base ({other[0]})", field="weights"
+            f"{len(mismatches)} tensors are of another dtype than in the base ({mismatches[0]})", field="weights"
         )
 
 

@@ -438,17 +438,17 @@ class _Replay:
     def _files_beside(self) -> dict[str, bytes]:
         """Return the files beside the weights: those in the seed's manifest, or all of a plain checkpoint."""
         path, manifest = self._seed.path, self._seed.manifest
-        named = manifest.files if manifest is not None else {}
-        if not named:
+        entries = manifest.files if manifest is not None else {}
+        if not entries:
             contents = files_beside(path, blame=self._seed.field)
             if [file.path.name for file in self._files] != [SINGLE]:
                 contents[INDEX] = read_regular(path / INDEX)
             return contents
         try:
-            contents = {name: read_regular(path / name) for name in named}
+            contents = {name: read_regular(path / name) for name in entries}
         except OSError as error:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
-        for name, expected in named.items():
+        for name, expected in entries.items():
             if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
                 raise Reason.DIGEST_MISMATCH.error(f"{path / name} is not what its checksum says", field=SOURCE)
         return contents
@@ -484,10 +484,11 @@ class _Replay:
 
 def _compare(found: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) -> None:
     compare(found, manifest.metas, what=f"what {seed} holds")
-    other = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
-    if other:
+    mismatches = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
+    if mismatches:
         raise Reason.CHECKPOINT_MISMATCH.error(
-            f"{len(other)} tensors are of another dtype than in {manifest.version!r} ({other[0]})", field=SOURCE
+            f"{len(mismatches)} tensors are of another dtype than in {manifest.version!r} ({mismatches[0]})",
+            field=SOURCE,
         )
 
 
