@@ -60,7 +60,7 @@ class Workers:
         for number in _ENDING:
             signal.signal(number, self._stop)
         self._fork_missing()
-        starting, failures, code, again = self._count, 0, 0, math.inf
+        starting, failures, code, restart_at = self._count, 0, 0, math.inf
         watched = [self._ready[0], *([0] if end_with_parent else [])]
         while self._began or not self._stopping:
             readable, _, _ = select.select(watched, [], [], LOOK_S)
@@ -76,9 +76,9 @@ class Workers:
                     code = status or 1
                     self._stop()
                 failures = failures + 1 if lasted < STEADY_S else 0
-                again = time.monotonic() + PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-            if not self._stopping and time.monotonic() >= again:
-                again = math.inf
+                restart_at = time.monotonic() + PAUSES_S[min(failures, len(PAUSES_S) - 1)]
+            if not self._stopping and time.monotonic() >= restart_at:
+                restart_at = math.inf
                 self._fork_missing()
         return code
 

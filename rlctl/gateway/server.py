@@ -199,14 +199,14 @@ class GatewayServer:
         app = web.Application(
             middlewares=[http_limits.answering, *measured, self._outermost], client_max_size=self.dialect.body_bytes
         )
-        there: set[tuple[str, str]] = set()
+        added: set[tuple[str, str]] = set()
         router = self.config.router
         behind = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)
         for route in (*self.dialect.routes, *behind):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
-                if (method, route.path) not in there:
-                    there.add((method, route.path))
+                if (method, route.path) not in added:
+                    added.add((method, route.path))
                     app.router.add_route(method, route.path, handler)
         return app
 
@@ -304,8 +304,10 @@ class GatewayServer:
         try:
             # A refused request gets an error response, not an event.
             first = await anext(chunks, b"")
-            own = {"Cache-Control": "no-cache", "Content-Type": answer.content_type} if answer.content_type else {}
-            response = web.StreamResponse(status=answer.status, headers=_headers(answer, own, call.notes))
+            content_headers = (
+                {"Cache-Control": "no-cache", "Content-Type": answer.content_type} if answer.content_type else {}
+            )
+            response = web.StreamResponse(status=answer.status, headers=_headers(answer, content_headers, call.notes))
             await response.prepare(request)
             await response.write(first)
             try:
@@ -379,8 +381,10 @@ def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Resp
         body, content_type = body.encode(), content_type or "text/plain"
     elif body is not None and not isinstance(body, bytes):
         body, content_type = orjson.dumps(body), content_type or "application/json"
-    own = {"Content-Type": content_type or "application/octet-stream"}
-    return web.Response(body=body or b"", status=answer.status, headers=_headers(answer, own, headers or {}))
+    content_headers = {"Content-Type": content_type or "application/octet-stream"}
+    return web.Response(
+        body=body or b"", status=answer.status, headers=_headers(answer, content_headers, headers or {})
+    )
 
 
 def _headers(answer: Answer, own: Mapping[str, str], notes: Mapping[str, str]) -> CIMultiDict[str]:

@@ -96,10 +96,10 @@ class Generation:
 
     def with_settings(self, settings: Settings) -> Generation:
         """Return a generation with other settings and the same fleet, tokenizers and connections to stages."""
-        other = self._like(settings)
-        other.tokenizers, other.ports, other.any_model = self.tokenizers, self.ports, self.any_model
-        other.tracer = self.tracer
-        return other
+        generation = self._like(settings)
+        generation.tokenizers, generation.ports, generation.any_model = self.tokenizers, self.ports, self.any_model
+        generation.tracer = self.tracer
+        return generation
 
     def _like(self, settings: Settings) -> Generation:
         return Generation(self.fleet, settings)

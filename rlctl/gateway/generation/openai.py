@@ -282,12 +282,12 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
     request.adapter = fields.take("lora_path", str, "") or adapter
     if adapter not in ("", request.adapter):
         raise Reason.FIELD_CONFLICT.error(f"model means adapter {adapter}", field="lora_path")
-    for name, ours in _SAMPLING.items():
+    for name, parameter in _SAMPLING.items():
         value = fields.take(name, object, None)
         if name == "top_k" and value == 0:  # vLLM's value for no limit, refused by SGLang
             value = -1
         if value is not None:
-            assign(request.sampling_params, ours, value, name)
+            assign(request.sampling_params, parameter, value, name)
     stop = fields.take("stop", str | list, None)
     if stop is not None:
         assign(request.sampling_params, "stop", [stop] if isinstance(stop, str) else stop, "stop")
@@ -316,10 +316,10 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
     for name, value in (fields.take("structured_outputs", dict, None) or {}).items():
         if value is None:
             continue
-        where = f"structured_outputs.{name}"
+        field = f"structured_outputs.{name}"
         if name not in _STRUCTURED:
-            raise Reason.UNSUPPORTED.error(f"{name} is not supported; use one of {', '.join(_STRUCTURED)}", field=where)
-        engine[_STRUCTURED[name]] = value if isinstance(value, str) else bodies.dump(value, where).decode()
+            raise Reason.UNSUPPORTED.error(f"{name} is not supported; use one of {', '.join(_STRUCTURED)}", field=field)
+        engine[_STRUCTURED[name]] = value if isinstance(value, str) else bodies.dump(value, field).decode()
     form = fields.take_fields("response_format", {})
     kind = form.take("type", str, "text")
     if kind == "json_object":

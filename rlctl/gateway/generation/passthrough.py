@@ -96,11 +96,11 @@ async def unlisted(generation: Generation, method: str, url: str) -> Route | Non
     path = (prefixed[3] if prefixed else url).partition("?")[0]
     if method != "POST" or not await _passes(generation, method, path):
         return None
-    named = {SLOT if prefixed[1] == "engines" else PREFERRED: unquote(prefixed[2])} if prefixed else {}
+    path_parameters = {SLOT if prefixed[1] == "engines" else PREFERRED: unquote(prefixed[2])} if prefixed else {}
 
     async def forward(call: Call) -> Answer:
         """Forward to a stage."""
-        call.path = named
+        call.path = path_parameters
         request = await _read(call)
         if request is None:
             failure = Reason.VERB_UNKNOWN.error(f"not every stage of the model has {method} {path}")
@@ -146,8 +146,8 @@ async def _model(call: Call, fields: Mapping[str, Any]) -> tuple[str, str]:
     adapter = next((each for each in paths if each and isinstance(each, str)), "")
     if _path(call) == "/generate":
         return await call.generation.model(name), adapter
-    model, named = await call.generation.named(name)
-    return model, named or adapter
+    model, model_adapter = await call.generation.named(name)
+    return model, model_adapter or adapter
 
 
 def _text(value: object) -> str:

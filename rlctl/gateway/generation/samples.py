@@ -133,13 +133,13 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
             if isinstance(index_or_error, RlctlError):
                 raise index_or_error
             parts = waiting.pop(index_or_error, ())
-            over = ended.pop(index_or_error, None)
-            remaining -= over is not None
-            if parts or over is not None:
+            ended_sample = ended.pop(index_or_error, None)
+            remaining -= ended_sample is not None
+            if parts or ended_sample is not None:
                 part = _joined(parts)
                 text = texts[index_or_error].more("".join(each.text for each in parts))
-                part.text = text if over is None else text + texts[index_or_error].rest(over.whole.text)
-                yield News(index_or_error, part, prompts[index_or_error], over)
+                part.text = text if ended_sample is None else text + texts[index_or_error].rest(ended_sample.whole.text)
+                yield News(index_or_error, part, prompts[index_or_error], ended_sample)
     finally:
         await _end(tasks)
 

@@ -134,11 +134,11 @@ async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
     Raises STAGE_NOT_FOUND, and UNREACHABLE for an engine URL.
     """
     stages = await _stages(call, call.generation.fleet if openly else call.fleet)
-    named = [_named(stages, slot, SLOT) for slot in slots_of(call)]
-    for stage in named:
+    targets = [_named(stages, slot, SLOT) for slot in slots_of(call)]
+    for stage in targets:
         if stage.state in GONE:
             raise unreachable(stage.registration.slot, stage.state)
-    return named or [stage for stage in stages if stage.state not in GONE]
+    return targets or [stage for stage in stages if stage.state not in GONE]
 
 
 def unreachable(slot: str, state: StageState.ValueType, reason: str = "") -> RlctlError:

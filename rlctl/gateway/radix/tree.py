@@ -88,11 +88,11 @@ class RadixTree(Generic[Value]):
         return longest
 
     def __iter__(self) -> Iterator[Node[Value]]:
-        waiting = list(self._root.children.values())
-        while waiting:
-            node = waiting.pop()
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
             yield node
-            waiting += node.children.values()
+            nodes += node.children.values()
 
     def _walk(self, key: str) -> Iterator[tuple[Node[Value], int]]:
         """Yield the nodes on the way of ``key``, with the shared length. The last edge may be shared in part."""

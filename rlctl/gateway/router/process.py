@@ -126,9 +126,9 @@ class SglangRouter:
                 self.workers()
             except OSError as error:
                 if self._process.poll() is not None:
-                    where = f"; see {self._log}" if self._log else ""
+                    log_hint = f"; see {self._log}" if self._log else ""
                     raise Reason.ENGINE_FAILED.error(
-                        f"sglang-router ended with {self._process.returncode}{where}"
+                        f"sglang-router ended with {self._process.returncode}{log_hint}"
                     ) from error
                 if time.monotonic() >= until:
                     self._process.kill()
@@ -184,9 +184,9 @@ class SglangRouter:
         for url in wanted.keys() - present.keys() - self._asked.keys():
             self._call("POST", "/workers", {"url": url, "worker_type": wanted[url]})
             self._asked[url] = now
-        there = {kind for url, kind in wanted.items() if url in present}
+        present_types = {kind for url, kind in wanted.items() if url in present}
         for url in present.keys() - wanted.keys():
-            if not wanted or present[url]["worker_type"] in there:
+            if not wanted or present[url]["worker_type"] in present_types:
                 self._call("DELETE", f"/workers/{present[url]['id']}")
         return frozenset(present), frozenset(self._asked)
 

@@ -47,7 +47,7 @@ def dialect(generation: Generation) -> Dialect:
         )
         for path, verb in requests.VERBS.items()
     ]
-    own = [
+    engine_routes = [
         Route(verb.methods, ENGINE + path, router.guarded(functools.partial(_ask, verb)), doc=verb.doc, lasting=False)
         for path, verb in requests.VERBS.items()
     ]
@@ -70,7 +70,7 @@ def dialect(generation: Generation) -> Dialect:
         replace(route, handler=omni_generation.generate, doc="") if route.path.endswith("/generate") else route
         for route in (*routes(), *routes(ENGINE))
     ]
-    return Dialect("omni", [*rows, *own, *workers, *probes, *generating], fail=fail)
+    return Dialect("omni", [*rows, *engine_routes, *workers, *probes, *generating], fail=fail)
 
 
 def fail(error: RlctlError) -> Reply:

@@ -33,13 +33,13 @@ async def generate(call: Call) -> Answer:
     openai.refuse(fields, _WITHOUT)
     body = dict(fields.values)
     metadata = fields.take("metadata", dict, None)
-    named = [name for name in ("input_ids", "text", *_PROMPTS) if body.get(name) is not None]
-    if len(named) > 1:
-        raise Reason.FIELD_CONFLICT.error(f"{' and '.join(named)} exclude each other", field=named[1])
+    prompt_fields = [name for name in ("input_ids", "text", *_PROMPTS) if body.get(name) is not None]
+    if len(prompt_fields) > 1:
+        raise Reason.FIELD_CONFLICT.error(f"{' and '.join(prompt_fields)} exclude each other", field=prompt_fields[1])
     model = await call.generation.model(fields.take("model", str, ""))
-    if named == ["messages"]:
+    if prompt_fields == ["messages"]:
         body["input_ids"] = await openai.render(call, fields, model)
-    elif named == ["prompt"]:
+    elif prompt_fields == ["prompt"]:
         body["text"] = fields.take("prompt", str)
     body["model"] = model
     body["sampling_params"] = _sampling(fields.take_fields("sampling_params", {}))

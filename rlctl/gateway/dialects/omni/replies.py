@@ -73,12 +73,12 @@ def of_router(operation: Operation, path: str, url_of: UrlOf) -> Reply:
 
 def of_worker(operation: Operation, slot: str) -> Reply:
     """Form one engine's response to an operation with possibly several targets."""
-    own = [result for result in operation.stage_results if result.slot == slot]
-    body = _body(operation, own)
-    if own:
-        return Reply(body, _status(operation, own[0]))
-    good = operation.state in _GOOD
-    return Reply(body, 200 if good else from_detail(operation.error).http_status)
+    results = [result for result in operation.stage_results if result.slot == slot]
+    body = _body(operation, results)
+    if results:
+        return Reply(body, _status(operation, results[0]))
+    succeeded = operation.state in _GOOD
+    return Reply(body, 200 if succeeded else from_detail(operation.error).http_status)
 
 
 def worker(stage: Stage, url: str) -> dict[str, Any]:

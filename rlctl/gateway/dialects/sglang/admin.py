@@ -76,13 +76,13 @@ async def resume_memory(asked: Asked) -> Reply:
 
 
 async def _memory(asked: Asked, request: verbs_pb2.ReleaseMemoryRequest | verbs_pb2.ResumeMemoryRequest) -> Reply:
-    named = asked["tags"] or []
-    for index, tag in enumerate(named):
+    tags = asked["tags"] or []
+    for index, tag in enumerate(tags):
         if tag not in TAGS:
             raise Reason.FIELD_INVALID.error(f"{tag!r} must be one of {', '.join(TAGS)}", field=f"tags[{index}]")
-    there = [tag for tag in named if tag != "cuda_graph" or await _captures(asked)]
-    request.tags.extend(common_pb2.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in there)
-    if there or not named:
+    supported_tags = [tag for tag in tags if tag != "cuda_graph" or await _captures(asked)]
+    request.tags.extend(common_pb2.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in supported_tags)
+    if supported_tags or not tags:
         await asked.tell(request)
     return Reply(b"null", content_type="application/json")
 
@@ -111,8 +111,8 @@ async def weights_checker(asked: Asked) -> Reply:
     )
     operation = await asked.tell(request, partly=True)
     results = telling(operation)
-    there = {result.slot for result in results}
-    skipped = {result.slot: result.error.message for result in operation.stage_results if result.slot not in there}
+    slots = {result.slot for result in results}
+    skipped = {result.slot: result.error.message for result in operation.stage_results if result.slot not in slots}
     ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
     wrong = sorted({name for _, rank in ranks for name in _differing(rank.check)})
     cannot = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""

@@ -73,14 +73,14 @@ def peers_of(handles: Mapping[str, Any], stages: Sequence[Stage]) -> tuple[list[
     on_gpus = all(worker.device != "cpu" for _, worker in readers)
     peers, matched = [], []
     for index, (key, address) in enumerate(handles.items()):
-        where = f"{FIELD}.{key[:100]}"
+        field = f"{FIELD}.{key[:100]}"
         match = _ADDRESS.fullmatch(address) if type(address) is str else None
         if match is None:
-            raise Reason.FIELD_INVALID.error("the address is not a socket of checkpoint-engine", field=where)
+            raise Reason.FIELD_INVALID.error("the address is not a socket of checkpoint-engine", field=field)
         if on_gpus and key not in by_gpu:
-            raise Reason.NOT_COLOCATED.error(f"the ranks are on {', '.join(sorted(by_gpu))}", field=where)
+            raise Reason.NOT_COLOCATED.error(f"the ranks are on {', '.join(sorted(by_gpu))}", field=field)
         slot, worker = by_gpu[key] if on_gpus else readers[index]
-        peers.append(Peer(where, match[1], worker.device))
+        peers.append(Peer(field, match[1], worker.device))
         matched.append((slot, worker))
     return peers, matched
 

@@ -177,7 +177,7 @@ def _loads(operation: Operation) -> list[dict[str, Any]]:
     for index, result in enumerate(telling(operation)):
         of = [rank.loads for rank in result.rank_results]
         running, waiting = max(load.running for load in of), max(load.waiting for load in of)
-        used, most = max(load.used_tokens for load in of), max(load.max_tokens for load in of)
+        used_tokens, max_tokens = max(load.used_tokens for load in of), max(load.max_tokens for load in of)
         states.append(
             {
                 "dp_rank": index,
@@ -186,10 +186,10 @@ def _loads(operation: Operation) -> list[dict[str, Any]]:
                 "num_running_reqs": running,
                 "num_waiting_reqs": waiting,
                 "num_total_reqs": running + waiting,
-                "num_used_tokens": used,
-                "num_total_tokens": used,
-                "max_total_num_tokens": most,
-                "token_usage": round(used / most, 4) if most else 0.0,
+                "num_used_tokens": used_tokens,
+                "num_total_tokens": used_tokens,
+                "max_total_num_tokens": max_tokens,
+                "token_usage": round(used_tokens / max_tokens, 4) if max_tokens else 0.0,
             }
         )
     return states

@@ -60,8 +60,8 @@ async def add_worker(call: Call) -> Reply:
 
 async def remove_worker(call: Call) -> Reply:
     """Disable an engine of the fleet; by the gateway's own address, all engines. A repeat is harmless."""
-    named = call.path["id"] if "id" in call.path else await _url(call)
-    slots = await _slots(call, named) or [_slot(named)]
+    name = call.path["id"] if "id" in call.path else await _url(call)
+    slots = await _slots(call, name) or [_slot(name)]
     await _enable(call, slots, False)
     listed = ", ".join(slots)
     return Reply({"status": "success", "message": f"disabled: {listed}", "worker_id": listed})

@@ -192,17 +192,17 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
             return plain_error(error) if not _is_no(row, error) else Reply({"success": False, "message": str(error)})
         return Reply(_body(row, result))
     missing = {each.slot: left_out(each.slot, each.state, each.reason) for each in operation.excluded}
-    named = list(operation.targets)
-    if not named:  # an opened update: the coordinator reports no targets
+    targets = list(operation.targets)
+    if not targets:  # an opened update: the coordinator reports no targets
         stages = await engine_urls.listed(call)
-        named = [stage.registration.slot for stage in stages if stage.state not in engine_urls.GONE]
+        targets = [stage.registration.slot for stage in stages if stage.state not in engine_urls.GONE]
         missing = {
             stage.registration.slot: left_out(stage.registration.slot, stage.state)
             for stage in stages
             if stage.state in engine_urls.GONE
         }
     answers: dict[str, Mapping[str, Any]] = {}
-    for slot in sorted({*named, *missing}):
+    for slot in sorted({*targets, *missing}):
         if slot in missing:
             answers[engine_urls.url_of(call, slot)] = missing[slot]
             continue

@@ -22,5 +22,5 @@ from rlctl.gateway.http.table import ENGINE
 def dialect(generation: Generation) -> Dialect:
     del generation
     rows = [*control.ROUTES, *adapters.ROUTES, *reads.ROUTES, *vllm_generation.ROUTES]
-    own = [Route("GET", "/servers", reads.servers, Scope.VIEWER)]
-    return Dialect("vllm", [*own, *engine_urls.with_engines(rows), *routes(), *routes(ENGINE)])
+    servers = [Route("GET", "/servers", reads.servers, Scope.VIEWER)]
+    return Dialect("vllm", [*servers, *engine_urls.with_engines(rows), *routes(), *routes(ENGINE)])

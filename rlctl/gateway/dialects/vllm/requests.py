@@ -308,5 +308,5 @@ def _flag(call: Call, name: str, default: bool) -> bool:
 
 def _tags(call: Call, fields: Fields) -> list[Any]:
     """Return the memory regions in the query or the body; empty for all regions."""
-    named = call.query_all("tags") or fields.take_list("tags", str, ())
-    return [number(MemoryTag.DESCRIPTOR, tag, "tags") for tag in named if tag != SCHEDULING]
+    tags = call.query_all("tags") or fields.take_list("tags", str, ())
+    return [number(MemoryTag.DESCRIPTOR, tag, "tags") for tag in tags if tag != SCHEDULING]

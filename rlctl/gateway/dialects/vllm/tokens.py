@@ -191,10 +191,10 @@ def _sampling(request: GenerateRequest, given: Fields) -> int:
     for name, nothing in _WITHOUT.items():
         _nothing(given, name, nothing)
     params = request.sampling_params
-    for name, ours in _SAMPLING.items():
+    for name, parameter in _SAMPLING.items():
         value = given.take(name, object, None)
         if value is not None:
-            assign(params, ours, value, f"sampling_params.{name}")
+            assign(params, parameter, value, f"sampling_params.{name}")
     assign(params, "max_new_tokens", given.take("max_tokens", int, LONGEST), "sampling_params.max_tokens")
     top_k = given.take("top_k", int, None)
     if top_k is not None:
