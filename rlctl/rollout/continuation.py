@@ -192,14 +192,14 @@ def begin(
 
     The sample has number ``index`` among the samples of the call's prompt number ``prompt``.
     """
-    mine = GenerateRequest()
-    mine.CopyFrom(request)
-    mine.sampling_params.n = 1
-    if mine.sampling_params.HasField("seed"):
-        mine.sampling_params.seed = derived_seed(request.sampling_params.seed, prompt, index)
-    mine.session_id = session_id or secrets.token_hex(16)
+    own_request = GenerateRequest()
+    own_request.CopyFrom(request)
+    own_request.sampling_params.n = 1
+    if own_request.sampling_params.HasField("seed"):
+        own_request.sampling_params.seed = derived_seed(request.sampling_params.seed, prompt, index)
+    own_request.session_id = session_id or secrets.token_hex(16)
     return RolloutSample(
-        mine, Sample(), _listed(request.input_ids.ids), (), mine.session_id, not session_id, group, index
+        own_request, Sample(), _listed(request.input_ids.ids), (), own_request.session_id, not session_id, group, index
     )
 
 

@@ -78,9 +78,9 @@ class Lines:
 
     def on_behalf_of(self, credentials: Credentials) -> Lines:
         """Return the same view and lines with another caller's credentials."""
-        other = copy.copy(self)
-        other.metadata = bearer(credentials)
-        return other
+        lines = copy.copy(self)
+        lines.metadata = bearer(credentials)
+        return lines
 
     async def check_model(self, model: str, timeout_s: float) -> None:
         """Raise MODEL_NOT_FOUND if the coordinator does not know the model."""
@@ -92,10 +92,10 @@ class Lines:
             return
         # The view may be unknown or stale.
         fleet = await self._connection.call("GetFleet", GetFleetRequest(), timeout_s)
-        there = [stage.registration.slot for stage in fleet.stages]
-        if slot not in there:
+        slots = [stage.registration.slot for stage in fleet.stages]
+        if slot not in slots:
             raise Reason.STAGE_NOT_FOUND.error(
-                f"no stage fills slot {slot!r}; there are: {', '.join(there) or 'none'}", field="slot"
+                f"no stage fills slot {slot!r}; there are: {', '.join(slots) or 'none'}", field="slot"
             )
 
     async def close(self) -> None:
@@ -148,8 +148,8 @@ class Attempt:
         if prefill is None:
             return self._lines.stream(self.line, self.stage, request, deadline, metadata)
         pair_request = prefill_decode.halves(request, prefill, self.stage)
-        both = zip(reversed(self._taken), (prefill, self.stage), strict=True)
-        first, second = (self._lines.stream(line, stage, pair_request, deadline, metadata) for line, stage in both)
+        halves = zip(reversed(self._taken), (prefill, self.stage), strict=True)
+        first, second = (self._lines.stream(line, stage, pair_request, deadline, metadata) for line, stage in halves)
         return prefill_decode.together(pair_request, first, second, lambda: self._meet(prefill))
 
     def _meet(self, stage: Stage) -> None:
@@ -213,11 +213,12 @@ class Dispatch:
                 if loop.time() - now >= TELL_S:
                     self._tell(obstacles(view.stages, criteria), loop.time() - started)
             criteria = self._of_fleet(wanting())
-        whose = f"of {criteria.model} " if criteria.model else ""
-        named = obstacles(view.stages, criteria)
-        why = f": {named}" if named else ""
+        model_phrase = f"of {criteria.model} " if criteria.model else ""
+        causes = obstacles(view.stages, criteria)
+        cause_phrase = f": {causes}" if causes else ""
         raise Reason.NO_ROUTABLE_STAGE.error(
-            f"no stage {whose}took the request within {timeout_s:g} s{why}", next_step=next_step(view.stages, criteria)
+            f"no stage {model_phrase}took the request within {timeout_s:g} s{cause_phrase}",
+            next_step=next_step(view.stages, criteria),
         )
 
     def _of_fleet(self, wanted: Wanted) -> Wanted:

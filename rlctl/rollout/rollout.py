@@ -319,9 +319,9 @@ class AsyncRollout:
 
         Samples end as cut.
         """
-        ours = [rid for rid in rids if rid in self._named]
-        await stop([self._named[rid] for rid in ours])
-        return ours
+        own_rids = [rid for rid in rids if rid in self._named]
+        await stop([self._named[rid] for rid in own_rids])
+        return own_rids
 
     async def finish_session(self, session_id: str) -> None:
         """End a session. Otherwise a session ends after ``session_idle_s`` without requests."""
@@ -408,7 +408,7 @@ class AsyncRollout:
             if next_attempt is None:
                 return None
             with next_attempt as attempt:
-                had = progress.tokens
+                tokens_before = progress.tokens
                 request = progress.attempt(attempt.floor)
                 failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
                 if progress.finished or job.stopped:
@@ -417,7 +417,7 @@ class AsyncRollout:
                     cuts += 1
                     if self._resume == "return" or cuts > self._max_cuts:
                         return None
-                    if progress.tokens == had:
+                    if progress.tokens == tokens_before:
                         attempt.failed(Reason.STAGE_NOT_SERVING.error("it aborts what it takes"))
                     continue
                 failure = failure or Reason.ENGINE_FAILED.error("the stream ended before the sample")

@@ -84,8 +84,8 @@ class Candidates:
     """
 
     def __init__(self, stages: Sequence[Stage], model: str) -> None:
-        ours = (Candidate.of(stage) for stage in stages if model in ("", stage.registration.model))
-        self.all = sorted(ours, key=lambda each: each.slot)
+        candidates = (Candidate.of(stage) for stage in stages if model in ("", stage.registration.model))
+        self.all = sorted(candidates, key=lambda each: each.slot)
         self.members = [each.slot for each in self.all if each.member and not each.prefills]
         self.prefill_members = [each.slot for each in self.all if each.member and each.prefills]
         self.paired = any(each.prefills or each.decodes for each in self.all)

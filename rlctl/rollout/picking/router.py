@@ -97,25 +97,27 @@ class Router:
         The pick counts as load until :meth:`end`. ``stages`` is read again only if the list is a new object, so callers
         must not change the list.
         """
-        ours = self.candidates(stages, wanted.model)
-        able = [each for each in ours.all if self._may_take(each, wanted, now)]
-        givers: Sequence[Candidate] = ()
-        if ours.paired:
-            ways = _ways(able, wanted.slot or wanted.preferred) or _ways(able, wanted.slot)
-            able = [each for each, _ in ways]
+        candidates = self.candidates(stages, wanted.model)
+        suitable = [each for each in candidates.all if self._may_take(each, wanted, now)]
+        prefill_candidates: Sequence[Candidate] = ()
+        if candidates.paired:
+            ways = _ways(suitable, wanted.slot or wanted.preferred) or _ways(suitable, wanted.slot)
+            suitable = [each for each, _ in ways]
         elif wanted.slot:
-            able = [each for each in able if each.slot == wanted.slot]
+            suitable = [each for each in suitable if each.slot == wanted.slot]
         elif wanted.preferred:
-            able = [each for each in able if each.slot == wanted.preferred] or able
-        if not able:
+            suitable = [each for each in suitable if each.slot == wanted.preferred] or suitable
+        if not suitable:
             return None
-        chosen = self._choose(self._policy, able, ours.members, wanted, now)
-        if ours.paired:
-            givers = next(fitting for each, fitting in ways if each is chosen)
+        chosen = self._choose(self._policy, suitable, candidates.members, wanted, now)
+        if candidates.paired:
+            prefill_candidates = next(fitting for each, fitting in ways if each is chosen)
         prefill = None
-        if givers:
-            givers = [each for each in givers if each.slot == wanted.prefill] or givers
-            prefill = self._choose(self._prefill_policy, givers, ours.prefill_members, wanted, now)
+        if prefill_candidates:
+            prefill_candidates = [
+                each for each in prefill_candidates if each.slot == wanted.prefill
+            ] or prefill_candidates
+            prefill = self._choose(self._prefill_policy, prefill_candidates, candidates.prefill_members, wanted, now)
         for each in (chosen, prefill):
             if each is not None:
                 self._health.trying(each.slot, now)
@@ -186,16 +188,24 @@ def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
     """Return why no stage may take the request, such as "actor-0 PAUSED, actor-1 at version 3 of 4"."""
     if wanted.slot and not any(stage.registration.slot == wanted.slot for stage in stages):
         return f"there is no stage {wanted.slot!r}"
-    ours = [stage for stage in stages if _is_wanted(stage, wanted)]
+    wanted_stages = [stage for stage in stages if _is_wanted(stage, wanted)]
     reasons = [
-        f"{stage.registration.slot} {why}" for stage in ours if (why := stage.not_routable or _lacks(stage, wanted))
+        f"{stage.registration.slot} {why}"
+        for stage in wanted_stages
+        if (why := stage.not_routable or _lacks(stage, wanted))
     ]
-    able = [stage for stage in ours if stage.routable and not _lacks(stage, wanted)]
-    givers = [stage for stage in able if prefills(stage)]
-    alone = [s.registration.slot for s in able if decodes(s) and not any(fit(giver, s) for giver in givers)]
-    if alone:
-        there = ", ".join(f"{s.registration.slot} at version {s.report.weight_version.sequence}" for s in givers)
-        reasons.append(f"{', '.join(alone)} without a prefill stage that fits ({there or 'none may be asked'})")
+    suitable = [stage for stage in wanted_stages if stage.routable and not _lacks(stage, wanted)]
+    prefill_stages = [stage for stage in suitable if prefills(stage)]
+    unpaired = [
+        s.registration.slot for s in suitable if decodes(s) and not any(fit(prefill, s) for prefill in prefill_stages)
+    ]
+    if unpaired:
+        prefill_versions = ", ".join(
+            f"{s.registration.slot} at version {s.report.weight_version.sequence}" for s in prefill_stages
+        )
+        reasons.append(
+            f"{', '.join(unpaired)} without a prefill stage that fits ({prefill_versions or 'none may be asked'})"
+        )
     return ", ".join(reasons)
 
 
@@ -204,9 +214,9 @@ def next_step(stages: Sequence[Stage], wanted: Wanted) -> str:
 
     Such stages need weights that only the trainer has.
     """
-    ours = [stage for stage in stages if _is_wanted(stage, wanted)]
-    lacking = any(stage.unhealable or stage.state == STAGE_STATE_DIRTY for stage in ours)
-    return Reason.UNHEALABLE.next_step if lacking else ""
+    wanted_stages = [stage for stage in stages if _is_wanted(stage, wanted)]
+    needs_weights = any(stage.unhealable or stage.state == STAGE_STATE_DIRTY for stage in wanted_stages)
+    return Reason.UNHEALABLE.next_step if needs_weights else ""
 
 
 def _is_wanted(stage: Stage, wanted: Wanted) -> bool:
@@ -221,16 +231,16 @@ def _ways(able: Sequence[Candidate], slot: str) -> list[tuple[Candidate, list[Ca
 
     A stage without prefill stages computes the prompt itself. With ``slot``, each result contains that slot.
     """
-    givers = [each for each in able if each.prefills]
-    named = [each for each in givers if each.slot == slot]
+    prefill_candidates = [each for each in able if each.prefills]
+    in_slot = [each for each in prefill_candidates if each.slot == slot]
     ways: list[tuple[Candidate, list[Candidate]]] = []
     for each in able:
-        own = slot in ("", each.slot)
+        slot_fits = slot in ("", each.slot)
         if each.decodes:
-            fitting = [giver for giver in named or givers if fit(giver.stage, each.stage)]
-            if fitting and (own or named):
+            fitting = [prefill for prefill in in_slot or prefill_candidates if fit(prefill.stage, each.stage)]
+            if fitting and (slot_fits or in_slot):
                 ways.append((each, fitting))
-        elif own and not each.prefills:
+        elif slot_fits and not each.prefills:
             ways.append((each, []))
     return ways
 
