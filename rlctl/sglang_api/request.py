@@ -195,19 +195,19 @@ def _asked(
         if start is not None:
             assign(request, "logprob_start_len", start, "logprob_start_len")
     extra = {key: sampling[key] for key in sorted(words.sampling) if sampling.get(key) is not None}
-    other = {key: body[key] for key in sorted(words.fields) if body.get(key) is not None}
-    return Asked(rid, request, extra, other, _flag(body, "return_prompt_token_ids"))
+    other_fields = {key: body[key] for key in sorted(words.fields) if body.get(key) is not None}
+    return Asked(rid, request, extra, other_fields, _flag(body, "return_prompt_token_ids"))
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
     params = SamplingParams()
-    for name, ours in _SAMPLING.items():
+    for name, parameter in _SAMPLING.items():
         value = given.get(name)
         if value is None:
             continue
         if name == "stop" and isinstance(value, str):
             value = [value]
-        assign(params, ours, value, f"sampling_params.{name}")
+        assign(params, parameter, value, f"sampling_params.{name}")
     if given.get("n") is not None and params.n < 1:
         raise Reason.FIELD_INVALID.error("n is 0; it must be 1 or more", field="sampling_params.n")
     return params
