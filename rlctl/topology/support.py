@@ -25,7 +25,7 @@ POLICIES = {
 
 
 def unsupported(topology: Topology) -> list[Problem]:
-    """Return the problems that no machine can run."""
+    """Return the parts of a topology that this version of rlctl cannot run on any machine."""
     problems = []
     for model in topology.models:
         policies = POLICIES[model.router]
