@@ -241,7 +241,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
     implementations: dict[str, Any] = {
         verb.name: refusals.told(verb.name, coordinator.verb) for verb in offered_by("CoordinatorService")
     }
-    own: dict[str, Callable[[Any], Awaitable[Message]]] = {
+    handlers: dict[str, Callable[[Any], Awaitable[Message]]] = {
         "RegisterStage": _of_own_slot(coordinator.register_stage, lambda request: request.registration.slot),
         "DeregisterStage": _of_own_slot(coordinator.deregister_stage, lambda request: request.slot),
         "BeginWeightUpdate": coordinator.begin_weight_update,
@@ -270,7 +270,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
         "WatchOperation": coordinator.watch_operation,
         "WatchFleet": coordinator.watch_fleet,
     }
-    for name, method in own.items():
+    for name, method in handlers.items():
         unary = _without_deadline(method)
         implementations[name] = refusals.told(name, unary) if name not in _OFTEN else unary
     for name, method in implementations.items():

@@ -50,16 +50,16 @@ def subject_of(request: Message, roster: Roster, operations: Operations) -> Subj
     if _SELECTING.isdisjoint(fields):
         return None
     header: RequestHeader = getattr(request, "header", RequestHeader())
-    own = adapter_of(request)
+    adapter = adapter_of(request)
     named = getattr(request, "update_id", "") or getattr(request, "operation_id", "")
     if named:
         operation = _operation(operations, named)
-        return Subject(_every(roster), own) if operation is None else _of(operation, roster)
+        return Subject(_every(roster), adapter) if operation is None else _of(operation, roster)
     if "update_id" not in fields and not isinstance(request, _UNFENCED):
         update = _update(operations, header.fence.update_id)
         if update is not None:
             return _fenced(request, header, _of(update, roster), roster)
-    return Subject(_targeted(request, header, roster), own)
+    return Subject(_targeted(request, header, roster), adapter)
 
 
 def _fenced(request: Message, header: RequestHeader, update: Subject, roster: Roster) -> Subject:

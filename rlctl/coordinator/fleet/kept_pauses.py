@@ -155,12 +155,12 @@ class Pauses:
                     return record
                 return _rest(record, target, slots, refused)
 
-            rests = {key: narrowed(record) for key, record in self._records.items()}
-            changed = {key: rest for key, rest in rests.items() if rest != self._records[key]}
+            narrowed_records = {key: narrowed(record) for key, record in self._records.items()}
+            changed = {key: rest for key, rest in narrowed_records.items() if rest != self._records[key]}
             ends = [Delete("pause", key) if rest is None else _put(rest) for key, rest in changed.items()]
             if ends or with_it:
                 await self._journal.write([*ends, *with_it])
-            self._records = {key: rest for key, rest in rests.items() if rest is not None}
+            self._records = {key: rest for key, rest in narrowed_records.items() if rest is not None}
             for key, replaced in self._replaced.items():
                 self._replaced[key] = [rest for rest in map(narrowed, replaced) if rest is not None]
             if changed:
@@ -203,8 +203,8 @@ def _rest(
     record: PauseRecord, target: Target, slots: Sequence[Addressed], refused: Collection[str]
 ) -> PauseRecord | None:
     """Return the rest of a pause after a continue of a target, except for the slots in ``refused``"""
-    rest = PauseRecord()
-    rest.CopyFrom(record)
+    remainder = PauseRecord()
+    remainder.CopyFrom(record)
     paused = [slot for slot in slots if _applies(record, slot)]
     continued = {slot.name for slot in paused if covers(target, slot) and slot.name not in refused}
     if _within(record.target, target):
@@ -213,11 +213,11 @@ def _rest(
         # A slot may be filled by a stage of the pause's model again.
         names = [name for name in record.target.slots if name not in {*record.continued, *continued}]
     else:
-        rest.continued.extend(slot.name for slot in paused if slot.name in continued)
-        return rest
-    rest.target.slots[:] = names
-    del rest.continued[:]
-    return rest if names else None
+        remainder.continued.extend(slot.name for slot in paused if slot.name in continued)
+        return remainder
+    remainder.target.slots[:] = names
+    del remainder.continued[:]
+    return remainder if names else None
 
 
 def _refilled(record: PauseRecord, name: str) -> PauseRecord:

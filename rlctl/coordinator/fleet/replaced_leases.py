@@ -31,9 +31,9 @@ class Formers:
 
     def meant(self, target: Target) -> float:
         """Return the latest time at which a replaced process of a target may still serve."""
-        untils = (
+        ends = (
             until
             for (_, model, slot), until in self._until.items()
             if target.model in ("", model) and (not target.slots or slot in ("", *target.slots))
         )
-        return max(untils, default=float("-inf"))
+        return max(ends, default=float("-inf"))

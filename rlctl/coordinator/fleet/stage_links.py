@@ -118,8 +118,8 @@ class Peers:
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         failed = slot.report.state == STAGE_STATE_FAILED
-        nothing = withheld or failed or slot.owes_pause or slot.record.HasField("quarantine")
-        lease_s = 0.0 if nothing else self._lease_s
+        serves_none = withheld or failed or slot.owes_pause or slot.record.HasField("quarantine")
+        lease_s = 0.0 if serves_none else self._lease_s
         withheld_adapters = slot.withheld_adapters = slot.owed_adapters
         if lease_s:
             slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
@@ -157,8 +157,8 @@ class Peers:
         numbers = {slot: self.grant(slot, confirm=True) for slot in slots}
 
         def until() -> float:
-            mays = [leases[slot] for slot in slots if not self._took(slot, numbers[slot])]
-            return max((*mays, self._roster.formers.until(model.record.name)))
+            ends = [leases[slot] for slot in slots if not self._took(slot, numbers[slot])]
+            return max((*ends, self._roster.formers.until(model.record.name)))
 
         await self._passed(until)
 
@@ -171,8 +171,8 @@ class Peers:
         absent = self._absent(target, addressed)
 
         def may() -> dict[str, float]:
-            times = {REPLACED: self._roster.formers.meant(target)}
-            return times | {
+            ends = {REPLACED: self._roster.formers.meant(target)}
+            return ends | {
                 slot.name: slot.lease_until for slot in absent if not (slot.gone or (slot.linked and slot.has_paused))
             }
 
@@ -192,8 +192,8 @@ class Peers:
             return slot.gone or paused or self._took(slot, numbers[slot])
 
         def may() -> dict[str, float]:
-            times = {REPLACED: self._roster.formers.meant(target)}
-            return times | {slot.name: leases[slot] for slot in absent if not has_stopped(slot)}
+            ends = {REPLACED: self._roster.formers.meant(target)}
+            return ends | {slot.name: leases[slot] for slot in absent if not has_stopped(slot)}
 
         return await self._until_none(may, deadline)
 
@@ -239,8 +239,8 @@ class Peers:
             self.grant(slot, silence=True)
 
         def until() -> float:
-            mays = [slot.lease_until for slot in self._others(model) if not self._is_silent(slot)]
-            return max((*mays, self._roster.formers.until(model.record.name)))
+            ends = [slot.lease_until for slot in self._others(model) if not self._is_silent(slot)]
+            return max((*ends, self._roster.formers.until(model.record.name)))
 
         await self._passed(until)
 

@@ -318,10 +318,10 @@ class Healer:
 
     async def stop(self) -> None:
         """End running heals. An operation that takes longer continues to the end."""
-        looking = list(self._looking.values())
-        for task in looking:
+        tasks = list(self._looking.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*looking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for heal in list(self._heals):
             await heal.makes_way("the coordinator stops")
 
@@ -375,8 +375,8 @@ class Healer:
         model = self._roster.models[slot.model]
         update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
         options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
-        released = slot.report is not None and slot.report.released
-        if model.record.verification.decode and checks_decode(slot) and not released:
+        memory_released = slot.report is not None and slot.report.released
+        if model.record.verification.decode and checks_decode(slot) and not memory_released:
             options.decode_check = True  # as at the other stages of the version
         config: AdapterConfig | None = None
         if adapter is not None:

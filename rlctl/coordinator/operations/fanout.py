@@ -227,19 +227,19 @@ class Fanout:
         A valid result is by this incarnation of the stage, under this epoch. There is an entry for every rank, and no
         entry is worse than the whole.
         """
-        wrong = ""
+        problem = ""
         if (result.slot, result.incarnation) != (slot.name, slot.record.incarnation):
-            wrong = f"it came from incarnation {result.incarnation} of {result.slot!r}"
+            problem = f"it came from incarnation {result.incarnation} of {result.slot!r}"
         elif changes and result.header.fleet_epoch not in (0, self._roster.epoch):
-            wrong = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
+            problem = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
         elif result.outcome not in _WITHOUT_RANKS or result.rank_results:
             entries = one_per_rank(slot.workers, result.rank_results)
             outcome = of_ranks(verb, entries, mutates=mutates)
             if outcome != result.outcome:
-                wrong = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
-        if not wrong:
+                problem = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
+        if not problem:
             return result
-        error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {wrong}", outcome=OUTCOME_UNKNOWN)
+        error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {problem}", outcome=OUTCOME_UNKNOWN)
         invalid = self._failed(slot, error)
         invalid.rank_results.extend(one_per_rank(slot.workers, result.rank_results))
         return invalid

@@ -44,11 +44,11 @@ class CommitAdapter(Commit):
         """Verify and swap in missing adapters of the model at targets. Raises if a target did not confirm."""
         update = self._update
         levels = await self._written(expected)
-        good, _ = await self._complete(update.targets, levels, expected)
-        for result in await self._put(good):
+        confirmed, _ = await self._complete(update.targets, levels, expected)
+        for result in await self._put(confirmed):
             if result.outcome != OUTCOME_APPLIED:
                 raise update.short_of_quorum(0, self._cause())
-        await self._await_admission(good)
+        await self._await_admission(confirmed)
 
     async def _complete(self, slots: Sequence[Slot], levels: Levels, expected: Expected) -> tuple[list[Slot], str]:
         """Verify the staged adapter. Returns the targets with the right content, and the digest, or ""."""
@@ -58,19 +58,19 @@ class CommitAdapter(Commit):
         checked = [slot for slot in slots if can_digest(slot)]
         results = await update.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
-        wrong = verification_levels.judge_digests(results, levels, expected)
-        update.timeline.fail(wrong, levels)
-        wrong |= failed
-        if len(slots) - len(wrong) >= update.quorum:
-            sealed = await update.seal_adapter([slot for slot in slots if slot.name not in wrong])
-            wrong |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}
+        errors = verification_levels.judge_digests(results, levels, expected)
+        update.timeline.fail(errors, levels)
+        errors |= failed
+        if len(slots) - len(errors) >= update.quorum:
+            sealed = await update.seal_adapter([slot for slot in slots if slot.name not in errors])
+            errors |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}
         for slot in slots:
-            if slot.name in wrong:
-                self._run.add(_refused(slot, wrong[slot.name]))
-        if wrong and len(slots) - len(wrong) < update.quorum:
-            raise next(iter(wrong.values()))
-        digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong}
-        return [slot for slot in slots if slot.name not in wrong], digests.pop() if digests else ""
+            if slot.name in errors:
+                self._run.add(_refused(slot, errors[slot.name]))
+        if errors and len(slots) - len(errors) < update.quorum:
+            raise next(iter(errors.values()))
+        digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in errors}
+        return [slot for slot in slots if slot.name not in errors], digests.pop() if digests else ""
 
     async def _publish(self, good: Sequence[Slot], digest: str, beside: Sequence[WeightVersion] = ()) -> None:
         assert not beside, "the version of the weights stays as it is"

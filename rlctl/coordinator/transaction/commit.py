@@ -138,9 +138,9 @@ class Commit:
     def _conclude(self, cause: RlctlError | None = None) -> None:
         """``cause``: failure that ended the update early. Targets without a result get it as their error."""
         self._stamp()
-        whole = len(self._present(self._update.done)) == len(self._update.frozen)
+        complete = len(self._present(self._update.done)) == len(self._update.frozen)
         self._run.conclude(update=True, cause=cause)
-        if not whole or self._left_out() or any(r.HasField("warning") for r in self._run.operation.stage_results):
+        if not complete or self._left_out() or any(r.HasField("warning") for r in self._run.operation.stage_results):
             # Other targets may be UNKNOWN and quarantined. The version is published all the same.
             self._run.operation.state = OPERATION_STATE_PARTIAL
 
@@ -162,12 +162,12 @@ class Commit:
         if update.published:
             withheld = [slot for slot in slots if not slot.record.HasField("quarantine")]
             await self._peers.hold_back(withheld, "its batch of a rolling update is not verified yet")
-        good, batch_digest = await self._complete(slots, levels, expected)
-        update.done += good
-        failed = [slot for slot in batch if slot not in good]
+        confirmed, batch_digest = await self._complete(slots, levels, expected)
+        update.done += confirmed
+        failed = [slot for slot in batch if slot not in confirmed]
         for slot in batch:
             slot.restoring = slot in failed
-        await self._roster.lift_quarantine([slot for slot in withheld if slot in good])
+        await self._roster.lift_quarantine([slot for slot in withheld if slot in confirmed])
         if waiting:
             await update.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
         if len(update.done) + len(waiting) < update.quorum:
@@ -178,12 +178,12 @@ class Commit:
             return waiting
         if waiting:
             with update.timeline.phase(PHASE_KIND_PUBLISH):
-                async with self._silencing([*good, *self._at_admitted()]):
-                    await self._publish(good, digest or batch_digest, beside=update.model.admitted)
+                async with self._silencing([*confirmed, *self._at_admitted()]):
+                    await self._publish(confirmed, digest or batch_digest, beside=update.model.admitted)
         else:
             with update.timeline.phase(PHASE_KIND_PUBLISH):
                 await self._close(digest or batch_digest)
-        await self._serve(good)
+        await self._serve(confirmed)
         return waiting
 
     async def _close(self, digest: str, error: RlctlError | None = None) -> None:
@@ -195,10 +195,10 @@ class Commit:
         if update.published:  # no grant includes the previous version again, also after a failure below
             versions.close(update.model)
         async with self._silencing(update.done):
-            good = self._present(update.done)
+            confirmed = self._present(update.done)
             if not update.published:
-                self._refuse_short(len(good))
-            unconfirmed = [slot for slot in update.frozen if slot not in good]
+                self._refuse_short(len(confirmed))
+            unconfirmed = [slot for slot in update.frozen if slot not in confirmed]
             stopped = error or Reason.CANCELLED.error("the update ended before it came to this target")
             # APPLIED for a read of the weights says nothing about the commit.
             failed_slots = {
@@ -209,11 +209,11 @@ class Commit:
                 if result.slot not in filed:
                     update.file(result, stopped)
             try:
-                await self._publish(good, digest)
+                await self._publish(confirmed, digest)
             finally:
                 if update.published and update.adapter is None:
                     for slot in self._roster.slots.values():
-                        slot.late = slot.late or (slot.model == update.model.record.name and slot not in good)
+                        slot.late = slot.late or (slot.model == update.model.record.name and slot not in confirmed)
 
     async def _serve(self, good: Sequence[Slot]) -> None:
         """Wait until targets with the published version are admitted, then continue generation."""
@@ -245,14 +245,14 @@ class Commit:
         Raises if a target does not confirm.
         """
         levels = await self._written(expected)
-        good, _ = await self._complete(self._update.targets, levels, expected)
-        if len(good) < len(self._update.frozen):
-            raise self._update.short_of_quorum(len(good), self._cause())
-        await self._roster.lift_quarantine(good)
-        for slot in good:
+        confirmed, _ = await self._complete(self._update.targets, levels, expected)
+        if len(confirmed) < len(self._update.frozen):
+            raise self._update.short_of_quorum(len(confirmed), self._cause())
+        await self._roster.lift_quarantine(confirmed)
+        for slot in confirmed:
             slot.restoring = False
             self._peers.grant(slot)
-        await self._serve(good)
+        await self._serve(confirmed)
         self._stamp()
 
     async def _written(self, expected: Expected) -> Levels:
@@ -275,16 +275,16 @@ class Commit:
         sealed = [slot for slot, r in zip(update.targets, results, strict=True) if r.outcome == OUTCOME_APPLIED]
         answers = [result for result in results if result.outcome == OUTCOME_APPLIED]
         verdict = await verify(update, sealed, answers, levels, expected)
-        wrong = verdict.wrong
+        errors = verdict.wrong
         for result in results:
-            if result.slot in wrong:
+            if result.slot in errors:
                 if result.slot in verdict.checks:
                     _replace_ranks(result, verdict.checks[result.slot])
                 result.outcome = OUTCOME_REJECTED
-                result.error.CopyFrom(wrong[result.slot].detail())
+                result.error.CopyFrom(errors[result.slot].detail())
             if result.outcome != OUTCOME_APPLIED:
                 self._run.add(result)
-        return [slot for slot in sealed if slot.name not in wrong], verdict.digest
+        return [slot for slot in sealed if slot.name not in errors], verdict.digest
 
     async def _stop(self, slots: Sequence[Slot]) -> list[Slot]:
         """Pause targets before a change of the served weights. Returns the targets without a failure."""
@@ -298,19 +298,19 @@ class Commit:
         commit = CommitUpdateRequest(version=update.record.plan.version, adapters=options.adapters)
         # A flush after a failed commit costs cache entries, and nothing else.
         committed, *flushed = await update.in_order(update.step(commit, slots), *self._flushing(slots))
-        good = await self._flushed(self._keep(slots, committed), flushed)
+        confirmed = await self._flushed(self._keep(slots, committed), flushed)
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
         if update.staged:
-            wrong = verification_levels.judge_evidence(answers, levels, probed=options.HasField("probe"))
-            update.timeline.fail(wrong, levels)
-            values = await compute(update, good)
+            errors = verification_levels.judge_evidence(answers, levels, probed=options.HasField("probe"))
+            update.timeline.fail(errors, levels)
+            values = await compute(update, confirmed)
             self._decode |= values.decode
-            good = await self._without(good, wrong | values.wrong)
+            confirmed = await self._without(confirmed, errors | values.wrong)
         else:
-            good, digest = await self._verify(good, answers, levels, expected)
-        self._certify(good, levels)
-        return good, digest
+            confirmed, digest = await self._verify(confirmed, answers, levels, expected)
+        self._certify(confirmed, levels)
+        return confirmed, digest
 
     @contextlib.asynccontextmanager
     async def _silencing(self, good: Sequence[Slot]) -> AsyncIterator[None]:
@@ -379,11 +379,11 @@ class Commit:
     ) -> tuple[list[Slot], str]:
         verdict = await verify(self._update, slots, committed, levels, expected)
         self._decode |= verdict.decode
-        good = await self._without(slots, verdict.wrong)
+        confirmed = await self._without(slots, verdict.wrong)
         for result in self._run.operation.stage_results:
             if result.slot in verdict.checks:
                 _replace_ranks(result, verdict.checks[result.slot])
-        return good, verdict.digest
+        return confirmed, verdict.digest
 
     async def _without(self, slots: list[Slot], wrong: Mapping[str, RlctlError]) -> list[Slot]:
         """Return the slots that are not wrong. The wrong slots are quarantined, with the cause in their results."""

@@ -109,8 +109,8 @@ class Planner:
         named = request.options.digest
         delta = request.kind == UPDATE_KIND_DELTA
         key = versions.digest_key(model.record) if delta else self._new_key() if named == DIGEST_FUNCTION_KEYED else b""
-        of_base = DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256
-        if delta and named not in (DIGEST_FUNCTION_UNSPECIFIED, of_base):
+        function = DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256
+        if delta and named not in (DIGEST_FUNCTION_UNSPECIFIED, function):
             raise Reason.FIELD_CONFLICT.error(
                 f"a delta is digested as its base was, {'with a key' if key else 'by SHA-256'}", field="options.digest"
             )
@@ -150,10 +150,10 @@ class Planner:
         size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
         verification_levels.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
-            without = ", ".join(f"{stage.slot} ({stage.reason})" for stage in excluded)
+            excluded_names = ", ".join(f"{stage.slot} ({stage.reason})" for stage in excluded)
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets"
-                + (f"; left out: {without}" if without else ""),
+                + (f"; left out: {excluded_names}" if excluded_names else ""),
                 field="options.quorum",
             )
         return targets, excluded, transports
@@ -301,8 +301,8 @@ class Planner:
         if transport in BACKENDS and (request.transports or published) and transport not in published:
             offered = " or ".join(BACKENDS[each] for each in request.transports or [transport] if each in BACKENDS)
             return Reason.UNSUPPORTED.error(f"{slot.name} joins no {offered} group", field="transports")
-        if transport == TRANSPORT_VLLM_NCCL and (beyond := _beyond_vllm(request)):
-            return Reason.UNSUPPORTED.error(f"{slot.name}: vLLM's own engine takes {beyond[0]}", field=beyond[1])
+        if transport == TRANSPORT_VLLM_NCCL and (limit := _beyond_vllm(request)):
+            return Reason.UNSUPPORTED.error(f"{slot.name}: vLLM's own engine takes {limit[0]}", field=limit[1])
         if request.kind == UPDATE_KIND_ADAPTER and not adapter_travels(slot, transport):
             engine, way = slot.record.registration.engine, "over a group" if transport in GROUPS else "out of memory"
             return Reason.UNSUPPORTED.error(
@@ -386,12 +386,12 @@ def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueT
     if not supported:
         raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
     offered = slot.capabilities.transports
-    fit = (
+    usable = (
         candidate
         for candidate in supported
         if candidate in offered and not _waits_for_its_own_ranks(request, slot, candidate)
     )
-    return next(fit, supported[0])
+    return next(usable, supported[0])
 
 
 def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:

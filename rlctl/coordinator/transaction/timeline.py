@@ -124,12 +124,12 @@ class UpdateTimeline:
             return
         phase, now = self._begin(kind), self._clock.now
         writes = transports() if kind == PHASE_KIND_TRANSFER and verb not in _FROM_DISK else {}
-        usual = TRANSPORT_DISK if verb in _FROM_DISK else TRANSPORT_UNSPECIFIED
+        default = TRANSPORT_DISK if verb in _FROM_DISK else TRANSPORT_UNSPECIFIED
 
         def take(result: StageResult) -> None:
             stage = phase.stages.get(result.slot)
             if stage is None:
-                stage = phase.stages[result.slot] = _Stage(transport=writes.get(result.slot, usual))
+                stage = phase.stages[result.slot] = _Stage(transport=writes.get(result.slot, default))
             stage.result, stage.answered_at = result, now()
             stage.elapsed_s += seconds(result.elapsed)
 

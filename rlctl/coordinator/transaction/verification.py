@@ -92,32 +92,32 @@ async def verify(
     auto = verification_levels.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
     results = await update.step(_check(update, expected), [slot for slot in digested if can_digest(slot)])
-    wrong = verification_levels.judge_digests(results, levels, expected)
-    checks = await _compared(update, results, wrong, expected)
+    errors = verification_levels.judge_digests(results, levels, expected)
+    checks = await _compared(update, results, errors, expected)
     for slot, answer in checks.items():
-        wrong[slot] = verification_levels.named(wrong[slot], answer)
-    wrong |= verification_levels.judge_evidence(completed, levels, probed=options.HasField("probe"))
+        errors[slot] = verification_levels.named(errors[slot], answer)
+    errors |= verification_levels.judge_evidence(completed, levels, probed=options.HasField("probe"))
     receivers = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
-    wrong |= verification_levels.judge_received([result for result in completed if result.slot in receivers], expected)
-    update.timeline.fail(wrong, levels)
+    errors |= verification_levels.judge_received([result for result in completed if result.slot in receivers], expected)
+    update.timeline.fail(errors, levels)
     values = NOTHING_COMPUTED if update.staged else await compute(update, slots)
-    wrong |= values.wrong
-    digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
-    return Verdict(wrong, checks, digests.pop() if len(digests) == 1 else "", values.decode)
+    errors |= values.wrong
+    digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in errors and r.rank_results}
+    return Verdict(errors, checks, digests.pop() if len(digests) == 1 else "", values.decode)
 
 
 async def compute(update: Update, slots: Sequence[Slot]) -> Computed:
     """Let targets compute probe and decode check with the served weights. In a staged update, after the swap."""
     options = update.record.request.options
-    wrong: dict[str, RlctlError] = {}
+    errors: dict[str, RlctlError] = {}
     if options.HasField("probe"):
         check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
-        wrong |= verification_levels.judge_probe(await update.step(check, slots), options.probe)
-        update.timeline.fail(wrong, VERIFICATION_LEVEL_PROBE)
+        errors |= verification_levels.judge_probe(await update.step(check, slots), options.probe)
+        update.timeline.fail(errors, VERIFICATION_LEVEL_PROBE)
     elapsed_s = update.elapsed_s
     due = [slot for slot in slots if verification_levels.decode_check_due(options, slot, elapsed_s)]
     if not due:
-        return Computed(wrong, frozenset())
+        return Computed(errors, frozenset())
     check = CheckWeightsRequest(action=CHECK_ACTION_DECODE)
     limit_s = None
     if not options.decode_check:
@@ -126,7 +126,7 @@ async def compute(update: Update, slots: Sequence[Slot]) -> Computed:
     results = await update.step(check, due, limit_s=limit_s)
     differing, passed = verification_levels.judge_decode(results, wanted=options.decode_check)
     update.timeline.fail(differing, VERIFICATION_LEVEL_DECODE)
-    return Computed(wrong | differing, passed)
+    return Computed(errors | differing, passed)
 
 
 async def _compared(
@@ -148,8 +148,8 @@ async def _compared(
     slots = {slot.name: slot for slot in update.targets if slot.name in differ}
     sound = {result.slot for result in results} - wrong.keys()
     fallback = update.reference or (update.done[0] if update.done else None)
-    right = next((slot for slot in update.targets if slot.name in sound), fallback)
-    reference = expected.fingerprints or await _fingerprints_of(update, right or slots[differ[0]], expected)
+    sound_slot = next((slot for slot in update.targets if slot.name in sound), fallback)
+    reference = expected.fingerprints or await _fingerprints_of(update, sound_slot or slots[differ[0]], expected)
     if not reference:
         return {}
     compare = _check(update, expected, fingerprints=reference)

@@ -264,37 +264,37 @@ def judge_digests(
     digest must be the source's. At level REPLICA all targets must agree, also with stages that serve the version
     already. If targets disagree, no target is known to be right. A single remaining target has no proof.
     """
-    wrong: dict[str, RlctlError] = {}
+    errors: dict[str, RlctlError] = {}
     digests: dict[str, str] = {}
     for result in results:
         try:
             digests[result.slot] = _digest(result)
         except RlctlError as error:
-            wrong[result.slot] = error
+            errors[result.slot] = error
     compared = [slot for slot in digests if levels[slot] == VERIFICATION_LEVEL_REPLICA]
     if len(compared) == 1 and not expected.held:
         message = f"no other replica is left that {compared[0]} could be compared with"
-        wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(
+        errors[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(
             message, field="options.verify", outcome=OUTCOME_DIRTY
         )
     replicas = {digests[slot] for slot in compared} | ({expected.held} if expected.held else set())
     for slot, digest in digests.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and not comparable(digest, expected.digest):
-            wrong[slot] = Reason.VERIFICATION_UNREACHABLE.error(
+            errors[slot] = Reason.VERIFICATION_UNREACHABLE.error(
                 "its engine answered with another digest function than requested", outcome=OUTCOME_DIRTY
             )
         elif levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected.digest:
-            wrong[slot] = _mismatch(
+            errors[slot] = _mismatch(
                 f"its weights have digest {digest[:16]}, the source sent {expected.digest[:16]}",
                 digest=digest,
                 expected=expected.digest,
             )
         elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1 and digest != expected.held:
-            wrong[slot] = _mismatch(
+            errors[slot] = _mismatch(
                 f"the replicas hold {len(replicas)} different sets of weights; this one's digest is {digest[:16]}",
                 digest=digest,
             )
-    return wrong
+    return errors
 
 
 def judge_evidence(
@@ -319,12 +319,12 @@ def judge_evidence(
 
 def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict[str, RlctlError]:
     """Return the error of each target at level RECEIVED, by slot, from the results of its commit or seal."""
-    wrong = {}
+    errors = {}
     for result in committed:
         for rank in result.rank_results:
             received = rank.weights.received_digest
             if received != expected.sent:
-                wrong[result.slot] = _mismatch(
+                errors[result.slot] = _mismatch(
                     f"rank {rank.coordinates.rank} took in {received[:16] or 'nothing that it digested'}, "
                     f"the source sent {expected.sent[:16]}",
                     digest=received,
@@ -332,17 +332,17 @@ def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict
                     ranks=str(rank.coordinates.rank),
                 )
                 break
-    return wrong
+    return errors
 
 
 def judge_probe(results: Sequence[StageResult], probe: Probe) -> dict[str, RlctlError]:
     """Return the error of each target whose log probabilities differ from the probe's, by slot."""
-    wrong = {}
+    errors = {}
     for result in results:
         error = _probed(result, probe)
         if error is not None:
-            wrong[result.slot] = error
-    return wrong
+            errors[result.slot] = error
+    return errors
 
 
 def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
@@ -379,7 +379,7 @@ def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[
     ``wanted``: the update requests the check, so a target without a result fails. Otherwise a target without a result,
     such as a busy server, has neither failed nor passed.
     """
-    wrong, passed = {}, set()
+    errors, passed = {}, set()
     for result in results:
         if result.outcome == OUTCOME_APPLIED and any(rank.check.HasField("decode") for rank in result.rank_results):
             passed.add(result.slot)
@@ -391,8 +391,8 @@ def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[
             cause = result.error.message or "it says nothing of it"
             failure = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {cause}")
         failure.outcome = max(result.outcome, OUTCOME_DIRTY)
-        wrong[result.slot] = failure
-    return wrong, frozenset(passed)
+        errors[result.slot] = failure
+    return errors, frozenset(passed)
 
 
 def certificate(level: Level, *, probed: bool, decode: bool) -> Verification:
@@ -423,14 +423,14 @@ def named(error: RlctlError, result: StageResult) -> RlctlError:
     if result.outcome != OUTCOME_APPLIED or first is None:
         return error
     holders = {rank: report.part for rank, report in reports.items() if report.part.name == first.first}
-    guilty = [rank for rank, part in holders.items() if part.differs]
-    if not guilty and len(holders) == 1:
-        guilty = list(holders)
+    differing = [rank for rank, part in holders.items() if part.differs]
+    if not differing and len(holders) == 1:
+        differing = list(holders)
     error.message += f"; {_first_of(first)}"
     error.metadata |= {"tensor": first.first, "differing": str(first.count)}
-    if guilty:
-        error.message += f", at {_ranks(guilty)}"
-        error.metadata["ranks"] = ",".join(map(str, guilty))
+    if differing:
+        error.message += f", at {_ranks(differing)}"
+        error.metadata["ranks"] = ",".join(map(str, differing))
     else:
         error.message += f", of which {_ranks(list(holders))} hold a part each"
         error.metadata["holders"] = ",".join(map(str, holders))

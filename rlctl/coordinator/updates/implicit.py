@@ -374,9 +374,9 @@ class Implicit:
         if self._roster.models[model].update_id:
             raise in_progress(self._roster.models[model])
         if not request.version:
-            unended = self._unended.get(model)
-            if request.partial and unended is not None and self._is_latest(unended, model):
-                return unended
+            unfinished = self._unended.get(model)
+            if request.partial and unfinished is not None and self._is_latest(unfinished, model):
+                return unfinished
             raise Reason.UPDATE_NOT_FOUND.error(f"no update of {model} is open that was begun without a name")
         return await relabel(request, model, self._context)
 

@@ -105,10 +105,10 @@ class WrittenTensors:
     def uneven(self, targets: Collection[str]) -> RlctlError | None:
         """Return the error of targets with their own tensors, if a tensor was written to some targets only."""
         for name, stages in sorted(self._stages.items()):
-            lacking = sorted(set(targets) - stages)
-            if lacking:
+            missing = sorted(set(targets) - stages)
+            if missing:
                 return Reason.WEIGHTS_INCOMPLETE.error(
-                    f"{name} was written to {', '.join(sorted(stages))} and not to {', '.join(lacking)}",
+                    f"{name} was written to {', '.join(sorted(stages))} and not to {', '.join(missing)}",
                     metadata={"missing": name},
                     next_step="Write the same tensors to every engine of the model.",
                 )

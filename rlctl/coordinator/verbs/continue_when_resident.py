@@ -50,8 +50,8 @@ class Waking:
     async def resume(self, request: ResumeMemoryRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
         """Resume regions, and continue the marked stages that are resident now."""
         results = await self._carry_out(request, targets, run, "1", deadline)
-        whole = {r.slot for r in results if r.outcome == OUTCOME_APPLIED and r.state == STAGE_STATE_PAUSED}
-        free = [slot for slot in targets if slot.name in whole and slot.pause is None]
+        paused = {r.slot for r in results if r.outcome == OUTCOME_APPLIED and r.state == STAGE_STATE_PAUSED}
+        free = [slot for slot in targets if slot.name in paused and slot.pause is None]
         continued = [slot for slot in free if slot.record.continue_when_resident]
         if continued:
             memory = {result.slot: result for result in results}
