@@ -379,8 +379,8 @@ class Facts:
                 self._digested(request, results)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # The stage could not start with a part of a checkpoint, or with a different load format.
-                whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
-                self.update.checkpoint = request.model_path if whole else ""
+                complete = not request.target_modules and request.load_format in ("", "auto", "safetensors")
+                self.update.checkpoint = request.model_path if complete else ""
             case _ if isinstance(request, _FILLS) and possible and self.update is not None and self.update.checkpoint:
                 self.update.checkpoint = ""  # the bytes read from disk were overwritten
             case _:
@@ -388,8 +388,8 @@ class Facts:
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
         adapter_update = self.update is not None and self.update.adapter is not None
         # A write of a staged update affects the served weights only if the engine reports DIRTY.
-        spared = adapter_update or (self.is_aside(verb, request) and outcome != OUTCOME_DIRTY)
-        if verb.writes_weights and possible and not finished and not spared:
+        unaffected = adapter_update or (self.is_aside(verb, request) and outcome != OUTCOME_DIRTY)
+        if verb.writes_weights and possible and not finished and not unaffected:
             if self.update is not None:
                 self.update.touched = True
             self._mixed()
@@ -532,8 +532,8 @@ def _of_all(request: verbs_pb2.CheckWeightsRequest) -> bool:
 def _digests(results: Sequence[RankResult]) -> set[str]:
     """Return the model digests that ranks computed, including unexpected digests."""
     mismatch = Reason.DIGEST_MISMATCH.name
-    unlike = {result.error.metadata.get("found", "") for result in results if result.error.reason == mismatch}
-    return ({result.check.model_digest for result in results} | unlike) - {""}
+    damaged = {result.error.metadata.get("found", "") for result in results if result.error.reason == mismatch}
+    return ({result.check.model_digest for result in results} | damaged) - {""}
 
 
 def _continues_adapter(request: Message) -> bool:

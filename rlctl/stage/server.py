@@ -243,8 +243,8 @@ class StageServer:
             insecure=config.insecure,
             tls=config.tls,
         )
-        of_rollout = config.rollout_listen
-        host = "127.0.0.1" if of_rollout.startswith("unix:") else split(of_rollout, "rollout_listen")[0]
+        address = config.rollout_listen
+        host = "127.0.0.1" if address.startswith("unix:") else split(address, "rollout_listen")[0]
         bound = await port.start(config.data_listen or join(host, 0), routes)
         self._data_port = port
         return bound
@@ -476,14 +476,14 @@ class StageServer:
                     await stage.attached.wait()
                 logged = ""
                 await stage.left.wait()
-                trouble = "the coordinator's stream has ended"
+                problem = "the coordinator's stream has ended"
             except TimeoutError:
-                trouble = "registered, but no coordinator attached"
+                problem = "registered, but no coordinator attached"
             except RlctlError as error:
-                trouble = f"not registered: {error}"
-            if trouble != logged:
-                log.warning("%s: %s", self.config.slot, trouble)
-            logged = trouble
+                problem = f"not registered: {error}"
+            if problem != logged:
+                log.warning("%s: %s", self.config.slot, problem)
+            logged = problem
             await asyncio.sleep(REGISTER_AGAIN_S)
 
     async def _deregister(self) -> None:

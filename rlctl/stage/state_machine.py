@@ -119,13 +119,13 @@ class Stage:
         return Attached(registration=self.registration, report=self.report())
 
     def _refuse_attach(self, attach: Attach) -> None:
-        most = MOST_EPOCH
+        limit = MOST_EPOCH
         if self.home_epoch is not None:
-            most = min(max(self.home_epoch, self.facts.fleet_epoch) + MOST_AHEAD, MOST_EPOCH)
-        if attach.fleet_epoch > most:
-            home = "" if self.home_epoch is None else f": the fleet's coordinator is at {self.home_epoch}"
+            limit = min(max(self.home_epoch, self.facts.fleet_epoch) + MOST_AHEAD, MOST_EPOCH)
+        if attach.fleet_epoch > limit:
+            hint = "" if self.home_epoch is None else f": the fleet's coordinator is at {self.home_epoch}"
             raise Reason.EPOCH_FENCED.error(
-                f"epoch {attach.fleet_epoch} is not this fleet's{home}", field="attach.fleet_epoch"
+                f"epoch {attach.fleet_epoch} is not this fleet's{hint}", field="attach.fleet_epoch"
             )
         if attach.fleet_epoch < self.facts.fleet_epoch:
             raise Reason.EPOCH_FENCED.error(

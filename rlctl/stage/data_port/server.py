@@ -266,8 +266,8 @@ async def _answer(
 ) -> web.StreamResponse:
     headers = [*((name, value) for name, value in head.headers if name.lower() != "content-length"), *own.items()]
     if len(headers) < len(head.headers) + len(own):  # with a Content-Length the engine does not stream
-        whole = b"".join([part async for part in parts if isinstance(part, bytes)])
-        return web.Response(status=head.status, headers=headers, body=whole)
+        content = b"".join([part async for part in parts if isinstance(part, bytes)])
+        return web.Response(status=head.status, headers=headers, body=content)
     response = web.StreamResponse(status=head.status, headers=headers)
     await response.prepare(request)
     try:

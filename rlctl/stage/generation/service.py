@@ -38,11 +38,11 @@ class Generation:
 
     async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
         """Return all samples of a prompt in one message."""
-        whole = Merged()
+        merged = Merged()
         async with contextlib.aclosing(self.stream(request, remaining_s)) as parts:
             async for part in parts:
-                whole.add(part)
-        return whole.message()
+                merged.add(part)
+        return merged.message()
 
     async def many(self, requests: AsyncIterator[Message]) -> AsyncGenerator[GenerateManyResponse, None]:
         """Yield the new parts of many requests of one caller."""
