@@ -228,8 +228,8 @@ class Leading:
         if request.path == DATA_PATH_IPC:
             refuse_full(offers)
         # Broadcasting is better than segments that fill up shared memory needed elsewhere.
-        roomy = request.path == DATA_PATH_IPC or all(offered.fits(SHARES * len(offers)) for offered in offers)
-        if request.path != DATA_PATH_BROADCAST and len(hosts) == 1 and roomy:
+        fits = request.path == DATA_PATH_IPC or all(offered.fits(SHARES * len(offers)) for offered in offers)
+        if request.path != DATA_PATH_BROADCAST and len(hosts) == 1 and fits:
             request.host_ids.extend(hosts)
         partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
         if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
@@ -289,8 +289,8 @@ class Leading:
                     # A rolling update in place: earlier batches serve the version.
                     self._renew_identity()
                     return ended, Sent()
-                itself = isinstance(error, OperationFailed) and error.operation.operation_id == ended.operation_id
-                if not itself and reason not in ended.error.message:
+                is_own = isinstance(error, OperationFailed) and error.operation.operation_id == ended.operation_id
+                if not is_own and reason not in ended.error.message:
                     # The lease, an operator or a different trainer ended the update, and that cut our sends.
                     refuse_unpublished(ended)
             raise

@@ -25,7 +25,7 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
     nothing and are ignored.
     """
     present_digests = {tensor.name: tensor.sha256 for answer in answers for tensor in answer.digests}
-    right = {
+    expected = {
         _key(part): part.sha256
         for answer in answers
         for part in answer.parts
@@ -36,8 +36,8 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
         name = ""
         for rank in result.rank_results:
             part = _open_part(rank)
-            if part is not None and _key(part) in right:
-                part.differs = part.sha256 != right[_key(part)]
+            if part is not None and _key(part) in expected:
+                part.differs = part.sha256 != expected[_key(part)]
                 if part.differs:
                     name = part.name
                     ranks.append(str(rank.coordinates.rank))

@@ -397,8 +397,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 tls = self._fleet.connection.tls
                 invitation = json.dumps((*await self._members.start(self._host, tls), tls is not None))
         if self._trainer_group is not None and self._size > 1:
-            meet = functools.partial(self._share, self._trainer_group, invitation)
-            shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
+            share = functools.partial(self._share, self._trainer_group, invitation)
+            shared, _ = in_thread(share, lambda: None, "rlctl meeting")
             address, token, secure = json.loads(await shared)
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token, load_tls() if secure else None)
