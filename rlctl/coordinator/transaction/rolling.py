@@ -52,8 +52,9 @@ class Rolling:
     def decide(self, update: Update, request: CommitBatchRequest | CommitWeightUpdateRequest) -> None:
         """Decide for the version, with the digests that the sources state.
 
-        Raises FIELD_REQUIRED if the verification level needs a digest, DIGEST_MISMATCH if an earlier batch received
-        different weights.
+        Raises FIELD_REQUIRED if the verification level needs a digest, FIELD_INVALID for a digest with a different key,
+        VERIFICATION_UNREACHABLE if a target reaches no level, DIGEST_MISMATCH if an earlier batch received different
+        weights.
         """
         expected = Expected(
             request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints

@@ -244,7 +244,7 @@ class Updates:
         return update.run
 
     def decide(self, update: Update, request: CommitWeightUpdateRequest) -> None:
-        """Decide an open update for the version. Raises FIELD_REQUIRED if the verification needs a digest."""
+        """Decide an open update for the version. Raises as :meth:`Rolling.decide`."""
         self._rolling.decide(update, request)
 
     async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
