@@ -303,14 +303,14 @@ class Receiver:
         expected = dict(self._next)
         for position, (group, bucket) in enumerate(stream):
             field = f"buckets[{position}]"
-            due = expected.get(group.name, 0)
-            if bucket.sequence != due:
-                what = "repeats one" if bucket.sequence < due else "leaves a gap"
+            expected_sequence = expected.get(group.name, 0)
+            if bucket.sequence != expected_sequence:
+                problem = "repeats one" if bucket.sequence < expected_sequence else "leaves a gap"
                 raise Reason.FIELD_INVALID.error(
-                    f"bucket {bucket.sequence} of group {group.name} {what}: {due} comes next",
+                    f"bucket {bucket.sequence} of group {group.name} {problem}: {expected_sequence} comes next",
                     field=f"{field}.sequence",
                 )
-            expected[group.name] = due + 1
+            expected[group.name] = expected_sequence + 1
             for index, meta in enumerate(bucket.metas):
                 if not self.fits(meta):
                     self.check(meta, *(f"{field}.{part}[{index}]" for part in ("names", "dtypes", "shapes")))

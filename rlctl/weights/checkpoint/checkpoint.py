@@ -163,9 +163,9 @@ class Checkpoint:
     def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]], *, threads: int = 0) -> int:
         """See :class:`StoredWeights`; ``threads`` as for :func:`rlctl.weights.checkpoint.parallel_read.read_parts`."""
         parts = []
-        for name, part, into in wanted:
+        for name, part, target in wanted:
             entry = self._find(name)
-            parts.append(Part(entry.file, entry.offset, entry.meta, part, into))
+            parts.append(Part(entry.file, entry.offset, entry.meta, part, target))
         files = {id(part.file): part.file for part in parts}.values()
         for file in files:
             file.check_contents()
@@ -224,8 +224,8 @@ def open_files(path: str, *, field: str = "model_path", stem: str = STEM) -> lis
         if names is None:
             continue
         index = directory / (stem + INDEX_SUFFIX)
-        if absent := sorted(names - file.metas.keys()):
-            raise _mismatch(f"{index}: {file.path.name} does not hold {_some(absent)}", field)
+        if missing := sorted(names - file.metas.keys()):
+            raise _mismatch(f"{index}: {file.path.name} does not hold {_some(missing)}", field)
         if extra := sorted(file.metas.keys() - names):
             raise _mismatch(f"{index}: {file.path.name} holds {_some(extra)}, against the index", field)
     return files
@@ -332,8 +332,8 @@ def _mismatch(cause: str, field: str, *, next_step: str = "") -> RlctlError:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
 
 
 def _summary(kind: str, names: list[str]) -> str:

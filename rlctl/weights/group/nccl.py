@@ -32,12 +32,12 @@ def nccl_group(store: object, rank: int, size: int, timeout_s: float) -> Any:
     options = nccl.Options()
     options._timeout = datetime.timedelta(seconds=timeout_s)
     with _making:
-        before = os.environ.get(_HANDLING)
+        previous = os.environ.get(_HANDLING)
         os.environ[_HANDLING] = _ONLY_ABORT
         try:
             return nccl(store, rank, size, options)
         finally:
-            if before is None:
+            if previous is None:
                 del os.environ[_HANDLING]
             else:
-                os.environ[_HANDLING] = before
+                os.environ[_HANDLING] = previous

@@ -49,9 +49,9 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patie
     except OSError as error:
         name = interface_of(interface_host) or "unknown"
         route = _route_to(host) or name
-        by = "" if route == name else f", by a route over {route}"
+        route_phrase = "" if route == name else f", by a route over {route}"
         raise Reason.UNREACHABLE.error(
-            f"{host}:{port} cannot be reached from {interface_host} (interface {name}){by}: {error}",
+            f"{host}:{port} cannot be reached from {interface_host} (interface {name}){route_phrase}: {error}",
             field="master_address",
             next_step="Give the trainer's publisher, and the stage's node, addresses on a network that both are on.",
             metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}", "route": route},

@@ -60,20 +60,20 @@ class VLLMGroup(WeightGroup):
         self._spent = self._spent or cause
         if self._member is not None and self._unpaid.acquire(blocking=False):  # only once
             # The end of the process waits for this thread: a trainer that gives up usually ends, too.
-            paying = threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}")
+            thread = threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}")
             try:
-                paying.start()
-                needed.add(paying)
+                thread.start()
+                needed.add(thread)
             except RuntimeError:  # near the end of the process some Pythons (3.12) start no thread
                 self._pay(self._member)
         return self._spent
 
     def _pay(self, member: Member) -> None:
         with self._lock:
-            work, owed = self._work, deque(self._sizes[self._begun :])  # from here on no broadcast begins
+            work, owed_sizes = self._work, deque(self._sizes[self._begun :])  # from here on no broadcast begins
         with suppress(RuntimeError):  # the group is broken: no member remains
-            while _ends(work) and owed:
-                zeros = torch.zeros(owed.popleft(), dtype=torch.uint8, device=self._device)
+            while _ends(work) and owed_sizes:
+                zeros = torch.zeros(owed_sizes.popleft(), dtype=torch.uint8, device=self._device)
                 options = dist.BroadcastOptions()
                 options.timeout = datetime.timedelta(seconds=PAY_S)
                 work = member.process_group.broadcast([zeros], options)

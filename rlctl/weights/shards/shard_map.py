@@ -251,7 +251,7 @@ class _Digesting:
                 if spread.whole or len(piece.holders) > 1
             ]
             digests[name] = piece_digests[0][0] if spread.whole else rank_digests[self._owner[name]]["owned"][name]
-            if any(len(set(same)) > 1 for same in piece_digests):
+            if any(len(set(copy_digests)) > 1 for copy_digests in piece_digests):
                 inconsistent.append(name)
                 mixture = json.dumps([digests[name], piece_digests])
                 digests[name] = hashlib.sha256(mixture.encode()).hexdigest()

@@ -205,8 +205,8 @@ def _tensor(message: verbs_pb2.TensorHandle, size: int, start: int, field: str) 
 
 
 def _refuse_overlap(tensors: Sequence[tuple[TensorMeta, int]], field: str) -> None:
-    end, before = 0, ""
+    end, previous_name = 0, ""
     for meta, offset in sorted(tensors, key=lambda entry: (entry[1], entry[0].nbytes)):
         if offset < end and meta.nbytes:
-            raise Reason.FIELD_INVALID.error(f"{before} and {meta.name} overlap", field=f"{field}.tensors")
-        end, before = max(end, offset + meta.nbytes), meta.name
+            raise Reason.FIELD_INVALID.error(f"{previous_name} and {meta.name} overlap", field=f"{field}.tensors")
+        end, previous_name = max(end, offset + meta.nbytes), meta.name

@@ -130,8 +130,8 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tens
 
     Raises FIELD_REQUIRED for a missing tensor, FIELD_INVALID for a different dtype or shape.
     """
-    if absent := [meta.name for meta in bucket.metas if meta.name not in tensors]:
-        raise Reason.FIELD_REQUIRED.error(f"tensors of bucket {bucket.sequence} are missing: {', '.join(absent)}")
+    if missing := [meta.name for meta in bucket.metas if meta.name not in tensors]:
+        raise Reason.FIELD_REQUIRED.error(f"tensors of bucket {bucket.sequence} are missing: {', '.join(missing)}")
     first = tensors[bucket.metas[0].name] if bucket.metas else torch.empty(0)
     packed = room_for(bucket.nbytes, buffer, first.device)[: bucket.nbytes]
     for index, meta in enumerate(bucket.metas):

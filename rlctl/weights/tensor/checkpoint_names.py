@@ -44,8 +44,8 @@ class Part:
         """Return the part of the module's tensor: a view if the tensor is contiguous."""
         if self.shape == tuple(tensor.shape) and self.stride == torch.empty(self.shape, device="meta").stride():
             return tensor
-        whole = tensor.contiguous()
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+        contiguous = tensor.contiguous()
+        return contiguous.as_strided(self.shape, self.stride, contiguous.storage_offset() + self.offset)
 
 
 WRAPPING = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -147,14 +147,14 @@ def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_
     remaining = 1.0
     for index in indexes:
         shard = shards[index]
-        chunk, whole = _CPU_BYTES if shard.local.device.type == "cpu" else _DEVICE_BYTES
+        chunk_bytes, batch_bytes = _CPU_BYTES if shard.local.device.type == "cpu" else _DEVICE_BYTES
         for first, matrix in _matrices(shard.local.detach()):
             size = max(_LINE_BYTES, matrix.shape[1] * shard.meta.dtype.itemsize)
-            rows = max(1, chunk // size)
+            rows = max(1, chunk_bytes // size)
             for at in range(0, len(matrix), rows):
                 piece = matrix[at : at + rows]
                 batch.append(_Rows(index, shard, first + at, piece))
-                remaining -= len(piece) * size / whole
+                remaining -= len(piece) * size / batch_bytes
                 if remaining <= 0:
                     yield batch
                     batch, remaining = [], 1.0

@@ -99,9 +99,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
     """Raise FIELD_INVALID for a tensor without contents (on the meta device) or with a non-strided layout."""
     if tensor.is_meta or tensor.layout != torch.strided:
-        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        problem = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise Reason.FIELD_INVALID.error(
-            f"{name} is {what}: it has no contents that could be sent",
+            f"{name} is {problem}: it has no contents that could be sent",
             field="weights",
             next_step="Give the tensor itself: what is offloaded is brought back first.",
         )

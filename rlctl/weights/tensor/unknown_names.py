@@ -21,13 +21,13 @@ def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) 
     first = unknown[0]
     message = f"{model} has no tensor {first!r}"
     next_step = "Give the tensors under the names of the rollout checkpoint."
-    lost, lacking = _prefixes(unknown, wanted), _lacking(unknown, wanted)
-    if lost and (not lacking or lost[0][1] >= lacking[0][1]):
-        prefix, count, name, right = lost[0]
+    added_prefixes, missing_prefixes = _prefixes(unknown, wanted), _lacking(unknown, wanted)
+    if added_prefixes and (not missing_prefixes or added_prefixes[0][1] >= missing_prefixes[0][1]):
+        prefix, count, name, right = added_prefixes[0]
         message += f": {count} of {len(given)} names hold {prefix!r}, and {name!r} is {right!r} there"
         next_step = "Give the module inside the wrapper, or remove the wrapper's part from the names."
-    elif lacking:
-        prefix, count, name, right = lacking[0]
+    elif missing_prefixes:
+        prefix, count, name, right = missing_prefixes[0]
         message += f": {count} of {len(given)} names lack {prefix!r} in front, and {name!r} is {right!r} there"
         next_step = "Give the whole model, not its inner module."
     else:
@@ -48,9 +48,9 @@ def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
     examples: dict[str, tuple[str, str]] = {}
     for name in unknown:
         parts = name.split(".")
-        tried = [(f"{word}.", ".".join(part for part in parts if part != word)) for word in WRAPPING if word in parts]
-        tried += [(".".join(parts[:cut]) + ".", ".".join(parts[cut:])) for cut in range(1, len(parts))]
-        for affix, rest in tried:
+        pairs = [(f"{word}.", ".".join(part for part in parts if part != word)) for word in WRAPPING if word in parts]
+        pairs += [(".".join(parts[:cut]) + ".", ".".join(parts[cut:])) for cut in range(1, len(parts))]
+        for affix, rest in pairs:
             if rest in wanted:
                 counts[affix] += 1
                 examples.setdefault(affix, (name, rest))
@@ -68,8 +68,8 @@ def _lacking(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, str]] = {}
     for name in unknown:
-        for whole in ends.get(name, ()):
-            affix = whole[: -len(name)]
+        for full_name in ends.get(name, ()):
+            affix = full_name[: -len(name)]
             counts[affix] += 1
-            examples.setdefault(affix, (name, whole))
+            examples.setdefault(affix, (name, full_name))
     return [(affix, count, *examples[affix]) for affix, count in counts.most_common()]

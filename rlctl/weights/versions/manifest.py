@@ -216,8 +216,8 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
         raise ValueError(f"sequence {sequence}, pulled {pulled!r}")
     base = None
     if "base" in body:
-        before = body["base"]
-        base = Base(text(before["version"]), number(before["sequence"]), text(before["digest"]))
+        base_body = body["base"]
+        base = Base(text(base_body["version"]), number(base_body["sequence"]), text(base_body["digest"]))
     if base is not None and not base.sequence < sequence:  # so that a chain of bases ends
         raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):

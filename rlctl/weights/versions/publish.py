@@ -234,10 +234,11 @@ def _building(place: Path) -> Iterator[Path]:
 def _refuse_late(place: Path, sequence: int) -> None:
     source = place.parent
     with atomic_write.writing(source, "source_dir"):
-        later = [path.name for path in source.glob("*-*") if _sequence(path) >= sequence and path != place]
-    if later:
+        later_versions = [path.name for path in source.glob("*-*") if _sequence(path) >= sequence and path != place]
+    if later_versions:
         raise Reason.FIELD_INVALID.error(
-            f"sequence {sequence} does not follow what is published in {source}: {max(later)}", field="sequence"
+            f"sequence {sequence} does not follow what is published in {source}: {max(later_versions)}",
+            field="sequence",
         )
 
 
@@ -353,13 +354,13 @@ def _difference(
     meta: TensorMeta, tensor: torch.Tensor, old: Checkpoint, encoding: Literal["overwrite", "xor"], compress: bool
 ) -> tuple[Entry, torch.Tensor | None]:
     """Return the entry of a tensor and the bytes to store; None for an unchanged tensor."""
-    before = old.read(meta.name)
+    base_tensor = old.read(meta.name)
     new = as_bytes(tensor).cpu()
-    base_sha256 = tensor_digest(meta.name, before)
+    base_sha256 = tensor_digest(meta.name, base_tensor)
     sha256 = digest_of_bytes(meta, new)
     if sha256 == base_sha256:
         return Entry(meta, sha256, base_sha256, "same"), None
-    payload = new ^ as_bytes(before) if encoding == "xor" else new
+    payload = new ^ as_bytes(base_tensor) if encoding == "xor" else new
     packed = zlib.compress(payload.numpy().data, _LEVEL) if compress else b""
     compression: Compression = ""
     if compress and len(packed) < payload.numel():
@@ -379,8 +380,8 @@ class _DeltaWriter:
 
     def add(self, name: str, payload: torch.Tensor, tensor: torch.Tensor) -> None:
         """Add the stored bytes of a tensor. Bytes in the tensor's memory are copied: the source reuses the memory."""
-        lent = payload.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        self._held[name] = payload.clone() if lent else payload
+        shares_memory = payload.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        self._held[name] = payload.clone() if shares_memory else payload
         self._bytes += payload.nbytes
         if self._bytes >= DELTA_BYTES:
             self._write()

@@ -212,8 +212,8 @@ def _local_version(place: Path, *, ours: bool) -> Published | None:
     if not manifest.pulled and (is_named(place, manifest) or not ours):
         raise _not_pulled(f"{place} is a published version, no copy of one")
     sizes = {name: file.size for name, file in manifest.files.items()} | dict(manifest.shards)
-    whole = all((place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items())
-    return Published(place, manifest) if whole else None
+    complete = all((place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items())
+    return Published(place, manifest) if complete else None
 
 
 def _not_pulled(cause: str) -> RlctlError:
