@@ -94,8 +94,8 @@ class _MeasuredGeneration(Generation):
         try:
             ended = await super().complete(sample, credentials=credentials, place=place, told=tell)
             tokens = len(ended.output_ids)
-            cut = "aborted" if ended.error is None else ended.error.reason.name
-            outcome = "ok" if ended.finished else cut
+            cut_reason = "aborted" if ended.error is None else ended.error.reason.name
+            outcome = "ok" if ended.finished else cut_reason
             return ended
         except Exception as error:
             outcome = typed(error).reason.name

@@ -201,8 +201,8 @@ class GatewayServer:
         )
         added: set[tuple[str, str]] = set()
         router = self.config.router
-        behind = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)
-        for route in (*self.dialect.routes, *behind):
+        router_routes = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)
+        for route in (*self.dialect.routes, *router_routes):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
                 if (method, route.path) not in added:

@@ -124,7 +124,7 @@ class Exchange:
     async def _send(self, method: str, url: URL, headers: Mapping[str, str], body: bytes) -> aiohttp.ClientResponse:
         context = True if self._tls is None else self._tls.client_context()
         name = None if self._tls is None else self._tls.peer_name(Role.STAGE)
-        for more in reversed(range(_STALE)):
+        for remaining in reversed(range(_STALE)):
             reused: list[bool] = []
             data = body if len(body) < _AT_ONCE else io.BytesIO(body)
             try:
@@ -139,7 +139,7 @@ class Exchange:
                     trace_request_ctx=reused,
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not reused or not more:
+                if not reused or not remaining:
                     raise
         raise AssertionError("unreachable")
 

@@ -56,8 +56,8 @@ def ranked(entry: TokenLogprob, tops: int) -> list[tuple[TokenLogprob, int]]:
     A token outside the listed tokens gets the next rank: its true rank is unknown, and clients sort by rank.
     """
     ranks = {top.token_id: rank for rank, top in enumerate(entry.top, 1)}
-    others = [top for top in entry.top[:tops] if top.token_id != entry.token_id]
-    return [(each, ranks.get(each.token_id, len(entry.top) + 1)) for each in (entry, *others)]
+    other_tops = [top for top in entry.top[:tops] if top.token_id != entry.token_id]
+    return [(each, ranks.get(each.token_id, len(entry.top) + 1)) for each in (entry, *other_tops)]
 
 
 def finite(logprob: float) -> float:

@@ -374,15 +374,15 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
     head = _head(asked, (), chunk=True)
     ended: list[RolloutSample] = []
     characters = [0] * len(samples)  # of the tokens with log probabilities sent
-    unbegun = range(len(samples) if asked.chat else 0)
+    pending_choices = range(len(samples) if asked.chat else 0)
     news = running.streamed(call, samples)
     try:
         async for new in news:
-            for index in unbegun:  # not earlier: a refused request gets an error response
+            for index in pending_choices:  # not earlier: a refused request gets an error response
                 delta = {"role": "assistant", "content": ""}
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield event({**head, **_of_prompt(asked, samples[index]), "choices": [first]})
-            unbegun = range(0)
+            pending_choices = range(0)
             if new.ended is not None:
                 ended.append(new.ended)
             choice = _choice(asked, new.index, new.part, new.ended, chunk=True, at=characters[new.index])

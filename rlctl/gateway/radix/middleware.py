@@ -124,7 +124,7 @@ def _prompt(body: Any) -> str | list[int] | None:
     if isinstance(sampling, Mapping) and sampling.get("n") not in (None, 1):
         return None
     prompts = [body[name] for name in _PROMPTS if body.get(name) is not None]
-    if not prompts or any(other != prompts[0] for other in prompts):
+    if not prompts or any(each != prompts[0] for each in prompts):
         return None
     prompt = list(prompts[0].ids) if isinstance(prompts[0], TokenIds) else prompts[0]
     if isinstance(prompt, str):

@@ -109,18 +109,18 @@ class _Trajectory:
             end = min(whole_end, count)
             if end <= begin:
                 break
-            whole = end == whole_end and text_end >= 0
+            has_text = end == whole_end and text_end >= 0
             part = slice(begin, end)
             pieces.append(
                 Piece(
-                    self.text[text_begin:text_end] if whole else None,
+                    self.text[text_begin:text_end] if has_text else None,
                     list(self.tokens[part]),
                     list(self.logprobs[part]),
                     self.versions[part],
                     list(self.loss_mask[part]),
                 )
             )
-            begin, text_begin = end, text_end if whole else text_begin
+            begin, text_begin = end, text_end if has_text else text_begin
         return Record(
             tuple(pieces),
             self.text[:text_begin],

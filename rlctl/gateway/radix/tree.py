@@ -136,11 +136,11 @@ def _shared(key: str, at: int, edge: str) -> int:
     """Return how many characters of ``edge`` follow in ``key`` from ``at``. Bisects: comparing slices is cheap."""
     if key.startswith(edge, at):
         return len(edge)
-    least, most = 0, min(len(edge), len(key) - at)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if key.startswith(edge[least:middle], at + least):
-            least = middle
+    low, high = 0, min(len(edge), len(key) - at)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if key.startswith(edge[low:middle], at + low):
+            low = middle
         else:
-            most = middle - 1
-    return least
+            high = middle - 1
+    return low

@@ -78,15 +78,15 @@ def routed(dialect: Iterable[Route], *, pairs: bool) -> list[Route]:
     ``pairs``: the workers are prefill and decode workers.
     """
     engines = [route for route in dialect if route.path.startswith(ENGINE)]
-    also = [*_asked(_AT), *_moved(engines, ENGINE, _ENGINE)]
+    other_routes = [*_asked(_AT), *_moved(engines, ENGINE, _ENGINE)]
     if not pairs:
-        return [*_GENERATING, *also]
+        return [*_GENERATING, *other_routes]
     halves = Halves()
     posts = [route for route in _GENERATING if "POST" in route.methods]
     prompts = [replace(route, handler=halves.prompt) for route in _moved(posts, _AT, _PREFILL_AT)]
-    also += [*_asked(_PREFILL_AT), *_moved(engines, ENGINE, _PREFILL_ENGINE)]
+    other_routes += [*_asked(_PREFILL_AT), *_moved(engines, ENGINE, _PREFILL_ENGINE)]
     generating = [replace(route, handler=halves.whole(route.handler)) for route in posts]
-    return [*generating, *prompts, *(route for route in _GENERATING if route not in posts), *also]
+    return [*generating, *prompts, *(route for route in _GENERATING if route not in posts), *other_routes]
 
 
 def _moved(routes: Iterable[Route], start: str, to: str) -> list[Route]:

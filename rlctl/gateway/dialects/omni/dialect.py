@@ -158,8 +158,8 @@ async def ready(call: Call) -> Reply:
     """Return whether an engine is routable, with the counts of the engines."""
     pool = await _pool(call, await call.generation.fleet.status(call.generation.settings.model))
     del pool["workers"]  # callers need no token
-    some = pool["routable_workers"] > 0
-    return Reply({"status": "ready" if some else "not_ready", **pool}, 200 if some else 503)
+    is_ready = pool["routable_workers"] > 0
+    return Reply({"status": "ready" if is_ready else "not_ready", **pool}, 200 if is_ready else 503)
 
 
 async def resolve_journal(call: Call) -> Reply:

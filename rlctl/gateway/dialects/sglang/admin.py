@@ -47,8 +47,8 @@ async def abort_request(asked: Asked) -> Reply:
     if asked["abort_all"]:
         await asked.tell(verbs_pb2.AbortRequestsRequest(abort_all=True))
     elif rid:
-        ran = await asked.call.generation.stop([rid])
-        if not ran:
+        stopped = await asked.call.generation.stop([rid])
+        if not stopped:
             await asked.tell(verbs_pb2.AbortRequestsRequest(rids=[rid]))
     return Reply()
 
@@ -114,16 +114,16 @@ async def weights_checker(asked: Asked) -> Reply:
     slots = {result.slot for result in results}
     skipped = {result.slot: result.error.message for result in operation.stage_results if result.slot not in slots}
     ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
-    wrong = sorted({name for _, rank in ranks for name in _differing(rank.check)})
-    cannot = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
+    different_names = sorted({name for _, rank in ranks for name in _differing(rank.check)})
+    skipped_phrase = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
     body: dict[str, Any] = {
-        "success": not wrong and not skipped,
-        "message": f"{action} of {len(results)} engines{cannot}.",
+        "success": not different_names and not skipped,
+        "message": f"{action} of {len(results)} engines{skipped_phrase}.",
     }
     if skipped:
         body["skipped"] = skipped
-    if wrong:
-        body["message"] = f"{len(wrong)} tensors differ from the snapshot, first {wrong[0]}"
+    if different_names:
+        body["message"] = f"{len(different_names)} tensors differ from the snapshot, first {different_names[0]}"
     if action == "checksum":
         body["ranks"] = [_checksums(slot, rank, results) for slot, rank in ranks]
         body["model_digest"] = {result.slot: result.rank_results[0].check.model_digest for result in results}

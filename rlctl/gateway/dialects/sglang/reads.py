@@ -175,9 +175,12 @@ def _loads(operation: Operation) -> list[dict[str, Any]]:
     """Return one entry for each engine with loads: the scheduling rank's values, as the maximum over the ranks."""
     states = []
     for index, result in enumerate(telling(operation)):
-        of = [rank.loads for rank in result.rank_results]
-        running, waiting = max(load.running for load in of), max(load.waiting for load in of)
-        used_tokens, max_tokens = max(load.used_tokens for load in of), max(load.max_tokens for load in of)
+        rank_loads = [rank.loads for rank in result.rank_results]
+        running, waiting = max(load.running for load in rank_loads), max(load.waiting for load in rank_loads)
+        used_tokens, max_tokens = (
+            max(load.used_tokens for load in rank_loads),
+            max(load.max_tokens for load in rank_loads),
+        )
         states.append(
             {
                 "dp_rank": index,

@@ -190,11 +190,11 @@ async def _taken_in(call: Call, fields: Fields) -> list[Message]:
                 raise weight_fields.pickled(f"update_info.{name}", "Send them over a group, or use fleet.publisher().")
         dtypes = "dtype_names" if "dtype_names" in info.values else "dtypes"
         group = info.take("group_name", str, request.group_name)
-        agreed = vllm_groups.packed_bytes(group)
-        most = info.take("packed_buffer_size_bytes", int, agreed or vllm_groups.PACKED_BYTES)
-        if info.take("packed", bool, bool(agreed)):
+        agreed_bytes = vllm_groups.packed_bytes(group)
+        max_bytes = info.take("packed_buffer_size_bytes", int, agreed_bytes or vllm_groups.PACKED_BYTES)
+        if info.take("packed", bool, bool(agreed_bytes)):
             buckets = weight_fields.packed(
-                weight_fields.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_FLATTENED), most
+                weight_fields.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_FLATTENED), max_bytes
             )
         else:
             buckets = [weight_fields.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_TENSORS)]
