@@ -126,17 +126,17 @@ class Progress:
                 for span in sample.versions:
                     span.start += self._base
                     span.end += self._base
-            before = self._had.text_length
+            previous_length = self._had.text_length
             self._had.add(sample)
             self._look_for_stop()
-            if self._had.text_length < before + len(sample.text):
-                sample.text = self._had.text[before:]
+            if self._had.text_length < previous_length + len(sample.text):
+                sample.text = self._had.text[previous_length:]
 
     def _begin_part(self, response: GenerateResponse, sample: Sample) -> None:
         last = self._parts[-1] if self._parts else None
-        here = (response.slot, response.incarnation)
-        if sample.output_ids and (last is None or (last.slot, last.incarnation) != here):
-            self._parts.append(Part(*here, start=self.tokens))
+        process = (response.slot, response.incarnation)
+        if sample.output_ids and (last is None or (last.slot, last.incarnation) != process):
+            self._parts.append(Part(*process, start=self.tokens))
 
     def _look_for_stop(self) -> None:
         """End the sample at the first stop string that begins before the cut.

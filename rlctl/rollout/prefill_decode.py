@@ -132,7 +132,7 @@ def _failed(task: asyncio.Task[Any], reason: Reason | None = None) -> bool:
 def _cut(request: GenerateRequest, why: FinishReason, head: GenerateResponse) -> GenerateResponse:
     """Return all samples aborted before their first token. ``head`` is the first message of the prefill stage."""
     count = request.sampling_params.n or 1
-    cut = GenerateResponse(rid=request.rid, samples=[Sample(index=i, finish_reason=why) for i in range(count)])
+    response = GenerateResponse(rid=request.rid, samples=[Sample(index=i, finish_reason=why) for i in range(count)])
     if head.HasField("weight_version"):
-        cut.weight_version.CopyFrom(head.weight_version)
-    return cut
+        response.weight_version.CopyFrom(head.weight_version)
+    return response

@@ -196,17 +196,17 @@ class AsyncRollout:
         timeout_s = asking.get("timeout_s", GENERATE_S)
         prompts = batch_of(prompts)
         fresh = [prompt for prompt in prompts if not isinstance(prompt, RolloutSample)]
-        earlier = [sample for sample in prompts if isinstance(sample, RolloutSample)]
-        before = [sample for sample in earlier if sample.finished]
-        cut = [sample for sample in earlier if not sample.finished]
-        jobs = [self._again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
-        most = len(before) + len(jobs)
+        earlier_samples = [sample for sample in prompts if isinstance(sample, RolloutSample)]
+        finished_samples = [sample for sample in earlier_samples if sample.finished]
+        cut_samples = [sample for sample in earlier_samples if not sample.finished]
+        jobs = [self._again(sample, asking.get("min_version", 0)) for sample in cut_samples] + self._jobs(fresh, asking)
+        most = len(finished_samples) + len(jobs)
         if not 1 <= count <= most:
             raise Reason.FIELD_INVALID.error(f"count is {count}; it must be from 1 to {most}", field="count")
         tasks = {asyncio.create_task(self._run(job, _deadline(timeout_s), timeout_s)): job for job in jobs}
         running = set(tasks)
         try:
-            finished = len(before)
+            finished = len(finished_samples)
             while running and finished < count:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -220,7 +220,7 @@ class AsyncRollout:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        samples = before + [
+        samples = finished_samples + [
             job.progress.result(self.latest) if task.cancelled() else task.result() for task, job in tasks.items()
         ]
         ended = [sample for sample in samples if sample.finished]
@@ -393,10 +393,10 @@ class AsyncRollout:
                 await self._lines.view.known()
                 return self._places is not None and await self._places.acquire()
         except TimeoutError:
-            what = "the coordinator told nothing of the fleet"
+            cause = "the coordinator told nothing of the fleet"
             if self.latest:
-                what = f"there was no place among max_inflight_samples={self._most}"
-            raise Reason.DEADLINE_EXCEEDED.error(f"{what} within {timeout_s:g} s") from None
+                cause = f"there was no place among max_inflight_samples={self._most}"
+            raise Reason.DEADLINE_EXCEEDED.error(f"{cause} within {timeout_s:g} s") from None
 
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
         """Send requests until the sample has ended or may not be repeated. Return the final failure."""

@@ -112,10 +112,10 @@ class RolloutFailed(RlctlError):
     """Samples were not finished. ``samples`` has all samples of the call; unfinished samples can be resumed."""
 
     def __init__(self, cause: RlctlError, samples: Sequence[RolloutSample]) -> None:
-        cut = sum(not sample.finished for sample in samples)
+        cut_count = sum(not sample.finished for sample in samples)
         super().__init__(
             cause.reason,
-            f"{cut} of {len(samples)} samples were cut: {cause.message}",
+            f"{cut_count} of {len(samples)} samples were cut: {cause.message}",
             field=cause.field,
             next_step=cause.next_step,
             metadata=cause.metadata,

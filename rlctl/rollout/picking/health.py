@@ -74,11 +74,11 @@ class Health:
         self, slot: str, incarnation: int, revision: int | None, sent: float, now: float, bounds: tuple[float, float]
     ) -> None:
         first, most = bounds
-        before = self._held.get(slot)
-        if before is None or (before.incarnation, before.revision) != (incarnation, revision):
+        previous = self._held.get(slot)
+        if previous is None or (previous.incarnation, previous.revision) != (incarnation, revision):
             pause_s = first
-        elif sent < before.since:
+        elif sent < previous.since:
             return  # sent before the wait began: many requests may meet the same event
         else:
-            pause_s = min(2 * before.pause_s, most)
+            pause_s = min(2 * previous.pause_s, most)
         self._held[slot] = _Held(incarnation, revision, now, pause_s, now + pause_s * (1 + self._jitter() / 4))

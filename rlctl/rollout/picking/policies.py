@@ -57,8 +57,8 @@ class LeastConnections:
         self, candidates: Sequence[str], members: Collection[str], session: str, load: Mapping[str, int], now: float
     ) -> str:
         """Return a candidate with the least load."""
-        least = min(load.get(slot, 0) for slot in candidates)
-        equals = [slot for slot in candidates if load.get(slot, 0) == least]
+        lowest_load = min(load.get(slot, 0) for slot in candidates)
+        equals = [slot for slot in candidates if load.get(slot, 0) == lowest_load]
         return self._turns.pick(equals, members, session, load, now)
 
     def finish(self, session: str) -> None:

@@ -72,9 +72,9 @@ class Sessions:
             self.count[home.slot] -= 1
 
     def _place(self, session: str) -> str:
-        living = sum(self.count[slot] for slot in self._ring.slots) + 1
-        most = math.ceil(BOUND * living / len(self._ring.slots))
-        return next(slot for slot in self._ring.walk(session) if self.count[slot] < most)
+        session_count = sum(self.count[slot] for slot in self._ring.slots) + 1
+        max_sessions = math.ceil(BOUND * session_count / len(self._ring.slots))
+        return next(slot for slot in self._ring.walk(session) if self.count[slot] < max_sessions)
 
     def _expire(self, now: float) -> None:
         while self._homes:
