@@ -301,6 +301,10 @@ class Observer:
         if before is None or record.latest != before.latest:
             self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
             replaced = self.sequence(record.name)
+            if not replaced:  # an update may have begun before the first version
+                begun = [entry for entry in self._rolling if entry[0] == record.name and entry[2] == 0]
+                for name, update_id, _ in begun:
+                    self._rolling[name, update_id, record.latest.sequence] = self._rolling.pop((name, update_id, 0))
             self._rolled(lambda entry: not again and entry[0] == record.name and entry[2] != replaced)
         self.latest[record.name] = record
         if record.checkpoint:

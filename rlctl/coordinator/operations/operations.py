@@ -391,6 +391,7 @@ class Operations:
         fresh_id = self.new_id()
         forgotten = max((past_id for past_id in ids if past_id <= fresh_id), default="")
         drops: list[Put | Delete] = [Delete("operation", key) for key in expired]
+        drops += [change for key in expired for change in self._runs[key].changes_at_end]
         if forgotten > self._forgotten:
             drops.append(Put("forgotten", "", forgotten.encode()))
         await self._journal.write([*changes, *drops])

@@ -62,6 +62,7 @@ class CommitAdapter(Commit):
         update.timeline.fail(errors, levels)
         errors |= failed
         if len(slots) - len(errors) >= update.quorum:
+            await update.check_journal()
             sealed = await update.seal_adapter([slot for slot in slots if slot.name not in errors])
             errors |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}
         for slot in slots:

@@ -87,6 +87,7 @@ class Commit:
         if update.staged:
             waiting, digest = await self._seal(levels, expected)
             self._refuse_short(len(waiting))
+            await update.check_journal()
         size = update.record.request.rollout.max_unavailable or len(waiting)
         try:
             while waiting:
@@ -258,9 +259,10 @@ class Commit:
     async def _written(self, expected: Expected) -> Levels:
         """Return the verification levels, once all targets are written."""
         self._fingerprints = expected.fingerprints
-        # A delta may be equal to its base.
-        if not self._update.written and self._update.record.request.kind != UPDATE_KIND_DELTA:
-            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
+        if not self._update.written:
+            if self._update.record.request.kind != UPDATE_KIND_DELTA:
+                raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
+            await self._update.check_journal()  # the delta is equal to its base
         await self._update.ready()
         return self._update.levels(expected)
 

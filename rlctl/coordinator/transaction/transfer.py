@@ -77,8 +77,7 @@ class Transfer:
         async with contextlib.AsyncExitStack() as writing:
             for turn in update.turns_of(request):
                 await writing.enter_async_context(turn)
-            if update.owner.decided.is_set():
-                raise update.owner.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
+            _refuse_decided(update)
             if plan.attempt != attempt or not set(run.operation.targets) <= set(names(update.targets)):
                 raise Reason.GROUP_FAILED.error(
                     f"the write was meant for targets and groups before attempt {plan.attempt}"
@@ -164,8 +163,9 @@ class Transfer:
         plan.attempt += 1
         self._groups.broke(begin.model)
         async with self._roster.publishing:
-            abandoned = self._planner.add_groups(plan, begin, update.targets)
             try:
+                _refuse_decided(update)  # the update may have ended meanwhile
+                abandoned = self._planner.add_groups(plan, begin, update.targets)
                 await self._journal.write([model_put(update.model.record), update.put()])
             except BaseException:
                 undo()  # a repeat plans it again
@@ -198,14 +198,18 @@ class Transfer:
         return lost()
 
     def _refuse_retry(self, update: Update, request: RetryWeightUpdateRequest) -> None:
-        if update.owner.decided.is_set():
-            raise update.owner.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
+        _refuse_decided(update)
         if request.failed_attempt > update.record.plan.attempt:
             raise Reason.FIELD_INVALID.error(
                 f"the update is at attempt {update.record.plan.attempt}", field="failed_attempt"
             )
         if update.record.plan.attempt > update.record.request.retries:
             raise Reason.RETRIES_EXHAUSTED.error(f"it was begun with retries = {update.record.request.retries}")
+
+
+def _refuse_decided(update: Update) -> None:
+    if update.owner.decided.is_set():
+        raise update.owner.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
 
 
 def _in_no_group(results: Sequence[StageResult]) -> bool:

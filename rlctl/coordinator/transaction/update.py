@@ -39,6 +39,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import (
+    UPDATE_PHASE_OPEN,
     UPDATE_PHASE_PUBLISHED,
     PauseRecord,
     UpdateRecord,
@@ -607,6 +608,15 @@ class Update:
     def put(self) -> Put:
         """Return the journal entry of the update. The end of the operation deletes the entry."""
         return Put("update", self.update_id, self.record.SerializeToString())
+
+    async def check_journal(self) -> None:
+        """Write the record again, before a step that makes targets unusable without a publish. Raises JOURNAL_FAILED.
+
+        An update that fills shadow copies or reads from disk may have written to the journal long before. A heal has no
+        record.
+        """
+        if self.record.phase == UPDATE_PHASE_OPEN:
+            await self._context.journal.write([self.put()])
 
     async def record_published(self, *changes: Put) -> None:
         """Journal the update as published, in one transaction with ``changes``. Raises JOURNAL_FAILED."""

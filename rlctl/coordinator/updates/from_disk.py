@@ -112,6 +112,8 @@ class FromDisk:
         if isinstance(request, UpdateWeightsFromDiskRequest):
             digest = await self._inspect(update, request)
         if not update.owner.decided.is_set():
+            if not update.aside:
+                await update.check_journal()
             await update.ready()
         if update.owner.decided.is_set():
             return

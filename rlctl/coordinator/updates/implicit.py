@@ -25,7 +25,7 @@ from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.outcomes import acknowledged, blame, to_blame
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.roster import Slot, names
 from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
@@ -95,7 +95,7 @@ class Implicit:
         self.joining = updates.joining
         self._gathering = Gathering(self.joining)
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By model, so that only a single update of a model is update at a time."""
+        """By model: only one update of a model is begun at a time."""
         self._came: dict[str, WrittenTensors] = {}
         """Tensors written so far, by update."""
         self._unended: dict[str, Run] = {}
@@ -438,7 +438,7 @@ class Implicit:
                 error.message = f"update {run.operation.operation_id} was not published: {error.message}"
                 raise error
 
-    def flushed_in(self, request: Message, targets: Iterable[Slot]) -> str:
+    def flushed_in(self, request: Message, targets: Sequence[Slot]) -> str:
         """Return the open update that a flush is a step of, or "". The client does not name updates.
 
         verl flushes after the last write.
@@ -449,7 +449,7 @@ class Implicit:
         update = self._updates.implicit_of(models.pop()) if len(models) == 1 else None
         if update is None or update.owner.decided.is_set():
             return ""
-        return update.update_id if set(targets) <= set(update.targets) else ""
+        return update.update_id if set(names(targets)) <= set(names(update.targets)) else ""
 
     def _engines(self, model: str) -> list[str]:
         return [slot.name for slot in self._roster.slots.values() if slot.model == model]

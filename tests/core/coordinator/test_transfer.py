@@ -9,9 +9,12 @@ import pytest
 
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction import transfer
 from rlctl.coordinator.transaction.owner import Owner
+from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
+from rlctl.ports import SystemClock
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
@@ -21,9 +24,9 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_UPDATING,
 )
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
-from rlctl.v1.journal_pb2 import SlotRecord
+from rlctl.v1.journal_pb2 import SlotRecord, UpdateRecord
 from rlctl.v1.results_pb2 import RankResult, StageResult
-from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse, RolloutStrategy, UpdateTarget
 
 EXPECTED = Expected("d")
 FENCED = Reason.TRAINER_FENCED.error("another trainer has come")
@@ -53,6 +56,21 @@ def test_the_decision_about_the_next_batch_is_open() -> None:
     trainer.next_batch()
     assert not trainer.decided.is_set()
     assert (trainer.expected, trainer.verdict) == (NOTHING, None)
+
+
+async def test_the_next_batch_begins_without_the_writes_of_the_batch_before() -> None:
+    begin = BeginWeightUpdateRequest(rollout=RolloutStrategy(max_unavailable=1))
+    context = cast(Context, SimpleNamespace(roster=None, fanout=None, clock=SystemClock(), journal=None))
+    update = Update(context, UpdateRecord(request=begin), cast(ModelState, SimpleNamespace()), [slot(), slot()], 100.0)
+    update.owner = owner()
+    update.owner.decide(expected=EXPECTED)
+    update.received, update.broken = [StageResult()], True
+    before = update.batch_done
+    update.next_batch()
+    update.open_batch()
+    assert before.is_set()
+    assert not update.batch_done.is_set()
+    assert (update.received, update.broken, update.owner.decided.is_set()) == ([], False, False)
 
 
 def test_a_failed_write_shortens_the_lease_and_a_renewal_restores_it() -> None:

@@ -27,6 +27,7 @@ from rlctl.v1.common_pb2 import STAGE_STATE_STALE, RequestHeader, Target
 from rlctl.v1.journal_pb2 import (
     UPDATE_PHASE_OPEN,
     UPDATE_PHASE_PUBLISHED,
+    UPDATE_PHASE_WRITING,
     ModelRecord,
     OperationRecord,
     SlotRecord,
@@ -175,6 +176,7 @@ async def test_a_first_version_that_comes_while_an_update_is_open_does_not_get_i
     ("phase", "said"),
     [
         (UPDATE_PHASE_OPEN, "the coordinator was restarted while the operation ran"),
+        (UPDATE_PHASE_WRITING, "the coordinator was restarted while the operation ran"),  # an earlier release's
         (UPDATE_PHASE_PUBLISHED, "its version had been published"),
     ],
 )
@@ -187,7 +189,7 @@ async def test_of_updates_that_a_killed_coordinator_had_open_only_their_operatio
         [
             Put("operation", "u", OperationRecord(operation=operation).SerializeToString()),
             Put("update", "u", UpdateRecord(phase=phase).SerializeToString()),
-            Put("update", "u/heal/a", UpdateRecord(phase=UPDATE_PHASE_OPEN).SerializeToString()),
+            Put("update", "u/heal/a", UpdateRecord(phase=UPDATE_PHASE_WRITING).SerializeToString()),
         ]
     )
     journal.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -149,17 +150,65 @@ async def test_requests_of_a_stage_that_was_left_out_end_with_the_version_that_t
 # Disks.
 
 
-@pytest.mark.parametrize("kind", ["model", ""])
-async def test_an_update_that_cannot_be_recorded_is_aborted_everywhere(fleet: InProcessFleet, kind: str) -> None:
+async def test_an_update_that_cannot_be_recorded_is_aborted_everywhere(fleet: InProcessFleet) -> None:
     plan = await begin(fleet)
     await join(fleet, plan)
     await write(fleet, plan, "w1")
-    async with full_disk(fleet, kind):
+    async with full_disk(fleet):
         operation = await commit(fleet, plan, digest("w1"))
         assert operation.state == OPERATION_STATE_FAILED
         assert operation.error.reason == "JOURNAL_FAILED"
     assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
     assert version_of(fleet) == ("initial", 1)
+    await assert_updatable(fleet)
+
+
+async def test_a_full_disk_costs_a_staged_update_and_nothing_that_serves(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, apply=v.APPLY_MODE_STAGED, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    async with full_disk(fleet):
+        operation = await commit(fleet, plan, digest("w1"))
+    assert operation.error.reason == "JOURNAL_FAILED"
+    await assert_untouched(fleet, operation)
+
+
+@pytest.mark.parametrize("apply", [v.APPLY_MODE_IN_PLACE, v.APPLY_MODE_STAGED])
+async def test_a_disk_that_fills_while_a_checkpoint_is_inspected_costs_nothing_that_serves(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], apply: v.ApplyMode.ValueType
+) -> None:
+    async with contextlib.AsyncExitStack() as filled:
+
+        async def fill(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "inspect_checkpoint":
+                await filled.enter_async_context(full_disk(fleet))
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fill
+        request = v.UpdateWeightsFromDiskRequest(
+            model_path=checkpoint("two"), apply=apply, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
+        )
+        operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    fake_engine.FAULTS.clear()
+    assert operation.error.reason == "JOURNAL_FAILED"
+    await assert_untouched(fleet, operation)
+
+
+async def test_a_full_disk_costs_a_delta_without_changes_nothing_that_serves(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    base = await commit(fleet, plan, digest("w1"))
+    plan = await begin(fleet, "w1-again", kind=v.UPDATE_KIND_DELTA, base=base.weight_version)
+    async with full_disk(fleet):
+        operation = await commit(fleet, plan, digest("w1"))
+    assert operation.error.reason == "JOURNAL_FAILED"
+    await assert_untouched(fleet, operation, "step-1")
+
+
+async def assert_untouched(fleet: InProcessFleet, operation: Operation, label: str = "initial") -> None:
+    assert operation.state == OPERATION_STATE_FAILED
+    assert version_of(fleet)[0] == label
+    assert all(fleet.stage(slot).routable for slot in "ab")
     await assert_updatable(fleet)
 
 

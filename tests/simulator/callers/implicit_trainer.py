@@ -171,7 +171,7 @@ class _Writing:
         self._kind = verbs_pb2.UPDATE_KIND_UNSPECIFIED
         if chance.random() < 0.1:
             self._kind = chance.choice((verbs_pb2.UPDATE_KIND_FULL, verbs_pb2.UPDATE_KIND_PARTIAL))
-        self.said_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL
+        self.said_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL and len(self._tensors) < len(NAMES)
         self._label = tag if chance.random() < 0.2 else ""
         self._together = chance.random() < 0.7
 
