@@ -334,7 +334,9 @@ class Coordinator:
         if verb.in_update and not header.validate_only:
             if not header.fence.update_id:
                 raise Reason.FIELD_REQUIRED.error(
-                    f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
+                    f"{verb.name} belongs to an update",
+                    field="header.fence.update_id",
+                    next_step="Begin an update first.",
                 )
             targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif header.fence.update_id:
@@ -541,7 +543,8 @@ class Coordinator:
         raise Reason.INCARNATION_FENCED.error(
             f"{slot.name} is filled by a living stage, at {existing.address}",
             field="registration.slot",
-            next_step="Stop that one, or give this one a slot of its own. It is let in once the other has gone.",
+            next_step="Stop the other stage, or give this stage a slot of its own. It can register once the other "
+            "stage has ended.",
         )
 
     async def adopt(self, address: str) -> Slot:
@@ -565,7 +568,7 @@ class Coordinator:
             async with asyncio.timeout(ASK_S):
                 return await commander.attach(Attach(contract_version=CONTRACT_VERSION))
         except TimeoutError:
-            raise Reason.UNREACHABLE.error(f"{address} did not say who it is in {ASK_S:g} s") from None
+            raise Reason.UNREACHABLE.error(f"{address} did not answer an attach within {ASK_S:g} s") from None
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
@@ -574,7 +577,7 @@ class Coordinator:
         """Retire a slot."""
         slot = self.roster.slot(request.slot)
         if request.boot_id and request.boot_id != slot.record.registration.boot_id:
-            raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
+            raise Reason.INCARNATION_FENCED.error(f"{slot.name} is filled by another process now", field="boot_id")
         async with contextlib.AsyncExitStack() as planned:
             if not request.force:
                 # Otherwise an update in planning could have the stage as a target.

@@ -539,7 +539,7 @@ class Roster:
         causes = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
         if absent and all(slot.taken for slot in absent):
             return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {causes}", field="header.target")
-        return Reason.NO_TARGETS.error("no stage is there to address" + f": {causes}" * bool(causes))
+        return Reason.NO_TARGETS.error("no target is available" + f": {causes}" * bool(causes))
 
     def _refuse_unknown_stages(self, target: Target) -> None:
         stages = {slot.stage for slot in self.slots.values()}

@@ -88,7 +88,9 @@ class Followers:
         follower = self._by_id.get(watch_id)
         if follower is None:
             raise Reason.FIELD_INVALID.error(
-                f"nobody watches the fleet as {watch_id!r}", field="watch_id", next_step="WatchFleet with it first."
+                f"no WatchFleet with watch_id {watch_id!r} is open",
+                field="watch_id",
+                next_step="Call WatchFleet first.",
             )
         _refuse_other(follower)
         if revision > follower.told:
@@ -118,7 +120,11 @@ class Followers:
         except TimeoutError:
             for follower in missing():
                 follower.late = True
-                log.warning("%s has not confirmed in %g s what it was told: it is late", follower.watch_id, CONFIRM_S)
+                log.warning(
+                    "routing follower %s has not confirmed a change within %g s; changes no longer wait for it",
+                    follower.watch_id,
+                    CONFIRM_S,
+                )
 
 
 def _refuse_other(follower: Follower | None) -> None:

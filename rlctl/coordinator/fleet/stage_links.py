@@ -285,7 +285,7 @@ class Peers:
         outcome NOT_SENT without a link.
         """
         if slot.commander is None or slot.commander.lost:
-            raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
+            raise Reason.UNREACHABLE.error(f"there is no link to {slot.name}", outcome=OUTCOME_NOT_SENT)
         return slot.commander.issue(command_id, operation_id, request, deadline, again=again)
 
     def cancel(self, slot: Slot, command_id: str) -> None:
@@ -311,7 +311,7 @@ class Peers:
     @staticmethod
     def succeeded_error() -> RlctlError:
         return Reason.JOURNAL_FAILED.error(
-            "the journal's file was moved or replaced: this coordinator commands nothing any more",
+            "the journal's file was moved or replaced: this coordinator sends no more commands",
             outcome=OUTCOME_NOT_SENT,
             next_step="Start a coordinator on the file that holds the fleet's records.",
         )
@@ -364,7 +364,9 @@ class Peers:
                     )
                 )
             if attached.registration.boot_id != registration.boot_id:
-                raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+                raise Reason.INCARNATION_FENCED.error(
+                    f"{slot.name} is filled by a different process than the registered one"
+                )
             if slot.record.unseen:
                 await self._meet(slot, attached.report)
             self._refuse_succeeded()
@@ -397,7 +399,7 @@ class Peers:
         is forgotten, and the weights are unproven since.
         """
         if report.weight_version.sequence or report.update_id:
-            cause = "it had been replaced by another process, and what it holds now is not known"
+            cause = "the process had been replaced by another process; its weights and open update are unproven"
             await self._roster.quarantine({slot: Reason.WEIGHTS_STALE.error(cause).detail()})
         await self._roster.change([slot], lambda record: setattr(record, "unseen", False))
 

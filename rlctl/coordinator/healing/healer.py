@@ -71,7 +71,7 @@ LATER_S = 0.01
 MAKE_WAY_S = 5.0
 """Longest wait for the end of a heal that a different operation has cancelled."""
 
-UNVERIFIED = "it is being brought to the published version, and not verified yet"
+UNVERIFIED = "a heal of the stage is not verified yet"
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class Healer:
         all_slots = self._roster.slots.values()
         slots = slots or [slot for slot in all_slots if needs_heal(slot) or self._sources.lacks_adapters(slot)]
         if not slots:
-            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
+            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, or lacks an adapter")
         slots = self._healable(slots, request.checkpoint, named=bool(request.slots))
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
@@ -163,7 +163,7 @@ class Healer:
         heal = _Heal({slot.name for slot in slots}, asked)
 
         async def work(run: Run) -> None:
-            run.cancel = lambda: heal.stop(Reason.CANCELLED.error("it was cancelled"))
+            run.cancel = lambda: heal.stop(Reason.CANCELLED.error("the heal was cancelled"))
             if run.given_up:
                 run.cancel()
             try:
@@ -413,7 +413,7 @@ class Healer:
         else:
             holder = self._sources.holder(slot, adapter)
             if holder is None:
-                raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
+                raise Reason.UNHEALABLE.error(f"no stage can send adapter {adapter.name!r}")
             self._file(run, await self._from_peer(update, holder).receive())
         await CommitAdapter(update, self._context).restore(Expected(digest=adapter.digest))
 

@@ -83,7 +83,7 @@ class Orphans:
             healing = HEAL_MARK in report.update_id  # heals lead to a version that is published already
             if report.update_committed and report.weight_version in model.admitted and not healing:
                 return None  # the next grant admits it
-            abort = AbortUpdateRequest(reason="nobody owns it any more")
+            abort = AbortUpdateRequest(reason="the update has no owner any more")
             abort.header.fence.update_id = report.update_id
             return abort
         paused_by = report.paused_by_update

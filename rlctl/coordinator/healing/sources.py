@@ -32,7 +32,7 @@ def needs_heal(slot: Slot) -> bool:
 
 def unverifiable() -> RlctlError:
     """Return the refusal of a heal whose result could not be verified."""
-    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
+    return Reason.UNHEALABLE.error("the version's digest is unknown, so a heal could not be verified", field="slots")
 
 
 class Sources:
@@ -81,7 +81,7 @@ class Sources:
         obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])
         if all(obstacles.values()):
             cause = obstacles[VERIFICATION_LEVEL_NONE]
-            raise Reason.UNHEALABLE.error(f"what {slot.name} reads could not be verified: {cause}", field="slots")
+            raise Reason.UNHEALABLE.error(f"a heal of {slot.name} could not be verified: {cause}", field="slots")
         return source
 
     def lacks_adapters(self, slot: Slot) -> bool:

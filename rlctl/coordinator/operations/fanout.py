@@ -165,7 +165,9 @@ class Fanout:
             except RlctlError as error:
                 if not lenient:
                     raise
-                log.warning("%s %s: who is quarantined could not be recorded: %s", verb.name, operation_id, error)
+                log.warning(
+                    "%s %s: the quarantine of its targets could not be recorded: %s", verb.name, operation_id, error
+                )
             for slot in slots:
                 if slot.record.HasField("quarantine"):
                     self._peers.grant(slot)
@@ -207,7 +209,7 @@ class Fanout:
         return self._failed(
             slot,
             Reason.DEADLINE_EXCEEDED.error(
-                "no answer by the deadline; what became of it is not known", outcome=OUTCOME_UNKNOWN
+                "no answer by the deadline; the outcome is unknown", outcome=OUTCOME_UNKNOWN
             ),
         )
 
@@ -229,14 +231,16 @@ class Fanout:
         """
         problem = ""
         if (result.slot, result.incarnation) != (slot.name, slot.record.incarnation):
-            problem = f"it came from incarnation {result.incarnation} of {result.slot!r}"
+            problem = f"the answer is from incarnation {result.incarnation} of {result.slot!r}"
         elif changes and result.header.fleet_epoch not in (0, self._roster.epoch):
-            problem = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
+            problem = f"its epoch is {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
         elif result.outcome not in _WITHOUT_RANKS or result.rank_results:
             entries = one_per_rank(slot.workers, result.rank_results)
             outcome = of_ranks(verb, entries, mutates=mutates)
             if outcome != result.outcome:
-                problem = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
+                problem = (
+                    f"its outcome is {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
+                )
         if not problem:
             return result
         error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {problem}", outcome=OUTCOME_UNKNOWN)

@@ -230,7 +230,7 @@ class Commit:
     def _log_unfinished(self, error: Exception) -> None:
         defect = None if isinstance(error, RlctlError) else error
         log.warning(
-            "%s is published, but what follows failed: %s",
+            "%s is published, but a later step of its commit failed: %s",
             self._run.operation.weight_version.label,
             error,
             exc_info=defect,
@@ -261,7 +261,7 @@ class Commit:
         self._fingerprints = expected.fingerprints
         if not self._update.written:
             if self._update.record.request.kind != UPDATE_KIND_DELTA:
-                raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
+                raise Reason.WEIGHTS_INCOMPLETE.error("no tensor was written in this update")
             await self._update.check_journal()  # the delta is equal to its base
         await self._update.ready()
         return self._update.levels(expected)
@@ -338,7 +338,9 @@ class Commit:
     def _present(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the slots whose process is the one that confirmed. A restarted stage has different weights."""
         replaced = [slot for slot in slots if self._roster.slots.get(slot.name) is not slot]
-        error = Reason.INCARNATION_FENCED.error("it was restarted after it had confirmed", outcome=OUTCOME_UNKNOWN)
+        error = Reason.INCARNATION_FENCED.error(
+            "the stage was restarted after its confirmation", outcome=OUTCOME_UNKNOWN
+        )
         self._spoil({slot.name: error for slot in replaced})
         return [slot for slot in slots if slot not in replaced]
 

@@ -206,7 +206,7 @@ class Planner:
         """
         if target.slots or target.stages:
             raise Reason.FIELD_INVALID.error(
-                "adapters are loaded and unloaded at every stage of a model; name no others", field="header.target"
+                "adapters are loaded and unloaded at every stage of a model; name the model only", field="header.target"
             )
         if not target.model and len(self._roster.models) != 1:
             model_names = ", ".join(sorted(self._roster.models)) or "none"
@@ -220,7 +220,7 @@ class Planner:
         updatable = [name for name, model in self._roster.models.items() if model.record.updatable]
         if len(updatable) != 1:
             raise Reason.FIELD_REQUIRED.error(
-                f"name the model to update; there are: {', '.join(sorted(updatable)) or 'none'}",
+                f"the model is required; models that can be updated: {', '.join(sorted(updatable)) or 'none'}",
                 field="header.target.model",
             )
         return updatable[0]
@@ -246,9 +246,9 @@ class Planner:
         adapter = request.kind == UPDATE_KIND_ADAPTER  # always staged
         if adapter and request.rollout.max_unavailable:
             raise Reason.FIELD_CONFLICT.error(
-                "an adapter comes beside the one that it replaces, and takes its place everywhere at once",
+                "an adapter is replaced at all stages at once, so its update cannot roll",
                 field="rollout.max_unavailable",
-                next_step="Leave it out.",
+                next_step="Omit rollout.max_unavailable.",
             )
         if adapter and options.after == AFTER_UPDATE_STAY_PAUSED:
             raise Reason.FIELD_CONFLICT.error(
@@ -258,13 +258,13 @@ class Planner:
             )
         if staged and not adapter and not options.pause and not options.abort_all_requests:
             raise Reason.FIELD_REQUIRED.error(
-                "requests run until a staged update is swapped; say what becomes of them then",
+                "a staged update needs a pause mode for the requests that run at its swap",
                 field="options.pause",
-                next_step="Name a pause mode, retract say.",
+                next_step="Set a pause mode, for example retract.",
             )
         if request.rollout.max_unavailable and options.after == AFTER_UPDATE_STAY_PAUSED:
             raise Reason.FIELD_CONFLICT.error(
-                "stages that stay paused are unavailable: an update that rolls resumes them", field="options.after"
+                "a rolling update resumes its stages, so they cannot stay paused", field="options.after"
             )
 
     def _obstacle(self, request: BeginWeightUpdateRequest, slot: Slot) -> RlctlError | None:
@@ -284,7 +284,7 @@ class Planner:
             return Reason.UNSUPPORTED.error(f"{slot.name} has no draft model", field="options.selector")
         if _waits_for_its_own_ranks(request, slot, _transport(request, slot)):
             return Reason.UNSUPPORTED.error(
-                f"{slot.name}: beside generation its ranks' own NCCL collectives and the update's could wait for each "
+                f"{slot.name}: during generation, NCCL collectives of its ranks and of the update could block each "
                 "other; offer gloo or shared memory",
                 field="transports",
             )

@@ -61,9 +61,9 @@ async def relabel(
             mixed = [slot.name for slot in targets if slot.state == STAGE_STATE_DIRTY]
             # The label was meant for a failed update, not for the version before it.
             if mixed:
-                raise Reason.WEIGHTS_DIRTY.error(f"{mixed[0]} holds a mixture", field="version")
+                raise Reason.WEIGHTS_DIRTY.error(f"the weights of {mixed[0]} are a mixture", field="version")
             if not holders:
-                raise Reason.WEIGHTS_STALE.error(f"nobody holds version {previous.label!r}", field="version")
+                raise Reason.WEIGHTS_STALE.error(f"no target is at version {previous.label!r}", field="version")
             record = ModelRecord()
             record.CopyFrom(state.record)
             record.latest.label = request.version

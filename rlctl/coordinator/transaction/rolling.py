@@ -84,8 +84,8 @@ class Rolling:
             if request.batch == plan.batch.number:
                 if plan.batch.last:
                     raise Reason.ILLEGAL_STATE.error(
-                        f"batch {plan.batch.number} is the last one: it ends with the update",
-                        next_step="CommitWeightUpdate it.",
+                        f"batch {plan.batch.number} is the last batch, which ends with the update",
+                        next_step="Call CommitWeightUpdate.",
                     )
                 self.decide(update, request)
         if request.batch == plan.batch.number:
@@ -97,8 +97,8 @@ class Rolling:
         batch = update.record.plan.batch
         if update.rolls_in_place and not batch.last:
             raise Reason.ILLEGAL_STATE.error(
-                f"batch {batch.number} is not the last one: {len(update.waiting)} targets wait for theirs",
-                next_step="CommitBatch it.",
+                f"batch {batch.number} is not the last batch: {len(update.waiting)} targets wait for theirs",
+                next_step="Call CommitBatch.",
             )
 
     def _known(self, update: Update) -> Expected:

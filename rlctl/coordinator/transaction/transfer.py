@@ -150,8 +150,8 @@ class Transfer:
             raise update.short_of_quorum(num_remaining, f"gone: {', '.join(names(lost))}")
         if len(lost) == len(update.targets) and not update.waiting:
             raise Reason.NO_TARGETS.error(
-                f"nobody is left in the last batch; gone: {', '.join(names(lost))}",
-                next_step="What is gone is healed when it is back; stages of the batches before serve the version.",
+                f"no target is left in the last batch; lost: {', '.join(names(lost))}",
+                next_step="Lost targets are healed when they return; stages of earlier batches serve the version.",
             )
         undo, broken = update.start_over(lost), update.broken
         update.broken = False
@@ -204,7 +204,7 @@ class Transfer:
                 f"the update is at attempt {update.record.plan.attempt}", field="failed_attempt"
             )
         if update.record.plan.attempt > update.record.request.retries:
-            raise Reason.RETRIES_EXHAUSTED.error(f"it was begun with retries = {update.record.request.retries}")
+            raise Reason.RETRIES_EXHAUSTED.error(f"the update was begun with retries = {update.record.request.retries}")
 
 
 def _refuse_decided(update: Update) -> None:

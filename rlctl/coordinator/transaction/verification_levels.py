@@ -85,14 +85,14 @@ def reached(
             cause = slot.capabilities.unsupported.get(f"verify={_name(level)}")
             obstacles[level] = cause or "its engine has no code for it"
     if len(together) == 1:
-        no_replica = "no other stage is brought to the version together with it: it has no replica to agree with"
+        no_replica = "no other stage is updated together with it, so there is no replica to compare it with"
         obstacles[VERIFICATION_LEVEL_REPLICA] = no_replica
     if transport == TRANSPORT_DISK:
-        obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
+        obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk and receives no tensors"
     # vLLM's own transfer has an answer of every rank.
     one_answer = slot.capabilities.answers_for_ranks and transport != TRANSPORT_VLLM_NCCL
     if one_answer and not options.HasField("probe"):
-        obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
+        obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves no single rank"
     return obstacles
 
 
@@ -106,7 +106,7 @@ def refuse_other_key(expected: Expected, key: bytes) -> None:
     for field, digest in (("expected_digest", expected.digest), ("sent_digest", expected.sent)):
         if digest and key_of(digest) != key:
             raise Reason.FIELD_INVALID.error(
-                f"{field} was made {_with(key_of(digest))}, those of this update are made {_with(key)}", field=field
+                f"{field} was made {_with(key_of(digest))}, digests of this update are made {_with(key)}", field=field
             )
 
 
@@ -232,7 +232,7 @@ def levels(
         if adapter:
             obstacles[VERIFICATION_LEVEL_NONE] = ""
         if slot.name not in digesting:
-            obstacles[VERIFICATION_LEVEL_RECEIVED] = "it was not told to digest what it takes in"
+            obstacles[VERIFICATION_LEVEL_RECEIVED] = "it did not digest the tensors that it received"
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
         if requested == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
             raise _unreachable(slot, requested, obstacles)
@@ -273,7 +273,7 @@ def judge_digests(
             errors[result.slot] = error
     compared = [slot for slot in digests if levels[slot] == VERIFICATION_LEVEL_REPLICA]
     if len(compared) == 1 and not expected.held:
-        message = f"no other replica is left that {compared[0]} could be compared with"
+        message = f"no other replica is left to compare {compared[0]} with"
         errors[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(
             message, field="options.verify", outcome=OUTCOME_DIRTY
         )
@@ -291,7 +291,7 @@ def judge_digests(
             )
         elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1 and digest != expected.held:
             errors[slot] = _mismatch(
-                f"the replicas hold {len(replicas)} different sets of weights; this one's digest is {digest[:16]}",
+                f"the replicas hold {len(replicas)} different sets of weights; this stage's digest is {digest[:16]}",
                 digest=digest,
             )
     return errors
@@ -308,7 +308,7 @@ def judge_evidence(
         return {}
     return {
         result.slot: Reason.VERIFICATION_UNREACHABLE.error(
-            "its engine gave one answer for all ranks, which proves nothing of each, and nothing was verified",
+            "its engine gave one answer for all ranks, which proves no single rank, and nothing was verified",
             field="options.verify",
             outcome=OUTCOME_DIRTY,
         )
@@ -351,12 +351,12 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
         return Reason.PROBE_MISMATCH.error(f"the probe could not be computed: {result.error.message}", outcome=outcome)
     answers = [rank.check.probed for rank in result.rank_results if rank.check.probed]
     if not answers or any(len(answer) != len(probe.prompts) for answer in answers):
-        return Reason.PROBE_MISMATCH.error("it did not answer every prompt of the probe", outcome=OUTCOME_DIRTY)
+        return Reason.PROBE_MISMATCH.error("the stage did not answer every prompt of the probe", outcome=OUTCOME_DIRTY)
     for answer in answers:
         for index, (prompt, reply) in enumerate(zip(probe.prompts, answer, strict=True)):
             if len(reply.logprobs) != len(prompt.logprobs):
                 return Reason.PROBE_MISMATCH.error(
-                    f"it computed {len(reply.logprobs)} log probabilities of prompt {index}, not "
+                    f"the stage computed {len(reply.logprobs)} log probabilities of prompt {index}, not "
                     f"{len(prompt.logprobs)}",
                     outcome=OUTCOME_DIRTY,
                 )

@@ -162,4 +162,4 @@ def _tell(reading: asyncio.Task[list[StageResult]]) -> None:
     """Log the failure of a read whose update was aborted."""
     error = None if reading.cancelled() else reading.exception()
     if error is not None:
-        log.warning("a read whose update was aborted: %s", error)
+        log.warning("a read from disk of an aborted update failed: %s", error)

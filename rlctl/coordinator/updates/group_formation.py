@@ -84,7 +84,7 @@ class Gathering:
         place = (engine.model, request.group_name)
         ranks = {member.slot: member.num_ranks for member in process_groups.members(slots)}
         if engine.name not in ranks:
-            raise Reason.UNREACHABLE.error(f"no link to {engine.name} stands", outcome=OUTCOME_NOT_SENT)
+            raise Reason.UNREACHABLE.error(f"there is no link to {engine.name}", outcome=OUTCOME_NOT_SENT)
         pending = self._pending.get(place)
         if pending is not None and pending.ranks != ranks:
             pending.now = ", ".join(sorted(ranks))
@@ -140,7 +140,9 @@ class Gathering:
                     f"{name} is {present!r}; {others} joins {request.group_name} with {first!r}",
                     field=name,
                 )
-        raise Reason.GROUP_EXISTS.error(f"another call asks for {request.group_name} differently", field="group_name")
+        raise Reason.GROUP_EXISTS.error(
+            f"another call describes group {request.group_name} differently", field="group_name"
+        )
 
 
 async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
@@ -156,14 +158,14 @@ async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
                         f"group {pending.body.group_name}: the model's engines are {pending.now} now, and were "
                         f"{', '.join(sorted(ranks))} at the first call",
                         field="world_size",
-                        next_step="Call every engine of the model again, with the world size that they make now.",
+                        next_step="Call every engine of the model again, with the present world size.",
                     )
                 pending.changed.clear()
                 await pending.changed.wait()
     except TimeoutError:
         missing = ", ".join(sorted(ranks.keys() - pending.offsets.keys()))
         raise Reason.GROUP_FAILED.error(
-            f"group {pending.body.group_name}: nobody called {missing} within {timeout_s:g} s",
+            f"group {pending.body.group_name}: no call for {missing} within {timeout_s:g} s",
             field="world_size",
             next_step="Call every engine of the model, at the same time.",
         ) from None

@@ -377,7 +377,7 @@ class Implicit:
             unfinished = self._unended.get(model)
             if request.partial and unfinished is not None and self._is_latest(unfinished, model):
                 return unfinished
-            raise Reason.UPDATE_NOT_FOUND.error(f"no update of {model} is open that was begun without a name")
+            raise Reason.UPDATE_NOT_FOUND.error(f"no implicit update of {model} is open")
         return await relabel(request, model, self._context)
 
     def _is_latest(self, run: Run, model: str) -> bool:

@@ -342,7 +342,7 @@ class Updates:
         reached = update.reached_by(request)
         if not reached and update.targets:
             raise Reason.NO_TARGETS.error(
-                "no target of the update takes weights in this way; its plan says for each how they reach it"
+                "no target of the update receives weights by this method; see the transports in its plan"
             )
         return reached
 

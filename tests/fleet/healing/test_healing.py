@@ -572,7 +572,7 @@ async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., A
         await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_STALE for stage in stages))
         error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("two"))))
         assert error.reason is Reason.UNHEALABLE
-        assert "nobody knows the version's digest" in error.message
+        assert "the version's digest is unknown" in error.message
         assert fleet.stage("a").state == common.STAGE_STATE_STALE
 
 
@@ -684,7 +684,7 @@ async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpo
         await fleet.until(lambda stages: stages[1].state == common.STAGE_STATE_STALE)
         error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["b"])))
         assert error.reason is Reason.UNHEALABLE
-        assert "what b reads could not be verified: its engine gives one answer for all ranks" in error.message
+        assert "a heal of b could not be verified: its engine gives one answer for all ranks" in error.message
         await fleet.until(lambda _: fleet.stage("b").unhealable)
         assert fleet.stage("b").state == common.STAGE_STATE_STALE
 

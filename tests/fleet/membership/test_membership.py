@@ -66,13 +66,13 @@ async def test_a_stage_that_was_replaced_and_comes_back_serves_nothing_until_it_
         impostor.boot_id = "another"
         coordinator._peers.connect(await coordinator.roster.register(impostor))
         await fleet.until(lambda stages: stages[0].incarnation == 3 and stages[0].state == common.STAGE_STATE_READY)
-        assert fleet.stage("a").not_routable.startswith("quarantined: it had been replaced by another process")
+        assert fleet.stage("a").not_routable.startswith("quarantined: the process had been replaced by another process")
         await fleet.until(lambda stages: not stages[0].report.lease_held)
         with pytest.raises(RlctlError, match="no serving lease"):
             fleet.stages["a"]._stage.serving.refuse(coordinator._clock.now())
         await restart_coordinator(fleet)
         await fleet.until(lambda stages: stages[0].state == common.STAGE_STATE_READY)
-        assert fleet.stage("a").not_routable.startswith("quarantined: it had been replaced")
+        assert fleet.stage("a").not_routable.startswith("quarantined: the process had been replaced")
         healed = await fleet.stub.HealStage(c.HealStageRequest(slots=["a"]))
         assert healed.state == OPERATION_STATE_OK
         await fleet.until(lambda stages: stages[0].routable)

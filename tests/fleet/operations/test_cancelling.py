@@ -123,4 +123,4 @@ async def test_a_heal_comes_to_no_further_stage(make_fleet: Callable[..., Any], 
         assert operation == await answer
         # The one that it was at may have read a part of it.
         rest = {(result.outcome, result.error.message) for result in operation.stage_results[1:]}
-        assert rest == {(OUTCOME_REJECTED, "it was cancelled")}
+        assert rest == {(OUTCOME_REJECTED, "the heal was cancelled")}

@@ -293,7 +293,7 @@ async def test_a_group_that_an_engine_is_not_called_for_says_which(fleet: InProc
     short.timeout.FromMilliseconds(50)
     missing = await refusal(group(fleet, "a", 1, header=short))
     assert missing.reason is Reason.GROUP_FAILED
-    assert "nobody called b within" in missing.message
+    assert "no call for b within" in missing.message
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -343,7 +343,7 @@ async def test_an_engine_that_is_not_there_keeps_no_group_waiting(
     monkeypatch.setattr(fleet.server.coordinator.implicit, "_targets", lambda model: [there])
     waiting = asyncio.ensure_future(group(fleet, "b", 1, world_size=3))  # alone with the source, it waits for nobody
     error = await refusal(group(fleet, "a", 1, world_size=3))
-    assert (error.reason, "no link to a stands" in error.message) == (Reason.UNREACHABLE, True)
+    assert (error.reason, "there is no link to a" in error.message) == (Reason.UNREACHABLE, True)
     assert (await waiting).state == OPERATION_STATE_OK
 
 

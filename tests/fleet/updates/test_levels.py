@@ -103,7 +103,7 @@ async def test_a_replica_that_is_left_alone_is_not_verified_by_itself(fleet: InP
     operation = await commit(fleet, plan)
     assert operation.state == OPERATION_STATE_FAILED
     assert result_of(operation, "a").error.reason == "VERIFICATION_UNREACHABLE"
-    assert "no other replica is left that a could be compared with" in result_of(operation, "a").error.message
+    assert "no other replica is left to compare a with" in result_of(operation, "a").error.message
     assert version_of(fleet) == ("initial", 1)
 
 
