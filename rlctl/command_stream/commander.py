@@ -226,7 +226,7 @@ class Commander:
 
     def _send(self, message: ControlRequest) -> None:
         if self._lost is not None:
-            raise Reason.LINK_LOST.error("the link had ended before anything was sent", outcome=OUTCOME_NOT_SENT)
+            raise Reason.LINK_LOST.error("the link had ended before the command was sent", outcome=OUTCOME_NOT_SENT)
         try:
             self._link.send(message)
         except RlctlError as error:

@@ -37,7 +37,7 @@ def unpaused(capabilities: Capabilities, request: PauseGenerationRequest, who: s
         return Reason.UNSUPPORTED.error(
             f"{who} cannot pause the requests of one adapter",
             field="adapter",
-            next_step="Pause all requests: leave the adapter out.",
+            next_step="Omit the adapter to pause all requests.",
             outcome=OUTCOME_SKIPPED,
         )
     supported = ", ".join(PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in modes)

@@ -136,7 +136,7 @@ def differs(report: DecodeReport) -> bool:
 
 def mismatch(report: DecodeReport) -> RlctlError:
     return Reason.DECODE_MISMATCH.error(
-        f"decode and prefill differ by {report.difference:.3g} nats, {report.tolerance:.3g} pass: decode computes with "
+        f"decode and prefill differ by {report.difference:.3g} nats (tolerance {report.tolerance:.3g}): decode has "
         "other weights",
         metadata={"difference": f"{report.difference:.6g}", "tolerance": f"{report.tolerance:.6g}"},
         outcome=OUTCOME_DIRTY,

@@ -230,27 +230,27 @@ class Reason(enum.Enum):
     )
     PLACE_UNAVAILABLE = (
         Exhausted,
-        "The cluster has no room for it.",
-        "Free some, add nodes, or make the engine smaller.",
+        "The cluster has no room for the engine.",
+        "Free GPUs, add nodes, or make the engine smaller.",
     )
     # Names.
     STAGE_NOT_FOUND = (NotFound, "No stage fills this slot.", "`rlctl get stages` lists them.")
     MODEL_NOT_FOUND = (NotFound, "No stage serves this model.", "`rlctl get models` lists them.")
     OPERATION_NOT_FOUND = (NotFound, "No such operation is on record.", "`rlctl get operations` lists them.")
     UPDATE_NOT_FOUND = (NotFound, "No such update is open.", "Begin a new one.")
-    GROUP_NOT_FOUND = (NotFound, "No such process group stands.", "Initialise it first.")
+    GROUP_NOT_FOUND = (NotFound, "No such process group exists.", "Initialise the group first.")
     GROUP_EXISTS = (
         PreconditionFailed,
         "A group of this name exists with another store or shape.",
-        "Destroy it first.",
+        "Destroy the group first.",
     )
     ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")
     ADAPTER_EXISTS = (
         PreconditionFailed,
         "An adapter of this name is loaded.",
-        "Unload it first, or load without asking for a new one: it is then replaced.",
+        "Unload the adapter first, or load without only_new to replace it.",
     )
-    CHECKPOINT_NOT_FOUND = (NotFound, "No readable checkpoint is there.", "")
+    CHECKPOINT_NOT_FOUND = (NotFound, "The checkpoint does not exist or is unreadable.", "")
     CHECKPOINT_MISMATCH = (PreconditionFailed, "The checkpoint does not fit the model.", "")
     SEGMENT_NOT_FOUND = (NotFound, "A shared segment cannot be mapped: it is gone, or not this rank's to open.", "")
     PATH_NOT_ALLOWED = (
@@ -258,12 +258,12 @@ class Reason(enum.Enum):
         "The path lies outside of the directories that the engine may use.",
         "Start the engine with --option allowed_roots=DIRECTORY[:DIRECTORY...].",
     )
-    DISK_FULL = (Exhausted, "There is no room left on the disk.", "Free some, or name a directory elsewhere.")
+    DISK_FULL = (Exhausted, "The disk is full.", "Free space, or name a directory on another disk.")
     VERB_UNKNOWN = (Unsupported, "This version has no such verb.", "")
     # The caller.
     TOKEN_MISSING = (
         Unauthenticated,
-        "The server wants a bearer token and none was sent.",
+        "The call needs a bearer token, and none was sent.",
         "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE.",
     )
     TOKEN_INVALID = (Unauthenticated, "The bearer token is not the server's.", "")
@@ -300,27 +300,27 @@ class Reason(enum.Enum):
     EPOCH_FENCED = (
         Fenced,
         "Another coordinator has taken over.",
-        "Ask the present coordinator; `rlctl status` names its epoch.",
+        "Call the present coordinator; `rlctl status` shows its epoch.",
     )
     EPOCH_REQUIRED = (
         Fenced,
-        "A mutating call to a stage needs the epoch that it is held by.",
+        "A mutating call to a stage needs the epoch of its coordinator.",
         "Set header.fence.fleet_epoch.",
     )
-    UPDATE_FENCED = (Fenced, "The update belongs to somebody else.", "")
+    UPDATE_FENCED = (Fenced, "The caller is not the owner of the update.", "")
     TRAINER_FENCED = (Fenced, "A trainer of a newer incarnation updates this model.", "")
     INCARNATION_FENCED = (Fenced, "The slot is filled by a newer incarnation.", "")
     NOT_RANK_ZERO = (
         PreconditionFailed,
         "All ranks of the stage must do this together.",
-        "Send it to the stage.",
+        "Send the call to the stage.",
     )
     # States.
     ILLEGAL_STATE = (PreconditionFailed, "The stage is in a state that the verb does not allow.", "")
     WEIGHTS_STALE = (
         PreconditionFailed,
         "The stage's weights are not at an admitted version.",
-        "Send it weights: `rlctl heal`, `rlctl weights update --model-path ...`, or the next update.",
+        "Send weights to the stage: `rlctl heal`, `rlctl weights update --model-path ...`, or the next update.",
     )
     WEIGHTS_DIRTY = (
         PreconditionFailed,
@@ -337,15 +337,15 @@ class Reason(enum.Enum):
         "A full update has not written every parameter.",
         "Send every tensor, or begin a partial update (`update_kind` in SGLang's dialect).",
     )
-    DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
+    DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from the sent or expected weights.", "")
     BASE_MISMATCH = (
         PreconditionFailed,
-        "A delta's base, or what a partial update leaves as it is, is not the version that is there.",
+        "The base of a delta or partial update is not the version at the target.",
         "Send a full update.",
     )
     PROBE_MISMATCH = (
         PreconditionFailed,
-        "The weights give other log probabilities than the trainer expects.",
+        "The log probabilities differ from those that the trainer expects.",
         "",
     )
     DECODE_MISMATCH = (
@@ -361,13 +361,13 @@ class Reason(enum.Enum):
     MEMORY_NOT_RELEASABLE = (PreconditionFailed, "The region cannot be released now.", "")
     MEMORY_FULL = (
         Exhausted,
-        "The device has no memory left for it.",
-        "Let whoever shares the device give some back, and try again.",
+        "The device has too little free memory.",
+        "Free memory in processes that share the device, and try again.",
     )
     ACTIVE_REQUESTS = (
         PreconditionFailed,
         "Requests are waiting or running.",
-        "Pause first, or ask for abort_all_requests.",
+        "Pause first, or set abort_all_requests.",
     )
     PAUSE_MODE_CONFLICT = (
         PreconditionFailed,
@@ -375,16 +375,16 @@ class Reason(enum.Enum):
         "Continue first, or pause with retract.",
     )
     MODEL_FROZEN = (PreconditionFailed, "The model is frozen: it receives no weights.", "")
-    NO_TARGETS = (PreconditionFailed, "No stage is left to address.", "`rlctl status` shows the fleet.")
+    NO_TARGETS = (PreconditionFailed, "No target is available.", "`rlctl status` shows the fleet.")
     UNSUPPORTED = (Unsupported, "The target cannot do this.", "")
     UNSUPPORTED_BY_ALL = (Unsupported, "No target can do this.", "")
     NOT_IMPLEMENTED = (Unsupported, "The contract has this verb, but its code does not exist yet.", "")
     VERIFICATION_UNREACHABLE = (
         PreconditionFailed,
-        "A target cannot reach the verification that was asked for.",
+        "A target cannot reach the requested verification.",
         "",
     )
-    RETRIES_EXHAUSTED = (PreconditionFailed, "Every attempt that the update was begun with has failed.", "")
+    RETRIES_EXHAUSTED = (PreconditionFailed, "All attempts of the update have failed.", "")
     UNHEALABLE = (
         PreconditionFailed,
         "No source of the published version is known.",
@@ -393,21 +393,21 @@ class Reason(enum.Enum):
     QUORUM_NOT_MET = (
         PreconditionFailed,
         "Too few targets confirmed.",
-        "Mend what the message names, or wait until they are back, and send the update again; or ask for less.",
+        "Repair the named targets or wait for them, and send the update again; or lower the quorum.",
     )
-    STAGE_NOT_SERVING = (Unavailable, "The stage does not serve now.", "Ask another stage, or wait.")
+    STAGE_NOT_SERVING = (Unavailable, "The stage does not serve now.", "Use another stage, or wait.")
     VERSION_TOO_OLD = (
         Unavailable,
-        "The stage is at an older version than was asked for.",
-        "Ask another stage, or wait.",
+        "The stage is at an older version than requested.",
+        "Use another stage, or wait.",
     )
     HANDOVER_FAILED = (
         Unavailable,
         "The KV entries of a prompt did not get from the prefill engine to the decode engine.",
-        "Send it again: it is computed again.",
+        "Send the request again.",
     )
     NO_ROUTABLE_STAGE = (Unavailable, "No stage of the model is routable.", "`rlctl status` says why.")
-    TOO_MANY_REQUESTS = (Unavailable, "Too many requests are under way here.", "Send it again a little later.")
+    TOO_MANY_REQUESTS = (Unavailable, "Too many requests are under way here.", "Send the request again a little later.")
     NOT_COLOCATED = (
         PreconditionFailed,
         "A rank does not share memory with the source.",
@@ -416,7 +416,7 @@ class Reason(enum.Enum):
     SEGMENT_EXPIRED = (
         PreconditionFailed,
         "The lease on a shared segment ran out, or its memory was used again.",
-        "Send it again.",
+        "Send the tensors again.",
     )
     SHARED_MEMORY_FULL = (
         Exhausted,
@@ -426,8 +426,8 @@ class Reason(enum.Enum):
     # Conflicts.
     REQUEST_ID_EXPIRED = (
         PreconditionFailed,
-        "The request_id is older than what is remembered: whether it was carried out is not known any more.",
-        "Look at the fleet, then ask again under a new id.",
+        "The request_id is older than the kept records, so whether its call was carried out is unknown.",
+        "Look at the fleet, then repeat the call under a new id.",
     )
     REQUEST_ID_REUSED = (
         Conflict,
@@ -455,9 +455,9 @@ class Reason(enum.Enum):
     TRAINER_RANK_LOST = (
         Unavailable,
         "A rank of the trainer is gone.",
-        "Restart it, and make new publishers on every rank.",
+        "Restart the rank, and make new publishers on every rank.",
     )
-    ANSWER_INVALID = (Internal, "An answer contradicts what was asked; what became of it is not known.", "")
+    ANSWER_INVALID = (Internal, "An answer contradicts its request; the outcome is unknown.", "")
     RANK_LOST = (
         Unavailable,
         "A rank of the stage is gone.",
@@ -467,14 +467,14 @@ class Reason(enum.Enum):
     DEADLINE_EXCEEDED = (DeadlineExceeded, "The time was up.", "")
     LEASE_EXPIRED = (
         PreconditionFailed,
-        "The update's lease ran out and it was aborted.",
+        "The update's lease ran out, and the update was aborted.",
         "Begin a new update.",
     )
-    CANCELLED = (Conflict, "It was cancelled.", "")
+    CANCELLED = (Conflict, "The call was cancelled.", "")
     SOURCE_FAILED = (Internal, "A trainer rank could not give its weights.", "")
     GROUP_FAILED = (Internal, "The process group failed.", "")
-    ENGINE_FAILED = (Internal, "The engine failed.", "Its log says more.")
-    ENGINE_WEDGED = (Internal, "The engine is stuck inside its own code.", "Restart it.")
+    ENGINE_FAILED = (Internal, "The engine failed.", "See the engine's log.")
+    ENGINE_WEDGED = (Internal, "The engine is stuck inside its own code.", "Restart the engine.")
     JOURNAL_FAILED = (Internal, "The journal cannot be written or read.", "")
     INTERNAL = (Internal, "A defect of rlctl.", "Please report it with the log.")
 

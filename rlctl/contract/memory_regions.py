@@ -23,8 +23,8 @@ def unkept(capabilities: Capabilities, request: ReleaseMemoryRequest) -> RlctlEr
     return Reason.UNSUPPORTED.error(
         "the engine does not keep its weights while their memory is released",
         field="keep_weights",
-        next_step="Release them without keep_weights, and heal or update the stage after the resume; "
-        "SGLang keeps them when it is started with enable_weights_cpu_backup.",
+        next_step="Release the weights without keep_weights, and heal or update the stage after the "
+        "resume. SGLang keeps weights if started with enable_weights_cpu_backup.",
         outcome=OUTCOME_SKIPPED,
     )
 

@@ -91,7 +91,7 @@ def check_levels(fields: Mapping[str, object] | Struct, where: str = "engine_fie
     for name, value in fields.items():
         if deeper(value, MOST_LEVELS - within):
             raise Reason.FIELD_INVALID.error(
-                f"more than {MOST_LEVELS} objects and lists stand within each other", field=f"{where}{name}"
+                f"objects and lists are nested deeper than {MOST_LEVELS} levels", field=f"{where}{name}"
             )
 
 
@@ -122,20 +122,21 @@ def check_pair(request: GenerateRequest, mode: str) -> None:
     """
     if mode == "null":
         if request.HasField("bootstrap_room"):
-            raise Reason.UNSUPPORTED.error("this engine is none of a pair", field="bootstrap_room")
+            raise Reason.UNSUPPORTED.error("this engine belongs to no pair", field="bootstrap_room")
         return
     if not request.HasField("bootstrap_room"):
         raise Reason.FIELD_REQUIRED.error(
-            f"a {mode} engine generates as one of a pair only",
+            f"a {mode} engine generates only as part of a pair",
             field="bootstrap_room",
-            next_step="Ask the model through the SDK or a gateway, which pick both.",
+            next_step="Generate through the SDK or a gateway, which pick a pair.",
         )
     for name in ("bootstrap_host", "bootstrap_port", "model"):
         if not getattr(request, name):
             raise Reason.FIELD_REQUIRED.error("a request to a pair names it", field=name)
     if request.bootstrap_room > MOST_ROOM or request.bootstrap_port > 65535:
         raise Reason.FIELD_INVALID.error(
-            f"there is no room {request.bootstrap_room} at port {request.bootstrap_port}", field="bootstrap_room"
+            f"bootstrap_room {request.bootstrap_room} or port {request.bootstrap_port} is out of range",
+            field="bootstrap_room",
         )
 
 
@@ -155,6 +156,6 @@ def check_pair_adapter(request: GenerateRequest, digest: str) -> None:
     """Raise STAGE_NOT_SERVING if the digest of the request's adapter differs from the pair's adapter."""
     if request.HasField("bootstrap_version_seq") and request.bootstrap_adapter_digest != digest:
         raise Reason.STAGE_NOT_SERVING.error(
-            f"this stage holds another adapter {request.adapter!r} than the pair that was picked",
+            f"adapter {request.adapter!r} of this stage is not the adapter of the picked pair",
             field="bootstrap_adapter_digest",
         )

@@ -309,12 +309,14 @@ def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
         if handle == "cuda_ipc":
             _required(segment.header_memory, f"{path}.header_memory")
         if not segment.HasField("lease"):
-            raise Reason.FIELD_REQUIRED.error(f"{path} may be read for how long?", field=f"{path}.lease")
+            raise Reason.FIELD_REQUIRED.error(
+                f"{path}.lease is required: the time for which the segment may be read", field=f"{path}.lease"
+            )
         timeout_s(segment.lease, f"{path}.lease")
     readers = {segment.reader.slot for segment in request.segments}
     if len(readers) > 1:
         raise Reason.FIELD_CONFLICT.error(
-            f"a request has the segments of one stage; these are for {', '.join(sorted(map(repr, readers)))}",
+            f"the segments of a request must have one reader, not {', '.join(sorted(map(repr, readers)))}",
             field="segments.reader.slot",
         )
 
@@ -423,21 +425,21 @@ def _adapter_options(options: verbs_pb2.UpdateOptions) -> None:
     """Check the options of an adapter's update. Only the digest of the staged tensors verifies an adapter."""
     if options.HasField("probe"):
         raise Reason.FIELD_CONFLICT.error(
-            "a probe is computed without adapters, so it says nothing of this one",
+            "a probe is computed without adapters, so it does not verify the adapter",
             field="options.probe",
-            next_step="Leave the probe out: the digest of an adapter's tensors is verified.",
+            next_step="Omit the probe: the digest of an adapter's tensors is verified.",
         )
     if options.decode_check:
         raise Reason.FIELD_CONFLICT.error(
-            "decode is compared with prefill without adapters, so it says nothing of this one",
+            "the decode check runs without adapters, so it does not verify the adapter",
             field="options.decode_check",
-            next_step="Leave decode_check out: the digest of an adapter's tensors is verified.",
+            next_step="Omit decode_check: the digest of an adapter's tensors is verified.",
         )
     if options.verify in (common_pb2.VERIFICATION_LEVEL_PROBE, common_pb2.VERIFICATION_LEVEL_RECEIVED):
         raise Reason.FIELD_CONFLICT.error(
-            "an adapter is verified by the digest of what is staged",
+            "an adapter is verified by the digest of its staged tensors",
             field="options.verify",
-            next_step="Leave it out, or ask for expected, replica or none.",
+            next_step="Omit verify, or set expected, replica or none.",
         )
 
 
@@ -484,7 +486,7 @@ def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
     for field in (name for name, is_set in memory_fields.items() if is_set):
         if request.adapter:
             raise Reason.FIELD_CONFLICT.error(
-                "the continue of one adapter concerns no memory", field=field, next_step=f"Leave {field} out."
+                "{field} does not apply to the continue of an adapter", field=field, next_step=f"Leave {field} out."
             )
 
 
@@ -529,7 +531,7 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
         _required(request.version, "version")
     elif request.apply == verbs_pb2.APPLY_MODE_STAGED or request.num_sources > 1 or request.retries:
         raise Reason.FIELD_CONFLICT.error(
-            "an implicit update lands in place, and what comes when is its clients' choice", field="implicit"
+            "an implicit update excludes staging, several sources and retries", field="implicit"
         )
     elif request.rollout.max_unavailable:
         raise Reason.FIELD_CONFLICT.error(
@@ -539,9 +541,9 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
         _adapter_name(request.adapter, "adapter")
         if not request.HasField("adapter_config"):
             raise Reason.FIELD_REQUIRED.error(
-                "what are the adapter's tensors?",
+                "adapter_config is required for an adapter",
                 field="adapter_config",
-                next_step="One that lies on disk is loaded with LoadAdapter.",
+                next_step="Load an adapter from disk with LoadAdapter.",
             )
         _adapter_options(request.options)
     elif request.adapter or request.HasField("adapter_config"):

@@ -170,7 +170,7 @@ class Facts:
                 field="header.fence.update_id",
             )
         if verb.in_update and self.update is not None and self.update.committed and not _ends_update(request):
-            raise Reason.ILLEGAL_STATE.error("the update is finished at this stage: nothing more is written in it")
+            raise Reason.ILLEGAL_STATE.error("the update is finished at this stage and takes no more writes")
         if verb.in_update and not fence.update_id:
             raise Reason.FIELD_REQUIRED.error(f"{verb.name} belongs to an update", field="header.fence.update_id")
         if isinstance(request, verbs_pb2.ContinueGenerationRequest) and not request.adapter:
@@ -191,15 +191,13 @@ class Facts:
         if not a_step and not verb.allows(self.state):
             state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
             raise Reason.ILLEGAL_STATE.error(
-                f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; this one is {state}",
+                f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; the state is {state}",
                 metadata={"state": state},
             )
 
     def _refuse_continue(self) -> None:
         if self.update is None and self.weights is Weights.MIXED:
-            raise Reason.WEIGHTS_DIRTY.error(
-                "the weights are a mixture of versions; nothing may be generated with them"
-            )
+            raise Reason.WEIGHTS_DIRTY.error("the weights are a mixture of versions and may not generate")
         if self.released:
             names = ", ".join(sorted(MemoryTag.Name(t).removeprefix("MEMORY_TAG_").lower() for t in self.released))
             raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")
@@ -231,9 +229,9 @@ class Facts:
             if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
                 raise Reason.FIELD_CONFLICT.error("a shadow copy can only be digested", field="action")
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and not update.prepared:
-            raise Reason.ILLEGAL_STATE.error("the update is not sealed: there is nothing complete to swap")
+            raise Reason.ILLEGAL_STATE.error("the update is not sealed, so its shadow copy is incomplete")
         if isinstance(request, (*_WRITES, verbs_pb2.LoadAdapterRequest)) and update.prepared:
-            raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")
+            raise Reason.ILLEGAL_STATE.error("the update is sealed and takes no more writes")
 
     def _checks_update(self, request: Message) -> bool:
         """Whether a request digests the adapter staged by the open update."""
@@ -247,9 +245,9 @@ class Facts:
             raise Reason.FIELD_CONFLICT.error("the update was opened with another apply mode", field="apply")
         kind = (request.kind in _FULL, request.kind == verbs_pb2.UPDATE_KIND_ADAPTER)
         if self.update is not None and kind != (self.update.full, self.update.adapter is not None):
-            raise Reason.FIELD_CONFLICT.error("the update was opened as one of another kind", field="kind")
+            raise Reason.FIELD_CONFLICT.error("the update was opened with another kind", field="kind")
         if MEMORY_TAG_WEIGHTS in self.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be written")
         if request.kind not in _FULL and self.update is None and self.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error("only a full update can start from weights that are not whole")
 
@@ -266,8 +264,8 @@ class Facts:
         verifying = self.update is not None and self.update.committed
         if torn and not verifying:
             return Reason.DIGEST_MISMATCH.error(
-                f"replicas of {torn[0]} differ between ranks ({len(torn)} tensors do): an update has missed one, or "
-                "memory is damaged",
+                f"replicas of {torn[0]} differ between ranks ({len(torn)} tensors do): an update has missed a "
+                "replica, or memory is damaged",
                 metadata={"tensors": ",".join(torn)},
                 outcome=OUTCOME_DIRTY,
             )
@@ -282,8 +280,8 @@ class Facts:
             return None
         later, earlier = differ[0]
         return Reason.DIGEST_MISMATCH.error(
-            f"the weights digest to {later} now, and {earlier} when they were digested last; rlctl has written nothing "
-            "since: something else has, or memory is damaged",
+            f"the weights digest to {later} now, and {earlier} when they were digested last; rlctl has not written "
+            "since: another program has, or memory is damaged",
             metadata={"expected": earlier, "found": later},
             outcome=OUTCOME_DIRTY,
         )

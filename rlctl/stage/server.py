@@ -303,7 +303,7 @@ class StageServer:
         async def keep() -> None:
             with contextlib.suppress(RlctlError):
                 await commander.run()
-            self._follower_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+            self._follower_lost(rank, Reason.LINK_LOST.error("the follower's process is gone"))
 
         self._tasks.append(asyncio.create_task(keep()))
         return commander
@@ -429,7 +429,11 @@ class StageServer:
         if (self.config.worker_type == "prefill") != (info.bootstrap is not None):
             raise Reason.FIELD_CONFLICT.error(
                 f"worker type {self.config.worker_type}, and the engine "
-                + ("takes no prompts for others" if info.bootstrap is None else "computes prompts for others"),
+                + (
+                    "computes no prompts for decode engines"
+                    if info.bootstrap is None
+                    else "computes prompts for decode engines"
+                ),
                 field="worker_type",
                 next_step="`--worker-type prefill` goes with `--option disaggregation_mode=prefill`.",
             )

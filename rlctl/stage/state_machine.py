@@ -134,7 +134,7 @@ class Stage:
             )
         if attach.slot and attach.slot != self.registration.slot:
             raise Reason.STAGE_NOT_FOUND.error(
-                f"this is {self.registration.slot!r}, not {attach.slot!r}", field="attach.slot"
+                f"this stage is {self.registration.slot!r}, not {attach.slot!r}", field="attach.slot"
             )
         if abs(attach.contract_version - CONTRACT_VERSION) > 1:
             raise Reason.FIELD_INVALID.error(
@@ -306,9 +306,9 @@ class Stage:
         mutates = verb.mutates(request)
         if mutates and request.header.validate_only:  # type: ignore[attr-defined]
             raise Reason.FIELD_INVALID.error(
-                "a stage carries out what it is told, and tries nothing",
+                "a stage does not support validate_only",
                 field="header.validate_only",
-                next_step="Ask the coordinator.",
+                next_step="Send the call to the coordinator.",
             )
         if isinstance(request, verbs_pb2.ReleaseMemoryRequest):
             unkept = memory_regions.unkept(self.registration.capabilities, request)

@@ -195,7 +195,7 @@ class Worker:
     def _results(self, verb: Verb, call: Call, answer: Message | list[RankResult] | None) -> list[RankResult]:
         if isinstance(answer, list):
             if not all(isinstance(result, RankResult) for result in answer):
-                raise TypeError(f"{verb.method} returned a list of something else than results of ranks")
+                raise TypeError(f"{verb.method} returned a list with an entry that is no RankResult")
             return answer
         result = self.result(OUTCOME_APPLIED)
         result.step = call.step

@@ -229,10 +229,10 @@ def test_memory_regions_are_repeatable_options(rlctl: LiveFleet) -> None:
 def test_stages_that_are_stale_afterwards_are_named_with_what_they_need(rlctl: LiveFleet) -> None:
     rlctl("pause")
     assert "STALE" not in rlctl("memory", "release", "--slot", "a").err
-    assert "STALE: a. Send it weights: `rlctl heal`" in rlctl("memory", "resume", "--slot", "a").err
+    assert "STALE: a. Send weights to the stage: `rlctl heal`" in rlctl("memory", "resume", "--slot", "a").err
     ran = rlctl("continue")
     assert ran.code == 3
-    assert "Send it weights: `rlctl heal`" in ran.err
+    assert "Send weights to the stage: `rlctl heal`" in ran.err
     assert "Read this record again" in ran.err
     assert "Try again" not in ran.err
 

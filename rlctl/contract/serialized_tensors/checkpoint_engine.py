@@ -54,10 +54,10 @@ def read_buffer(data: bytes, device: str, where: str) -> Tensor:
     value = PickleReader(NAMES, Budget(), where).read(data)
     try:
         if type(value) is not tuple or len(value) != 2 or type(value[1]) is not tuple:
-            raise ValueError("it is no handle of a tensor")
+            raise ValueError("the value is no handle of a tensor")
         name, arguments = value
         if type(name) is not Name or name not in CONSTRUCTORS:
-            raise ValueError("it is no handle of a tensor")
+            raise ValueError("the value is no handle of a tensor")
         if name == CUDA_TENSOR and len(arguments) > _DEVICE:
             arguments = (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
         buffer = CONSTRUCTORS[name](arguments)
@@ -102,5 +102,5 @@ def _tensor(entry: Any, buffer: Tensor) -> PlacedTensor:
 
 def _invalid(cause: str, where: str) -> RlctlError:
     return Reason.FIELD_INVALID.error(
-        cause, field=where, next_step="Send what checkpoint-engine's ParameterServer sends. Nothing else is read."
+        cause, field=where, next_step="Only the payloads of checkpoint-engine's ParameterServer are read."
     )

@@ -121,8 +121,8 @@ class PickleReader:
         return Reason.FIELD_INVALID.error(
             cause,
             field=self._where,
-            next_step="Serialise with SGLang's MultiprocessingSerializer: pairs of names and tensors, or a flattened "
-            "bucket. Nothing else is read.",
+            next_step="Serialise pairs of names and tensors, or a flattened bucket, with SGLang's "
+            "MultiprocessingSerializer.",
         )
 
     def _opcodes(self, stream: io.BytesIO) -> Iterator[tuple[str, Any]]:

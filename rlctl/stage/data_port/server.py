@@ -164,7 +164,7 @@ class DataPort:
     def _closed(self, request: web.Request, status: int) -> RlctlError:
         error = Reason.VERB_UNKNOWN.error(
             f"the data port does not pass {request.method} {request.path} to the engine",
-            next_step=f"It passes: {', '.join(self._routes)}. Weights, memory and pauses are the coordinator's.",
+            next_step=f"Routes: {', '.join(self._routes)}. The coordinator does weights, memory and pauses.",
         )
         error.http_status = status
         return error

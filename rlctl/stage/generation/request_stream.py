@@ -186,13 +186,13 @@ def _size(part: GenerateResponse) -> int:
     size = part.ByteSize()
     if size > LARGEST_PART:
         raise Reason.MESSAGE_TOO_LARGE.error(
-            f"the answer has {size} bytes in one piece; at most {LARGEST_PART} are sent",
-            next_step="Ask for fewer log probabilities.",
+            f"the answer has {size} bytes in one piece; the limit is {LARGEST_PART}",
+            next_step="Request fewer log probabilities.",
         )
     for sample in part.samples:
         if sample.HasField("engine_meta") and deeper(sample.engine_meta, MOST_META_LEVELS):
             raise Reason.ANSWER_INVALID.error(
-                f"the engine tells more than {MOST_META_LEVELS} objects and lists within each other",
+                f"the engine's metadata is nested deeper than {MOST_META_LEVELS} levels",
                 field="engine_meta",
             )
     return size

@@ -68,9 +68,9 @@ async def test_a_reason_survives_the_wire(reason: Reason) -> None:
 
 async def test_cause_and_next_step_are_two_sentences_and_come_apart_again() -> None:
     error = Reason.STAGE_NOT_SERVING.error("actor-0 is PAUSED")
-    assert str(error) == "STAGE_NOT_SERVING: actor-0 is PAUSED. Ask another stage, or wait."
+    assert str(error) == "STAGE_NOT_SERVING: actor-0 is PAUSED. Use another stage, or wait."
     assert str(Reason.STAGE_NOT_SERVING.error("It is PAUSED.")) == (
-        "STAGE_NOT_SERVING: It is PAUSED. Ask another stage, or wait."
+        "STAGE_NOT_SERVING: It is PAUSED. Use another stage, or wait."
     )
     assert (await over_the_wire(error)).message == "actor-0 is PAUSED"
 

@@ -355,7 +355,7 @@ async def test_a_command_that_comes_as_a_turn_is_handed_on_waits_no_longer_than_
 async def test_a_stage_that_has_lost_a_rank_keeps_nothing_of_what_it_was_asked_for() -> None:
     stage = Stage(StageRegistration(slot="a"), cast(Engine, None), cast(Relay, None), [RankStatus()], CLOCK)
     stage.facts.joined = True
-    stage.rank_lost(0, Reason.LINK_LOST.error("its process is gone"))
+    stage.rank_lost(0, Reason.LINK_LOST.error("the follower's process is gone"))
     obstacle, kept = stage.serving.obstacle, set()
     assert obstacle is not None
     for _ in range(2):

@@ -146,7 +146,9 @@ def test_a_server_of_no_pair_takes_every_request(engine: SGLangEngine) -> None:
 def test_a_half_is_computed_with_the_adapter_that_its_pair_had() -> None:
     request = GenerateRequest(bootstrap_version_seq=3, adapter="math", bootstrap_adapter_digest="abc")
     check_pair_adapter(request, "abc")
-    with pytest.raises(RlctlError, match="holds another adapter 'math'") as caught:
+    with pytest.raises(
+        RlctlError, match="adapter 'math' of this stage is not the adapter of the picked pair"
+    ) as caught:
         check_pair_adapter(request, "def")
     assert (caught.value.reason, caught.value.field) == (Reason.STAGE_NOT_SERVING, "bootstrap_adapter_digest")
     check_pair_adapter(GenerateRequest(adapter="math"), "def")  # of no pair

@@ -359,7 +359,7 @@ async def test_the_sdk_refuses_parameters_that_do_not_exist(client: AsyncFleet) 
     with pytest.raises(RlctlError, match="no sampling parameter 'temprature'") as caught:
         await client.generate("x", temprature=1.0)
     assert caught.value.field == "sampling_params.temprature"
-    with pytest.raises(RlctlError, match="within each other") as caught:
+    with pytest.raises(RlctlError, match="nested deeper than") as caught:
         await client.generate("x", engine_fields={"fine": 1, "deep": nested(30)})
     assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "engine_fields.deep")
     for field, given in (
