@@ -425,7 +425,7 @@ class AsyncAdmin:
                 causes = "; ".join(f"{slot}: {why}" for slot, why in busy.items()) or "polled too few times"
                 raise Reason.DEADLINE_EXCEEDED.error(
                     f"not idle after {timeout_s:g} s: {causes}",
-                    next_step="They stay disabled. `rlctl drain` waits again; `rlctl abort --slot SLOT` ends requests.",
+                    next_step="The stages stay disabled. `rlctl drain` waits; `rlctl abort --slot SLOT` ends requests.",
                 )
             busy = await self.busy(slots)
             on_busy(busy)

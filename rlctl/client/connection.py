@@ -55,7 +55,7 @@ class Connection:
         if asyncio.get_running_loop() is not self._loop:
             raise Reason.ILLEGAL_STATE.error(
                 "this client of a fleet belongs to another event loop",
-                next_step="Use it where it was connected: within one asyncio.run, or through rlctl.connect.",
+                next_step="Use a client in the event loop that connected it, or use rlctl.connect.",
             )
 
     async def ready(self, timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class Connection:
                 await self._channel.ready()
         except TimeoutError:
             raise Reason.UNREACHABLE.error(
-                f"no coordinator answers at {self.address}", next_step="Is it up? `rlctl up` starts a fleet."
+                f"no coordinator answers at {self.address}", next_step="`rlctl up` starts a fleet."
             ) from None
 
     async def call(self, method: str, request: Message, timeout_s: float) -> Any:

@@ -64,7 +64,7 @@ class FleetView:
         """Raise FIELD_REQUIRED if no model is named and the fleet has several: the weights of models differ."""
         if not model and len(self._models or ()) > 1:
             names = ", ".join(entry.name for entry in self.models)
-            raise Reason.FIELD_REQUIRED.error(f"which model? There are: {names}", field="model")
+            raise Reason.FIELD_REQUIRED.error(f"model is required; models of the fleet: {names}", field="model")
 
     async def changed(self) -> None:
         """Wait for the next event. Raises ILLEGAL_STATE on an event loop other than the connection's."""

@@ -129,7 +129,7 @@ def cluster_flags() -> list[str]:
     import ray
 
     if not ray.is_initialized():
-        raise Reason.UNREACHABLE.error("this process has joined no Ray cluster", next_step="ray.init(...) does.")
+        raise Reason.UNREACHABLE.error("this process has joined no Ray cluster", next_step="Call ray.init(...).")
     node = str(ray.util.get_node_ip_address())
     host = f"[{node}]" if ":" in node else node
     address = str(ray.get_runtime_context().gcs_address)

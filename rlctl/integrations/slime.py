@@ -80,7 +80,7 @@ def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str,
     state = fleet_state.read(fleet)
     if state is None or not state.alive:
         raise Reason.UNREACHABLE.error(
-            f"no fleet {fleet!r} is up on this machine", field="fleet", next_step="`rlctl up` starts one."
+            f"no fleet {fleet!r} is up on this machine", field="fleet", next_step="`rlctl up` starts a fleet."
         )
     routers = {}
     for model, url in {**state.gateways, **state.routers}.items():

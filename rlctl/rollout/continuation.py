@@ -218,7 +218,7 @@ def check_continuable(params: SamplingParams) -> None:
             raise Reason.UNSUPPORTED.error(
                 f"a sample with a {name} cannot go on from its tokens: they would be taken for the prompt",
                 field=f"sampling_params.{name}",
-                next_step='Use repetition_penalty, or resume="return" and what was had.',
+                next_step='Use repetition_penalty, or resume="return" to get the tokens so far.',
             )
 
 

@@ -136,7 +136,7 @@ def build_request(
 def batch_of(prompts: Iterable[T]) -> list[T]:
     """Return the prompts as a list. Raises FIELD_INVALID for a single text: its characters are no prompts."""
     if isinstance(prompts, str):
-        raise Reason.FIELD_INVALID.error("one text is given in place of a list of prompts", field="prompts")
+        raise Reason.FIELD_INVALID.error("prompts must be a list, not one text", field="prompts")
     return list(prompts)
 
 

@@ -228,7 +228,7 @@ class AsyncRollout:
         refusal = next((sample.error for sample in rest if _refused(sample)), None)
         if refusal is not None or len(ended) < count:
             cause = refusal or next((sample.error for sample in rest if sample.error), None)
-            raise _failed(cause or Reason.CANCELLED.error("they were aborted"), samples)
+            raise _failed(cause or Reason.CANCELLED.error("the samples were aborted"), samples)
         return ended, rest
 
     async def complete(
@@ -393,7 +393,7 @@ class AsyncRollout:
                 await self._lines.view.known()
                 return self._places is not None and await self._places.acquire()
         except TimeoutError:
-            cause = "the coordinator told nothing of the fleet"
+            cause = "the coordinator sent no view of the fleet"
             if self.latest:
                 cause = f"there was no place among max_inflight_samples={self._most}"
             raise Reason.DEADLINE_EXCEEDED.error(f"{cause} within {timeout_s:g} s") from None
@@ -418,7 +418,9 @@ class AsyncRollout:
                     if self._resume == "return" or cuts > self._max_cuts:
                         return None
                     if progress.tokens == tokens_before:
-                        attempt.failed(Reason.STAGE_NOT_SERVING.error("it aborts what it takes"))
+                        attempt.failed(
+                            Reason.STAGE_NOT_SERVING.error("the stage aborted the request without producing tokens")
+                        )
                     continue
                 failure = failure or Reason.ENGINE_FAILED.error("the stream ended before the sample")
                 if progress.full(failure):

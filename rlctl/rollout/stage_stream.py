@@ -204,7 +204,7 @@ class _Stream:
             entry = message.begin.add(number=number, request=request)
         except (ValueError, DecodeError) as error:
             name = request.DESCRIPTOR.name
-            raise Reason.FIELD_INVALID.error(f"no {name} can be made of it: {error}", field=name) from None
+            raise Reason.FIELD_INVALID.error(f"the request is no valid {name}: {error}", field=name) from None
         if deadline != float("inf"):
             remaining = max(deadline - asyncio.get_running_loop().time(), 0.0)
             entry.timeout.CopyFrom(duration(remaining))

@@ -137,9 +137,12 @@ class LoopThread:
 
     def _ended(self, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> RlctlError:
         if os.getpid() != self._process:
-            why, next_step = "it belongs to the process that this one was forked from", "Ask there."
+            why, next_step = (
+                "the client belongs to the parent of this forked process",
+                "Call in the parent process.",
+            )
         else:
-            why, next_step = "it was closed", "Connect anew."
+            why, next_step = "the client was closed", "Connect again."
         return Reason.CANCELLED.error(why, next_step=next_step, outcome=outcome)
 
 

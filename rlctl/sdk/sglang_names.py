@@ -69,7 +69,7 @@ class AsyncEngine:
             raise Reason.FIELD_CONFLICT.error("set either prompt or input_ids", field="input_ids")
         prompt_input = input_ids if prompt is None else prompt
         if prompt_input is None:
-            raise Reason.FIELD_REQUIRED.error("there is neither prompt nor input_ids", field="prompt")
+            raise Reason.FIELD_REQUIRED.error("prompt or input_ids is required", field="prompt")
         request = build_request(
             prompt_input,
             sampling_params or {},
@@ -249,7 +249,7 @@ class AsyncEngine:
             raise Reason.FIELD_INVALID.error(
                 "pairs of name and tensor are given here, not names with their dtypes and shapes",
                 field="named_tensors",
-                next_step="Give the tensors too: rlctl forms the group, announces and broadcasts them.",
+                next_step="Pass the tensors too: rlctl forms the group, and announces and broadcasts the tensors.",
             )
         if load_format:
             raise Reason.UNSUPPORTED.error(

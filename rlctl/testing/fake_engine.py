@@ -381,7 +381,7 @@ class FakeEngine(Engine):
         """Remove a group."""
         del call
         if request.group_name not in self._groups:
-            raise Reason.GROUP_NOT_FOUND.error(f"no group {request.group_name!r} stands", field="group_name")
+            raise Reason.GROUP_NOT_FOUND.error(f"there is no group {request.group_name!r}", field="group_name")
         del self._groups[request.group_name]
 
     async def update_weights_from_distributed(
@@ -389,7 +389,7 @@ class FakeEngine(Engine):
     ) -> verbs.WeightsReport:
         """Receive nothing: the weights become the buckets' names. A name "stuck" waits for an interrupt."""
         for name in {bucket.group_name or request.group_name for bucket in request.buckets} - self._groups.keys():
-            raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
+            raise Reason.GROUP_NOT_FOUND.error(f"there is no group {name!r}", field="group_name")
         await self._begin("update_weights_from_distributed", call)
         names = [name for bucket in request.buckets for name in bucket.names]
         if self._staged is not None:

@@ -97,9 +97,9 @@ class Published:
     def refuse_as_base(self, label: str) -> None:
         """Raise BASE_MISMATCH if the publisher does not know the digests of a version with this label."""
         if label != self.version.label or not self.digests:
-            detail = f"the last that it sent is {self.version.label!r}" if self.digests else "it knows of none"
+            detail = f"the last that it sent is {self.version.label!r}" if self.digests else "it has none"
             raise Reason.BASE_MISMATCH.error(
-                f"this publisher does not know the digests of version {label!r}: {detail}", field="base"
+                f"this publisher does not have the digests of version {label!r}: {detail}", field="base"
             )
 
 
@@ -125,14 +125,14 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
             raise Reason.FIELD_INVALID.error(
                 f"{name} is {meta.dtype}; {model} has {expected[name].dtype}, and values do not survive that cast",
                 field="weights",
-                next_step="Give them in the checkpoint's wire form: BlockFp8 of rlctl.weights.formats quantises.",
+                next_step="Send tensors in the checkpoint's wire form: BlockFp8 of rlctl.weights.formats quantises.",
             )
     missing = sorted(expected.keys() - source_metas.keys())
     if missing and not partial:
         raise Reason.WEIGHTS_INCOMPLETE.error(
             f"{len(missing)} of {len(expected)} tensors are not given: {', '.join(missing[:5])}",
             field="weights",
-            next_step="Give every tensor of the rollout checkpoint. With partial=True the others stay as they are.",
+            next_step="Send every tensor of the rollout checkpoint, or pass partial=True to keep the other tensors.",
         )
     return [replace(offered, metas=[expected[meta.name] for meta in offered.metas]) for offered in offers]
 

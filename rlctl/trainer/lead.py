@@ -156,7 +156,9 @@ class Leading:
                     raise Reason.FIELD_CONFLICT.error(f"two trainer ranks are source {offer.source}", field="source")
                 offers[offer.source] = Offered.of(offer)
         if sorted(offers) != list(range(len(offers))) or not offers:
-            raise Reason.FIELD_INVALID.error(f"the sources are {sorted(offers)}; count them from 0 on", field="source")
+            raise Reason.FIELD_INVALID.error(
+                f"the sources are {sorted(offers)}; sources are numbered from 0", field="source"
+            )
         return [offers[index] for index in range(len(offers))]
 
     async def _from_disk(
@@ -307,7 +309,7 @@ class Leading:
         async def take_back() -> None:
             with contextlib.suppress(RlctlError):
                 opened = await self._fleet.connection.call("BeginWeightUpdate", request, LATE_S)
-                await self._abort(opened, "it was given up while it was begun", deadline)
+                await self._abort(opened, "the update was cancelled during its begin", deadline)
 
         try:
             plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
@@ -604,4 +606,4 @@ def _all_finite(sent: list[Sent], metas: Sequence[TensorMeta]) -> list[Sent]:
 
 
 async def _nothing_to_ship(segments: Sequence[TensorSegment]) -> None:
-    raise Reason.INTERNAL.error(f"{len(segments)} segments were written for nobody")
+    raise Reason.INTERNAL.error(f"{len(segments)} segments were written without a target")

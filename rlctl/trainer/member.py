@@ -83,7 +83,7 @@ async def follow(
                     if shipped is not None and not shipped.done():
                         if message.shipped.HasField("error"):
                             # Reported as a failed group: the lead may retry.
-                            cause = f"what was shared was not taken in: {message.shipped.error.message}"
+                            cause = f"the shared tensors were not received: {message.shipped.error.message}"
                             shipped.set_exception(Reason.GROUP_FAILED.error(cause))
                         else:
                             shipped.set_result(None)

@@ -45,7 +45,7 @@ class Probe:
                 raise Reason.FIELD_INVALID.error(
                     f"a prompt of a probe is token ids, not {prompt!r}",
                     field=f"probe.prompts[{number}]",
-                    next_step="Give those of your tokenizer.",
+                    next_step="Pass the token ids of your tokenizer.",
                 ) from None
             rows = torch.log_softmax(model(input_ids=tokens).logits[0, :-1].float(), dim=-1)
             logprobs.append(rows.gather(1, tokens[0, 1:, None])[:, 0].tolist())

@@ -129,7 +129,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
         if (self._rank == 0) != (fleet is not None):
             raise Reason.FIELD_CONFLICT.error(
-                f"this is rank {self._rank} of its trainer; rank 0 has the fleet, the others have None", field="fleet"
+                f"this is rank {self._rank} of its trainer; rank 0 passes the fleet, every other rank passes None",
+                field="fleet",
             )
         self._fleet = fleet
         self._model = model
@@ -348,7 +349,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             self._fleet.connection.check_loop()
         if self._progress is not None and not self._progress.ended.is_set():
             raise Reason.UPDATE_IN_PROGRESS.error(
-                "this publisher's last update has not ended", next_step="Wait for it, or cancel it."
+                "this publisher's last update has not ended", next_step="Wait for the update, or cancel it."
             )
         return Progress(trainer_stream(stream), watched=watched)
 
@@ -517,9 +518,9 @@ def _kind(
         return verbs_pb2.UPDATE_KIND_DELTA if base else kind
     if checkpoint or partial or base:
         raise Reason.FIELD_CONFLICT.error(
-            "an adapter comes whole and from tensors",
+            "an adapter is sent whole, from tensors",
             field="checkpoint" if checkpoint else "partial" if partial else "base",
-            next_step="One that lies on disk is loaded with load_adapter.",
+            next_step="Load an adapter from disk with load_adapter.",
         )
     return verbs_pb2.UPDATE_KIND_ADAPTER
 
@@ -539,15 +540,13 @@ def _adapter_config(
     if not adapter and config is None:
         return None
     if not adapter:
-        raise Reason.FIELD_REQUIRED.error("an adapter has a name", field="adapter")
+        raise Reason.FIELD_REQUIRED.error("an adapter needs a name", field="adapter")
     if config is None:
-        raise Reason.FIELD_REQUIRED.error("what are the adapter's tensors?", field="adapter_config")
+        raise Reason.FIELD_REQUIRED.error("adapter_config is required when adapter is set", field="adapter_config")
     dtypes = {meta.dtype for meta in source.metas()}
     if len(dtypes) != 1:
         listing = ", ".join(sorted(map(str, dtypes))) or "none"
-        raise Reason.FIELD_INVALID.error(
-            f"an adapter's tensors are of one dtype; these are: {listing}", field="weights"
-        )
+        raise Reason.FIELD_INVALID.error(f"an adapter's tensors must have one dtype, not {listing}", field="weights")
     return lora.from_peft(config, field="adapter_config", dtype=dtype_name(dtypes.pop()))
 
 

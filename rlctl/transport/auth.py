@@ -60,7 +60,7 @@ def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -
 def sendable(token: str) -> str:
     """Return the token. Raises FIELD_INVALID for a token that no call can carry."""
     if not _sendable(token):
-        raise Reason.FIELD_INVALID.error("the token has other than printable ASCII characters", field="token")
+        raise Reason.FIELD_INVALID.error("the token must have only printable ASCII characters", field="token")
     return token
 
 
@@ -131,7 +131,7 @@ class Access:
         token = token.strip()
         if scheme.lower() == "bearer" and token:
             if not _sendable(token):
-                raise Reason.TOKEN_INVALID.error("the token has other than printable ASCII characters")
+                raise Reason.TOKEN_INVALID.error("the token must have only printable ASCII characters")
             principal = self._file.of_token(token) if self._file is not None else None
             if principal is not None:
                 return principal

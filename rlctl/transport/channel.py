@@ -72,8 +72,8 @@ def open_channel(address: str, tls: Tls | None = None, role: Role = Role.COORDIN
     """
     if _opened_by - {os.getpid()}:
         raise Reason.UNSUPPORTED.error(
-            "this process was forked from one that had connections already, which gRPC does not survive",
-            next_step='Start such processes with multiprocessing\'s "spawn", or before the first connection is made.',
+            "this process was forked from a process with open connections, which gRPC does not support",
+            next_step='Start such processes with multiprocessing\'s "spawn", or fork before the first connection.',
         )
     _opened_by.add(os.getpid())
     if tls is None:

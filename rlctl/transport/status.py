@@ -90,7 +90,7 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
             )
         case grpc.StatusCode.UNIMPLEMENTED if details.startswith(_NOT_GRPC):
             # A 404: no gRPC server accepted the call, so the call is not retried.
-            return Reason.UNREACHABLE.error(f"what answers there is no gRPC server: {details}")
+            return Reason.UNREACHABLE.error(f"the peer is no gRPC server: {details}")
         case grpc.StatusCode.UNIMPLEMENTED:
             return Reason.VERB_UNKNOWN.error(details)
         case grpc.StatusCode.UNAUTHENTICATED:

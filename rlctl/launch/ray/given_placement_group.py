@@ -79,7 +79,7 @@ class GivenGroup(Places):
                 f"{len(order)} bundles of placement group {self._named!r} may be used, and the plan has places for "
                 f"{required}",
                 field="fleet.ray.bundles" if self._given else _FIELD,
-                next_step="`rlctl plan` shows them; no engine goes over the end of a node of num_gpus_per_node.",
+                next_step="`rlctl plan` shows the places; no engine crosses the end of a node of num_gpus_per_node.",
             )
         for spec in engines:
             if not spec.attached:
@@ -153,12 +153,12 @@ class GivenGroup(Places):
         if existing:
             raise Reason.FIELD_INVALID.error(
                 f"{len(existing)} placement groups are called {self._named!r}: {', '.join(sorted(existing))}",
-                field=_FIELD, next_step="Say which one by its id.",
+                field=_FIELD, next_step="Name the placement group by its id.",
             )  # fmt: skip
         if matching:
             raise Reason.PLACE_UNAVAILABLE.error(
-                f"placement group {self._named!r} was removed, by whoever made it or with its job",
-                field=_FIELD, next_step="Engines come up again once there is one of that name.",
+                f"placement group {self._named!r} was removed, by its owner or with its job",
+                field=_FIELD, next_step="Engines start again once a placement group of that name exists.",
             )  # fmt: skip
         group_names = sorted(about["name"] or id_ for id_, about in table.items() if about["state"] != REMOVED)
         raise Reason.FIELD_INVALID.error(
@@ -209,7 +209,7 @@ class GivenGroup(Places):
                 where = ", ".join(f"{bundle} on {self.address(group.nodes[bundle])}" for bundle in part)
                 raise Reason.FIELD_INVALID.error(
                     f"the bundles of {spec.slot} are on several nodes: {where}", field="fleet.ray.bundles",
-                    next_step="List them so that those of an engine are on one, or say num_gpus_per_node.",
+                    next_step="List the bundles of an engine on one node, or set num_gpus_per_node.",
                 )  # fmt: skip
         return bundles
 

@@ -194,7 +194,7 @@ class RayProcess:
         if "placement group was removed" in str(error):
             return self._where(
                 Reason.PLACE_UNAVAILABLE.error(
-                    f"{self.name} was ended with its placement group on {self._node}: whoever made that has removed it",
+                    f"{self.name} was ended with its placement group on {self._node}, which its owner has removed",
                     field="fleet.ray.placement_group",
                 )
             )
@@ -318,7 +318,7 @@ def _refuse_out_of_reach(listen: str) -> None:
         raise Reason.FIELD_INVALID.error(
             f"the nodes of the cluster ({', '.join(sorted(nodes))}) cannot reach a coordinator at {listen}",
             field="fleet.listen",
-            next_step="--listen, or fleet.listen, with an address of this node that the others reach.",
+            next_step="Set --listen or fleet.listen to an address of this node that the other nodes reach.",
         )
 
 

@@ -154,7 +154,7 @@ def apply(
                 return _follow(_before(deadline, connection, lines), say)
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(
-                f"it is not done after {timeout_s:g} s; the supervisor goes on", next_step="`rlctl status` shows it."
+                f"the change is not done after {timeout_s:g} s; the supervisor goes on", next_step="See `rlctl status`."
             ) from None
         except OSError:
             raise _ended() from None

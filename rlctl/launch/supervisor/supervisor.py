@@ -147,7 +147,7 @@ class _Supervisor:
                     on_ready(self._state)
                 except OSError as error:  # no reader is left, or the disk is full: the fleet continues
                     discard_unwritten(sys.stdout)
-                    self._say(f"Ready. Warning: what there is could not be written: {error.strerror}")
+                    self._say(f"Ready. Warning: the fleet's state could not be written: {error.strerror}")
                 while True:
                     self._look()
                     request = requests.wait(LOOK_S)
@@ -176,7 +176,7 @@ class _Supervisor:
                     if next_request.deployment != previous:
                         self._answer(
                             Reason.OPERATION_CONFLICT.error(
-                                "another `rlctl up` has changed the fleet before this was done",
+                                "another `rlctl up` has changed the fleet before this change",
                                 next_step="`rlctl plan FILE` shows what is different now.",
                             )
                         )

@@ -130,8 +130,8 @@ async def lines_of(program: str, address: str) -> list[str]:
 async def test_a_child_of_a_fork_is_told_that_it_cannot_connect(fleet: InProcessFleet) -> None:
     """Nothing would ever come over its connections, as if nobody was there."""
     asked, connected = await lines_of(FORKS, fleet.server.address)
-    assert asked.startswith("CANCELLED: it belongs to the process that this one was forked from")
-    assert connected.startswith("UNSUPPORTED: this process was forked from one that had connections")
+    assert asked.startswith("CANCELLED: the client belongs to the parent of this forked process")
+    assert connected.startswith("UNSUPPORTED: this process was forked from a process with open connections")
     assert "spawn" in connected
 
 
