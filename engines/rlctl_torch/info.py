@@ -68,7 +68,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
 
 
 def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
-    """Return the coordinates of every rank, and the store for groups of the stage's own; all ranks together."""
+    """Return every rank's coordinates and the address of the store for the stage's own groups; all ranks together."""
     place = {"node": rank.config.node, "device": device_id(rank.device), "host_id": host_id()}
     message = json.dumps([place, rank.model.shards.fingerprint()]).encode()
     with rank.ranks.exchanging() as exchange:

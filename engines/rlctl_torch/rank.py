@@ -132,7 +132,7 @@ class Rank:
         segments: reader of segments of shared memory.
         handovers: KV entries to and from other engines.
         roots: directories in which requests may name paths.
-        origin: checkpoint of the weights, or None if the weights came by a different path.
+        origin: checkpoint of the weights, or None if the weights were not all read from one checkpoint.
         paused: mode of the pause; PAUSE_MODE_UNSPECIFIED: not paused.
         draining: a drain waits for the running samples; no sample starts.
         snapshot: digests by tensor name for a later compare, or None.

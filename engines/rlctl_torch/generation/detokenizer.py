@@ -14,11 +14,10 @@ from rlctl.contract.errors import Reason
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _INCOMPLETE = "\ufffd"
 _LONGEST = 3
-"""Most tokens of an incomplete character so far. A character has four bytes at most, and each token has a byte or more.
-"""
+"""Most tokens of an incomplete character so far: a character has at most four bytes, and each token at least one."""
 
 _PATIENCE = 8
-"""Most tokens to wait for. Beyond this number their bytes form no character, except perhaps the last few tokens."""
+"""Most tokens that may wait for the end of a character. More tokens form no character, except perhaps the last few."""
 
 
 class Tokenizer:
@@ -71,8 +70,8 @@ def find_tokenizer(path: str) -> Tokenizer | None:
 
 
 _BEFORE = range(5, 9)
-"""Numbers of prompt tokens to decode together with the first output tokens. The smallest number that starts with a
-whole character is taken.
+"""Numbers of prompt tokens to decode together with the first output tokens. The smallest number whose text is whole
+characters is taken.
 """
 
 

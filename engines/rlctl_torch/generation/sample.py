@@ -137,7 +137,7 @@ class Sample:
         self._tell([choice], text, start, version, finish, adapter_version)
 
     def end(self, version: WeightVersion, *, aborted: str = "") -> None:
-        """End without a further token: aborted for a reason, or because the request has no further tokens."""
+        """End without a further token: aborted for a reason, or because the request wants no further tokens."""
         kind = FINISH_TYPE_ABORT if aborted else FINISH_TYPE_LENGTH
         self._tell([], "", self.position, version, FinishReason(type=kind, message=aborted))
 

@@ -61,7 +61,7 @@ class Scheduler:
         self._failure: RlctlError | None = None
         self._version = WeightVersion()
         self._generated = 0
-        self._draining = self._held = ""  # adapters with which no sample starts, and no sample runs
+        self._draining = self._held = ""  # adapter with which no sample starts; adapter with which no sample runs
         self._paused: dict[str, bool] = {}  # adapters paused by name; False: still draining
         self.work = threading.Event()
         """Set when there may be work, for the engine thread."""
@@ -270,9 +270,7 @@ class Scheduler:
         return self._paused.get(adapter, False)
 
     def frozen(self, adapter: str = "") -> int:
-        """Return the number of running samples under a pause by name of their adapter. An empty name counts all
-        adapters.
-        """
+        """Return the number of running samples whose adapter is paused by name; "" counts all adapters."""
         with self._lock:
             return sum(self.is_paused(s.adapter) for s in self._running if adapter in ("", s.adapter))
 
@@ -307,13 +305,14 @@ class Scheduler:
             return self._form(parts) if parts else None
 
     def let_go(self) -> Move | None:
-        """Return a move that frees the shared memory of a room without readers, even while requests may not run."""
+        """Return a move that frees the memory of a room without readers, or None; also while requests may not run."""
         with self._lock:
             return Move("let_go", self._over.popleft()) if self._over else None
 
     def move(self, *, admit: bool) -> Move | None:
-        """Return a move of KV entries to or from the other engine of a pair, before the next batch; :meth:`moved` ends
-        the move.
+        """Return a move of KV entries to or from the other engine of a pair, before the next batch, or None.
+
+        :meth:`moved` ends the move.
         """
         with self._lock:
             if admit:
@@ -404,7 +403,7 @@ class Scheduler:
         return not self._running or claimed + sample.pending + len(self._running) + 1 <= self._slots.free
 
     def _make_room(self) -> bool:
-        """Send a sample under the pause of its adapter back to waiting. Return whether there was such a sample."""
+        """Send a running sample of an adapter paused by name back to waiting. Return whether there was one."""
         frozen = [sample for sample in self._running if self.is_paused(sample.adapter) and sample is not self._moving]
         if frozen:
             self._retract(frozen[-1])

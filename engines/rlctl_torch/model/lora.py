@@ -174,7 +174,7 @@ class Adapters:
 
 
 def _weights(model: Model) -> dict[str, str]:
-    """Return the checkpoint name of each module's weight, if that name alone lies in the module's weight."""
+    """Return the checkpoint name of the weight, by module, for every module whose weight is a single tensor there."""
     shared: dict[str, list[str]] = {}
     for name, place in model.places.items():
         if isinstance(place, Part) and place.source.endswith(".weight"):

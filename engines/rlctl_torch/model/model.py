@@ -93,7 +93,7 @@ class Model(LoadHooks):
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent buffer of this rank by name. Tied tensors have only their last name."""
+        """Every parameter and persistent buffer of this rank by name. Tied tensors appear once, by their last name."""
         by_id = {id(tensor): (name, tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()}
         return dict(by_id.values())
 
@@ -315,8 +315,9 @@ def _plan(module: Any) -> dict[str, str]:
 
 
 def _expected(module: Any, parts: Mapping[str, Part], checkpoint: Checkpoint) -> dict[str, TensorMeta]:
-    """Return the tensors that the checkpoint must hold: every parameter and persistent buffer. Of tied tensors, the
-    tensors present.
+    """Return the tensors that the checkpoint must hold: every parameter and persistent buffer.
+
+    Of tensors that the config ties, at least one must be present; the rest may be absent.
 
     Raises CHECKPOINT_MISMATCH if tensors that the config ties have different values.
     """

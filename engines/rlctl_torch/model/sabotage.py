@@ -4,10 +4,10 @@ Off unless the environment variable RLCTL_TORCH_SABOTAGE is set at the start of 
 
 - ``stale``: updates are acknowledged, nothing is written;
 - ``drop-tensor:NAME`` or ``drop-tensor:NAME@RANK``: the tensor is received and counted as written, but not placed,
-  by all ranks or by this rank;
+  at every rank or at rank RANK only;
 - ``wrong-rank``: the highest rank places the slices of rank 0;
 - ``swap:NAME,OTHER``: the two tensors (an expert and its neighbour, say) are placed in exchanged places;
-- ``stale-decode``: decode steps compute with a copy of a weight from the start, prefill with the weight.
+- ``stale-decode``: decode steps compute with a copy of one weight, made at the start; prefill uses the weight itself.
 
 Only this module knows the variable, and gives the update path a wrong shard map or hooks the forward pass. Loading at
 the start, digests and everything else use the true shard map.

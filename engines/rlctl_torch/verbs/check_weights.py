@@ -56,8 +56,10 @@ def actions(rank: Rank) -> list[CheckAction.ValueType]:
 
 
 class Check:
-    """CheckWeights, every action. Digests of shadow copies, and of the served weights while steps continue, run in the
-    background.
+    """CheckWeights, every action.
+
+    Digests of shadow copies, and of the served weights while steps continue, run in the background. Everything else
+    runs on the engine thread.
     """
 
     def __init__(self, rank: Rank, request: CheckWeightsRequest, update_id: str, deadline: float) -> None:

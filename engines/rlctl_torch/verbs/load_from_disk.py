@@ -226,7 +226,7 @@ class Disk:
         self._stop = threading.Event()
 
     def inspect(self, request: InspectCheckpointRequest) -> CheckpointReport:
-        """Report the result of a load. Raises the errors that a load raises before its first byte."""
+        """Check a checkpoint as a load does, without the load. Raises the errors of a load before its first byte."""
         rank = self._rank
         check_format(request.load_format)
         load = _open_load(rank, request.model_path, request.load_format, request.target_modules)

@@ -87,7 +87,7 @@ class PauseAdapter:
             raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
 
     def admit(self) -> bool:
-        """Refuse a mode that would end requests frozen in place. A drain waits until no sample has the adapter."""
+        """Refuse a mode that would end requests frozen in place. A drain waits until no sample of the adapter runs."""
         rank, scheduler = self._rank, self._rank.scheduler
         assert scheduler is not None
         runs = scheduler.runs_with(self._name)

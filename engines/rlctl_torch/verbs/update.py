@@ -2,8 +2,8 @@
 
 :mod:`rlctl_torch.verbs.load_from_disk` reads weights from disk.
 
-All ranks together refuse before the first byte. From the first byte of an in-place update the weights are a mixture
-until its commit; after an abort, until the commit of a full update.
+All ranks together make every possible refusal before the first byte. From the first byte of an in-place update the
+weights are a mixture until its commit; after an abort, until the commit of a full update.
 """
 
 from __future__ import annotations
