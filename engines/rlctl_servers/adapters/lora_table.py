@@ -31,7 +31,7 @@ class Held:
 
 
 class LoraTable:
-    """The serving adapters. Admin verbs change the table; any thread may read it.
+    """The serving adapters. Admin verbs change the table; any thread may read the table.
 
     Every load gets a new name at the server, and a switch to a new version changes only this table. SGLang binds a name
     to its first adapter for ever. A second adapter under that name counts as loaded already. A request for an unloaded

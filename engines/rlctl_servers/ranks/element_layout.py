@@ -151,7 +151,10 @@ class Layout:
         return {name: shards[0] for name, shards in self.bind_all(parameters).items() if len(shards) == 1}
 
     def bind_all(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[Shard, ...]]:
-        """Return all pieces as views of these parameters. Raises INTERNAL for parameters of other forms."""
+        """Return all pieces as views of these parameters.
+
+        Raises INTERNAL if a parameter is missing or has a different form.
+        """
         for name in {piece.parameter for pieces in self.pieces.values() for piece in pieces}:
             form = ParameterForm.of(parameters[name]) if name in parameters else None
             if form != self.parameters[name]:

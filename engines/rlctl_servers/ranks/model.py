@@ -62,6 +62,7 @@ class RankModel(LoadHooks, abc.ABC):
 
     @property
     def confirmed(self) -> bool:
+        """Return whether :meth:`confirm` was called."""
         return False
 
     def confirm(self) -> None:
@@ -108,7 +109,7 @@ class Places(ShardMap):
     def begin(self) -> None: ...
 
     def touched(self, begun: Collection[str]) -> bool:
-        """Return whether the weights have changed in this update. ``begun``: names of tensors with begun placement."""
+        """Return whether the weights have changed in this update. ``begun``: tensors whose placing has begun."""
         return bool(begun)
 
     def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:

@@ -236,7 +236,7 @@ class Rank:
     def _prepare(
         self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float
     ) -> v.WeightsReport | Future[bytes]:
-        """Open an update, and give an open update up. The stage server has checked whether it may be opened."""
+        """Give up an open update, and open this update. The stage server has checked whether it may be opened."""
         self._give_up()
         full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
         load = Load(update_id, full, request.selector)

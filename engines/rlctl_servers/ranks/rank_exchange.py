@@ -1,7 +1,7 @@
 """Exchange between the ranks of one server: each rank is called by itself, and has parts of tensors only.
 
-The engine's own groups are not used: after a message that a rank missed, the rank would mistake later messages. The
-ranks form a group of their own for each call. It ends by the call's deadline even if a rank fails.
+The engine's own groups are not used: a rank that missed a message would take the next message for the missed message.
+The ranks form a group of their own for each call. The group ends by the call's deadline even if a rank fails.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Together:
 
 
 def agreed(exchange: Exchange, act: Callable[[], Done]) -> Done:
-    """Run a step at every rank, without the other ranks. An error of any rank is raised at all ranks."""
+    """Run a step of this rank alone, and return its result. An error of any rank is raised at all ranks."""
     stop = Stop()
     done: list[Done] = []
     try:

@@ -1,7 +1,7 @@
 """A negative control of the decode check, off unless RLCTL_SERVER_SABOTAGE is set at the start of a server.
 
-``stale-decode``: decode steps compute with copies of the embedding and the norms from the start, prefill with the
-weights. The bytes that updates write are right.
+``stale-decode``: decode steps compute with copies of the embedding and the norms, made at the start; prefill uses the
+weights themselves. The bytes that updates write are right.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Reading:
     """Content of a body that decides how its request is sent.
 
     Attributes:
-        rids: the caller's ids for the request, which no other request may use until its end.
+        rids: the caller's ids for the request. No other request may use these ids until its end.
         engine_rids: ids for an abort at the server; empty: the connection is closed instead.
         adapter: rlctl's name of its adapter, or "".
         model: name of the base model if the server checks it, or "".

@@ -35,7 +35,7 @@ class Computed:
 
 
 class Turn:
-    """Serializes verbs that lift a pause for a while and verbs that rely on the pause."""
+    """Runs one verb at a time among the verbs that lift a pause for a while and the verbs that rely on the pause."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

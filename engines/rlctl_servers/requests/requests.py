@@ -227,7 +227,7 @@ class Requests:
             raise Reason.STAGE_NOT_SERVING.error(f"adapter {adapter!r} is paused by name")
 
     async def cut(self) -> None:
-        """Keep a stopped server from beginning received requests. The begun samples have ended.
+        """Keep a stopped server from beginning requests that it has received. Begun samples have ended by then.
 
         Samples without output end as aborted. Returns once their connections are closed.
         """

@@ -113,7 +113,7 @@ def stage_layout(
 ) -> StageLayout:
     """Return the layout of a server on a node. ``places``: rank, device and host id of each rank.
 
-    ``store``: address at rank 0 of the groups for sending weights; ("", 0): no sending.
+    ``store``: address at rank 0 where groups meet in which the server sends its weights; ("", 0): it sends none.
     """
     return StageLayout(
         tp_size=tp_size,

@@ -26,7 +26,7 @@ class Scratch:
     prefix: ClassVar[str]
 
     def __init__(self) -> None:
-        """Make a directory. Remove the directories of stage servers that were killed together with their servers."""
+        """Make a directory. Remove orphans: directories of killed stage servers whose servers have ended."""
         self._remove_orphans()
         self.path = Path(tempfile.mkdtemp(prefix=self.prefix))
         self.lock = os.open(self.path, os.O_RDONLY)

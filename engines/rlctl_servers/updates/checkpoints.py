@@ -159,7 +159,7 @@ class Checkpoints:
         return checkpoint
 
     def inspect(self, path: str, load_format: str, target_modules: object) -> CheckpointReport:
-        """Return the findings of a load. Raises the errors of a load before its first byte."""
+        """Check a checkpoint as a load does, without the load. Raises the errors of a load before its first byte."""
         checkpoint = self.open(path, load_format, target_modules)
         checkpoint.close()
         manifest = read_manifest(Path(checkpoint.path), blame="model_path")
