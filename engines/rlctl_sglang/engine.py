@@ -456,8 +456,8 @@ class SGLangEngine(ServerEngine):
     def _admit(self, request: GenerateRequest) -> None:
         """Refuse half of a pair's request if it may not be computed at the version that it names.
 
-        The servers do not compare the versions of the two halves. But a half is computed at the admission's version
-        only. No version changes before a pause or an update, and these end or refuse the admitted requests.
+        The servers do not compare the versions of the two halves. But a half is computed only at the version of its
+        admission. No version changes before a pause or an update, and these end or refuse the admitted requests.
         """
         if not self._state.paired:
             if self._pausing and has_grammar(request):

@@ -460,7 +460,7 @@ class DiffusionEngine(Engine):
             )
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Close the update. Raises WEIGHTS_INCOMPLETE if modules of a full update are missing, or all modules."""
+        """Close the update. Raises WEIGHTS_INCOMPLETE if a full update lacks a module, or no module was written."""
         self._check("CommitUpdate")
         update = opened(self._update, call)
         call.accept()
@@ -484,7 +484,7 @@ class DiffusionEngine(Engine):
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call
     ) -> verbs_pb2.CheckpointReport:
-        """Return the findings of a load, and the digest of the whole model after the load."""
+        """Check a checkpoint as a load does, without the load. The digest is the whole model's after such a load."""
         self._check("InspectCheckpoint")
         names, sums = await self._vetted(request.model_path, request.load_format, request.target_modules, call)
         metas = [meta for name in names for meta in self._pipelines.reference[name].values()]

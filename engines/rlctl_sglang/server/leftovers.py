@@ -1,8 +1,8 @@
 """Remains of a killed SGLang, found and removed: sockets, temporary files, segments in shared memory.
 
 SGLang removes these only at an orderly end. So each launched server gets a directory of its own for temporary files.
-The segments of ``/dev/shm`` that the processes map are recorded there while these live, since the names of segments do
-not tell the owner.
+The segments of ``/dev/shm`` that the processes map are recorded there while the processes live, since the names of
+segments do not tell the owner.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class SGLangProcess(ServerProcess):
     scratch: Scratch
 
     def __init__(self, config: EngineConfig, options: Options, meeting: Meeting | None = None) -> None:
-        """``meeting``: None for a single node. Raises FIELD_INVALID without SGLang, UNSUPPORTED without NIXL."""
+        """``meeting``: None for a single node. Raises FIELD_INVALID without SGLang, UNSUPPORTED for a pair on a CPU
+        without NIXL.
+        """
         python = interpreter(options)
         _refuse_without_nixl(config, options, python)
         self._config = config

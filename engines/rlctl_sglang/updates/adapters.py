@@ -48,7 +48,7 @@ class Adapters(adapters.Adapters):
 
     @property
     def stuck(self) -> bool:
-        """Return whether SGLang is paused. A pause holds requests back, and SGLang unloads an adapter after these."""
+        """Return whether SGLang is paused. SGLang unloads an adapter after its requests, and a pause holds requests."""
         return self._state.stopped
 
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
