@@ -230,8 +230,9 @@ class VLLMEngine(ServerEngine):
         self._ending = ending
 
     async def _received(self, timeout_s: float) -> bool:
-        """Stop further receives and return whether that succeeded. The source has left its group by then, or is about
-        to.
+        """Stop further receives, and wait until the ranks receive nothing. Return False if ``timeout_s`` ends first.
+
+        The source has left its group by then, or is about to.
         """
         if isinstance(self._ranks, Native):
             self._ranks.stop()

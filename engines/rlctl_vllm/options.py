@@ -21,7 +21,7 @@ TAKEN = (
     *("worker_extension_cls", "enable_scale_out", "return_tokens_as_token_ids", "enable_prompt_tokens_details"),
     *("generation_config", "data_parallel_size", "pipeline_parallel_size", "headless", "grpc_port"),
 )
-"""Arguments of vLLM that rlctl sets itself, or that allow more than a single server of tensor-parallel ranks."""
+"""Arguments of vLLM that rlctl sets itself, or that make more than one server of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "ResumeMemory": ("/wake_up",),
     "UpdateWeightsFromDisk": ("/collective_rpc", "/update_weight_version"),
 }
-"""Routes that a verb needs, because versions of vLLM differ."""
+"""Routes that a verb needs. Versions of vLLM differ."""
 
 _IN_WORKERS = (
     *("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFromDistributed"),

@@ -65,6 +65,7 @@ class Requests:
 
     @property
     def active(self) -> int:
+        """Return the number of samples that have not ended."""
         return len(self._running)
 
     samples = active

@@ -83,7 +83,7 @@ class Sample(Reply):
             self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     def cut_off(self) -> None:
-        """Mark the sample as aborted if vLLM has not reported its end."""
+        """Mark the sample as aborted. The sample was ended, and vLLM has not reported its end."""
         self.finish = aborted()
 
     def answer(self) -> dict[str, Any]:

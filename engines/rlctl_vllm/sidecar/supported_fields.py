@@ -1,6 +1,6 @@
 """Fields of SGLang's /generate that a vLLM supports.
 
-vLLM ignores unknown fields. So fields that are unknown here are refused, and fields that vLLM would drop.
+vLLM ignores unknown fields. So fields that are unknown here are refused, and so are fields that vLLM would drop.
 """
 
 from __future__ import annotations

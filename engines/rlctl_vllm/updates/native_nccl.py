@@ -2,8 +2,8 @@
 
 ``POST /collective_rpc`` calls the methods of vLLM's workers for this engine at every rank, and answers once every rank
 has returned. But if a rank fails, vLLM takes the answers of later ranks for answers to the next call (see
-:mod:`.worker_calls`). So in the end every rank gets a word to send back. A server with a different word from a rank is
-given up: its answers prove nothing until a restart.
+:mod:`.worker_calls`). So at the end every rank is sent a word that it must send back. If a rank sends a different word,
+the server is given up: its answers prove nothing until a restart.
 
 Tensors are checked here, by the checkpoint's names and shapes, before the first byte. From the first byte on vLLM
 cannot go back.

@@ -143,7 +143,7 @@ class VLLMModel(RankModel):
     def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
         """Return the weights that this rank computes with, as parts of the reference's tensors.
 
-        A packed layer is copied, with as much memory again. Raises UNSUPPORTED for weights that cannot be read.
+        A packed layer is copied, which takes its memory once more. Raises UNSUPPORTED for weights that cannot be read.
         """
         shards = {}
         for name, meta in reference.items():

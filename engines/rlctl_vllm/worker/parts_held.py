@@ -20,7 +20,7 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 
 def part_of(layer: Any, leaf: str, part: int | None, meta: TensorMeta, rank: int, size: int) -> Shard:
-    """Return rank ``rank``'s part of a tensor. ``part``: number of the tensor in a fused layer, or None.
+    """Return a tensor's part at rank ``rank`` of ``size``. ``part``: number of the tensor in a fused layer, or None.
 
     On a device the part is a view of the parameter; the part of a packed layer is a copy. Raises UNSUPPORTED for a part
     that cannot be read.
