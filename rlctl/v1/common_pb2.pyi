@@ -206,9 +206,9 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 1
     """Waiting and running requests return at once with the output so far, and finish reason "abort"."""
     PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 2
-    """Running requests return to waiting. Freed KV entries are recomputed after the continue."""
+    """Running requests return to waiting. Their KV entries are freed, and recomputed after the continue."""
     PAUSE_MODE_IN_PLACE: _PauseMode.ValueType  # 3
-    """Requests are frozen and keep KV entries. A flush is refused while a request is frozen."""
+    """Requests are frozen and keep their KV entries. A flush is refused while a request is frozen."""
     PAUSE_MODE_DRAIN: _PauseMode.ValueType  # 4
     """No new request starts. The pause completes when the running requests have finished."""
 
@@ -220,9 +220,9 @@ PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 1
 """Waiting and running requests return at once with the output so far, and finish reason "abort"."""
 PAUSE_MODE_RETRACT: PauseMode.ValueType  # 2
-"""Running requests return to waiting. Freed KV entries are recomputed after the continue."""
+"""Running requests return to waiting. Their KV entries are freed, and recomputed after the continue."""
 PAUSE_MODE_IN_PLACE: PauseMode.ValueType  # 3
-"""Requests are frozen and keep KV entries. A flush is refused while a request is frozen."""
+"""Requests are frozen and keep their KV entries. A flush is refused while a request is frozen."""
 PAUSE_MODE_DRAIN: PauseMode.ValueType  # 4
 """No new request starts. The pause completes when the running requests have finished."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015

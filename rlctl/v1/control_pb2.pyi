@@ -168,7 +168,7 @@ class Attach(_message.Message):
     slot: _builtins.str
     """Slot of the stage. A different slot is refused (STAGE_NOT_FOUND)."""
     incarnation: _builtins.int
-    """Incarnation from the coordinator."""
+    """Incarnation from the coordinator. 0: the stage answers with registration and report, and accepts no commander."""
     contract_version: _builtins.int
     """Version of this contract at the commander."""
     @_builtins.property

@@ -306,7 +306,7 @@ class CoordinatorServiceServicer(object):
         routable.
         Idempotency: Yes, with the same request_id. A pause in the mode of the present pause is confirmed. A change from
         in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
+        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: Unless every target pauses, the paused targets continue and are REJECTED with CANCELLED. UNKNOWN
         and DIRTY quarantine a target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -320,9 +320,9 @@ class CoordinatorServiceServicer(object):
         """Starts generation again.
 
         Effect: Kept requests continue. Stages at an admitted version become routable. Pauses by name of the target end,
-        also for absent stages, but not for stages that refuse the continue. An open implicit update of the target is
-        committed first. If this commit fails, no stage continues. With an adapter, pauses of that adapter end and no
-        update is committed.
+        also for absent stages, but not for stages that refuse the continue. If every target refuses, no pause ends. An
+        open implicit update of the target is committed first. If this commit fails, no stage continues. With an adapter,
+        pauses of that adapter end and no update is committed.
         Idempotency: Yes, with the same request_id. A continue of a running stage is confirmed.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before the call of its engine. With
         when_resident, an ASLEEP stage continues later. With an adapter: the states of PauseGeneration.
@@ -338,7 +338,7 @@ class CoordinatorServiceServicer(object):
         """Ends requests early.
 
         Effect: The requests return their tokens so far, with finish reason "abort".
-        Idempotency: Yes, with the same request_id. Unknown ids are counted.
+        Idempotency: Yes, with the same request_id. Unknown ids are reported.
         States: Every state except JOINING.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -353,7 +353,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
         Idempotency: Yes, with the same request_id.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
+        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY. Refused while requests run or are frozen in place.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -383,7 +383,7 @@ class CoordinatorServiceServicer(object):
         An open implicit update is committed first, as by ContinueGeneration. A stage that was continued with when_resident
         starts to generate once all regions are resident.
         Idempotency: Yes, with the same request_id. A resident region is confirmed.
-        States: ASLEEP, and every other state without released regions (confirmed).
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -397,7 +397,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: Publishes the version after every target has loaded, flushed and been verified.
         Idempotency: Yes, with the same request_id.
-        States: STALE, READY, PAUSED, DIRTY, with the weights resident.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY, with the weights resident.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
@@ -411,7 +411,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: Inside an update, writes the tensors. Without an update id: see UpdateWeightsFromDistributed.
         Idempotency: Yes, with the same request_id.
-        States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, DIRTY.
+        States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -928,12 +928,13 @@ class CoordinatorServiceServicer(object):
     def TakeOverStages(self, request, context):
         """Takes over stages that obey the epoch of another fleet's coordinator.
 
-        Effect: The epoch of the fleet rises above all epochs that these stages have seen, and every link is made again. A
-        stage with a link to this coordinator stays unchanged. The former coordinator of a stage is fenced.
+        Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
+        epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
+        coordinator of such a stage is fenced. Waits up to 10 s for the links.
         Idempotency: Yes.
-        States: UNREACHABLE, JOINING.
-        Partial failure: An unknown slot refuses the whole request. A stage without an answer fails the call, and the call
-        can be repeated.
+        States: Every state.
+        Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
+        or more (EPOCH_FENCED). A stage without an answer fails the call (UNREACHABLE), and the call can be repeated.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
@@ -942,7 +943,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetHealing(self, request, context):
-        """Switches the automatic heals of a model on or off. Late, restarted and DIRTY stages need a heal.
+        """Switches the automatic heals of a model on or off, for all of its stages.
 
         Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
         Running heals continue.
@@ -961,7 +962,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: The stages are updated, verified and admitted.
         Idempotency: Yes.
-        States: STALE, DIRTY.
+        States: STALE, DIRTY. READY and PAUSED, if quarantined by the coordinator or if an adapter of the model is missing.
         Partial failure: Each stage has its own outcome.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.

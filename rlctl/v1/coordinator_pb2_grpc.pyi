@@ -61,7 +61,7 @@ class CoordinatorServiceStub:
     routable.
     Idempotency: Yes, with the same request_id. A pause in the mode of the present pause is confirmed. A change from
     in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
+    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: Unless every target pauses, the paused targets continue and are REJECTED with CANCELLED. UNKNOWN
     and DIRTY quarantine a target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -71,9 +71,9 @@ class CoordinatorServiceStub:
     """Starts generation again.
 
     Effect: Kept requests continue. Stages at an admitted version become routable. Pauses by name of the target end,
-    also for absent stages, but not for stages that refuse the continue. An open implicit update of the target is
-    committed first. If this commit fails, no stage continues. With an adapter, pauses of that adapter end and no
-    update is committed.
+    also for absent stages, but not for stages that refuse the continue. If every target refuses, no pause ends. An
+    open implicit update of the target is committed first. If this commit fails, no stage continues. With an adapter,
+    pauses of that adapter end and no update is committed.
     Idempotency: Yes, with the same request_id. A continue of a running stage is confirmed.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before the call of its engine. With
     when_resident, an ASLEEP stage continues later. With an adapter: the states of PauseGeneration.
@@ -85,7 +85,7 @@ class CoordinatorServiceStub:
     """Ends requests early.
 
     Effect: The requests return their tokens so far, with finish reason "abort".
-    Idempotency: Yes, with the same request_id. Unknown ids are counted.
+    Idempotency: Yes, with the same request_id. Unknown ids are reported.
     States: Every state except JOINING.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -96,7 +96,7 @@ class CoordinatorServiceStub:
 
     Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
     Idempotency: Yes, with the same request_id.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
+    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY. Refused while requests run or are frozen in place.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -118,7 +118,7 @@ class CoordinatorServiceStub:
     An open implicit update is committed first, as by ContinueGeneration. A stage that was continued with when_resident
     starts to generate once all regions are resident.
     Idempotency: Yes, with the same request_id. A resident region is confirmed.
-    States: ASLEEP, and every other state without released regions (confirmed).
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -128,7 +128,7 @@ class CoordinatorServiceStub:
 
     Effect: Publishes the version after every target has loaded, flushed and been verified.
     Idempotency: Yes, with the same request_id.
-    States: STALE, READY, PAUSED, DIRTY, with the weights resident.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY, with the weights resident.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -138,7 +138,7 @@ class CoordinatorServiceStub:
 
     Effect: Inside an update, writes the tensors. Without an update id: see UpdateWeightsFromDistributed.
     Idempotency: Yes, with the same request_id.
-    States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, DIRTY.
+    States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -515,17 +515,18 @@ class CoordinatorServiceStub:
     TakeOverStages: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]
     """Takes over stages that obey the epoch of another fleet's coordinator.
 
-    Effect: The epoch of the fleet rises above all epochs that these stages have seen, and every link is made again. A
-    stage with a link to this coordinator stays unchanged. The former coordinator of a stage is fenced.
+    Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
+    epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
+    coordinator of such a stage is fenced. Waits up to 10 s for the links.
     Idempotency: Yes.
-    States: UNREACHABLE, JOINING.
-    Partial failure: An unknown slot refuses the whole request. A stage without an answer fails the call, and the call
-    can be repeated.
+    States: Every state.
+    Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
+    or more (EPOCH_FENCED). A stage without an answer fails the call (UNREACHABLE), and the call can be repeated.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
     SetHealing: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]
-    """Switches the automatic heals of a model on or off. Late, restarted and DIRTY stages need a heal.
+    """Switches the automatic heals of a model on or off, for all of its stages.
 
     Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
     Running heals continue.
@@ -540,7 +541,7 @@ class CoordinatorServiceStub:
 
     Effect: The stages are updated, verified and admitted.
     Idempotency: Yes.
-    States: STALE, DIRTY.
+    States: STALE, DIRTY. READY and PAUSED, if quarantined by the coordinator or if an adapter of the model is missing.
     Partial failure: Each stage has its own outcome.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -575,7 +576,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     routable.
     Idempotency: Yes, with the same request_id. A pause in the mode of the present pause is confirmed. A change from
     in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
+    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: Unless every target pauses, the paused targets continue and are REJECTED with CANCELLED. UNKNOWN
     and DIRTY quarantine a target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -585,9 +586,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Starts generation again.
 
     Effect: Kept requests continue. Stages at an admitted version become routable. Pauses by name of the target end,
-    also for absent stages, but not for stages that refuse the continue. An open implicit update of the target is
-    committed first. If this commit fails, no stage continues. With an adapter, pauses of that adapter end and no
-    update is committed.
+    also for absent stages, but not for stages that refuse the continue. If every target refuses, no pause ends. An
+    open implicit update of the target is committed first. If this commit fails, no stage continues. With an adapter,
+    pauses of that adapter end and no update is committed.
     Idempotency: Yes, with the same request_id. A continue of a running stage is confirmed.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before the call of its engine. With
     when_resident, an ASLEEP stage continues later. With an adapter: the states of PauseGeneration.
@@ -599,7 +600,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Ends requests early.
 
     Effect: The requests return their tokens so far, with finish reason "abort".
-    Idempotency: Yes, with the same request_id. Unknown ids are counted.
+    Idempotency: Yes, with the same request_id. Unknown ids are reported.
     States: Every state except JOINING.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -610,7 +611,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
     Idempotency: Yes, with the same request_id.
-    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
+    States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY. Refused while requests run or are frozen in place.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -632,7 +633,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     An open implicit update is committed first, as by ContinueGeneration. A stage that was continued with when_resident
     starts to generate once all regions are resident.
     Idempotency: Yes, with the same request_id. A resident region is confirmed.
-    States: ASLEEP, and every other state without released regions (confirmed).
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -642,7 +643,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: Publishes the version after every target has loaded, flushed and been verified.
     Idempotency: Yes, with the same request_id.
-    States: STALE, READY, PAUSED, DIRTY, with the weights resident.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY, with the weights resident.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -652,7 +653,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: Inside an update, writes the tensors. Without an update id: see UpdateWeightsFromDistributed.
     Idempotency: Yes, with the same request_id.
-    States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, DIRTY.
+    States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -1029,17 +1030,18 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     TakeOverStages: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
     """Takes over stages that obey the epoch of another fleet's coordinator.
 
-    Effect: The epoch of the fleet rises above all epochs that these stages have seen, and every link is made again. A
-    stage with a link to this coordinator stays unchanged. The former coordinator of a stage is fenced.
+    Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
+    epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
+    coordinator of such a stage is fenced. Waits up to 10 s for the links.
     Idempotency: Yes.
-    States: UNREACHABLE, JOINING.
-    Partial failure: An unknown slot refuses the whole request. A stage without an answer fails the call, and the call
-    can be repeated.
+    States: Every state.
+    Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
+    or more (EPOCH_FENCED). A stage without an answer fails the call (UNREACHABLE), and the call can be repeated.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
     SetHealing: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
-    """Switches the automatic heals of a model on or off. Late, restarted and DIRTY stages need a heal.
+    """Switches the automatic heals of a model on or off, for all of its stages.
 
     Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
     Running heals continue.
@@ -1054,7 +1056,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: The stages are updated, verified and admitted.
     Idempotency: Yes.
-    States: STALE, DIRTY.
+    States: STALE, DIRTY. READY and PAUSED, if quarantined by the coordinator or if an adapter of the model is missing.
     Partial failure: Each stage has its own outcome.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -1098,7 +1100,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         routable.
         Idempotency: Yes, with the same request_id. A pause in the mode of the present pause is confirmed. A change from
         in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
+        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: Unless every target pauses, the paused targets continue and are REJECTED with CANCELLED. UNKNOWN
         and DIRTY quarantine a target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -1114,9 +1116,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Starts generation again.
 
         Effect: Kept requests continue. Stages at an admitted version become routable. Pauses by name of the target end,
-        also for absent stages, but not for stages that refuse the continue. An open implicit update of the target is
-        committed first. If this commit fails, no stage continues. With an adapter, pauses of that adapter end and no
-        update is committed.
+        also for absent stages, but not for stages that refuse the continue. If every target refuses, no pause ends. An
+        open implicit update of the target is committed first. If this commit fails, no stage continues. With an adapter,
+        pauses of that adapter end and no update is committed.
         Idempotency: Yes, with the same request_id. A continue of a running stage is confirmed.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before the call of its engine. With
         when_resident, an ASLEEP stage continues later. With an adapter: the states of PauseGeneration.
@@ -1134,7 +1136,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends requests early.
 
         Effect: The requests return their tokens so far, with finish reason "abort".
-        Idempotency: Yes, with the same request_id. Unknown ids are counted.
+        Idempotency: Yes, with the same request_id. Unknown ids are reported.
         States: Every state except JOINING.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -1151,7 +1153,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: Drops the KV entries that no running request uses, from every tier that the engine names.
         Idempotency: Yes, with the same request_id.
-        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
+        States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY. Refused while requests run or are frozen in place.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -1185,7 +1187,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         An open implicit update is committed first, as by ContinueGeneration. A stage that was continued with when_resident
         starts to generate once all regions are resident.
         Idempotency: Yes, with the same request_id. A resident region is confirmed.
-        States: ASLEEP, and every other state without released regions (confirmed).
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -1201,7 +1203,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: Publishes the version after every target has loaded, flushed and been verified.
         Idempotency: Yes, with the same request_id.
-        States: STALE, READY, PAUSED, DIRTY, with the weights resident.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY, with the weights resident.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
@@ -1217,7 +1219,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: Inside an update, writes the tensors. Without an update id: see UpdateWeightsFromDistributed.
         Idempotency: Yes, with the same request_id.
-        States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, DIRTY.
+        States: UPDATING with this update. Without an update id: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: Each target has its own outcome. UNKNOWN and DIRTY quarantine the target.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -1804,12 +1806,13 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
         """Takes over stages that obey the epoch of another fleet's coordinator.
 
-        Effect: The epoch of the fleet rises above all epochs that these stages have seen, and every link is made again. A
-        stage with a link to this coordinator stays unchanged. The former coordinator of a stage is fenced.
+        Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
+        epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
+        coordinator of such a stage is fenced. Waits up to 10 s for the links.
         Idempotency: Yes.
-        States: UNREACHABLE, JOINING.
-        Partial failure: An unknown slot refuses the whole request. A stage without an answer fails the call, and the call
-        can be repeated.
+        States: Every state.
+        Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
+        or more (EPOCH_FENCED). A stage without an answer fails the call (UNREACHABLE), and the call can be repeated.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
@@ -1820,7 +1823,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.SetHealingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
-        """Switches the automatic heals of a model on or off. Late, restarted and DIRTY stages need a heal.
+        """Switches the automatic heals of a model on or off, for all of its stages.
 
         Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
         Running heals continue.
@@ -1841,7 +1844,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: The stages are updated, verified and admitted.
         Idempotency: Yes.
-        States: STALE, DIRTY.
+        States: STALE, DIRTY. READY and PAUSED, if quarantined by the coordinator or if an adapter of the model is missing.
         Partial failure: Each stage has its own outcome.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.

@@ -527,7 +527,7 @@ class StageRegistration(_message.Message):
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
     DATA_ROUTES_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
-    """Stable identity in the topology. Letters, digits, ".", "_" and "-", at most 255. Required."""
+    """Stable identity in the topology. Letters, digits, ".", "_" and "-", at most 255, a letter or digit first. Required."""
     model: _builtins.str
     """Served model. Required."""
     stage: _builtins.str
@@ -566,7 +566,7 @@ class StageRegistration(_message.Message):
 
     @_builtins.property
     def layout(self) -> Global___StageLayout:
-        """Arrangement of the ranks. Required, with at least a rank."""
+        """Arrangement of the ranks. Required, with at least one rank."""
 
     @_builtins.property
     def data_routes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -625,7 +625,7 @@ class Pause(_message.Message):
     reason: _builtins.str
     """Reason, from the request. Empty: no reason."""
     adapter: _builtins.str
-    """Adapter with paused requests. Empty: all requests are paused."""
+    """Adapter of the paused requests. Empty: all requests are paused."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Start of the pause, by the coordinator's wall clock. For display only."""
@@ -704,7 +704,9 @@ class Stage(_message.Message):
 
     @_builtins.property
     def quarantine(self) -> _common_pb2.ErrorDetail:
-        """Quarantine, set after an outcome UNKNOWN or DIRTY and for a stuck engine. Cleared by a full update or a heal."""
+        """Quarantine by the coordinator after an outcome UNKNOWN or DIRTY or for unproven weights, or by the stage for a lost
+        rank. A full update or a heal clears the coordinator's quarantine. A lost rank needs a restart of the engine.
+        """
 
     @_builtins.property
     def last_heard(self) -> _duration_pb2.Duration:

@@ -113,7 +113,7 @@ class SlotRecord(_message.Message):
     """The slot is deregistered."""
     continue_when_resident: _builtins.bool
     """Generation continues as soon as no memory is released and no pause by name is in force. Set by a continue that was
-    not possible yet, or by a pause by name of an arriving stage.
+    not possible yet, and for a stage that was paused on arrival because a pause by name was in force.
     """
     unseen: _builtins.bool
     """The process replaced an earlier process and has not been attached to since."""

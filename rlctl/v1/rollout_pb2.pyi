@@ -348,7 +348,7 @@ class KvHandover(_message.Message):
     """SHA-256 over the ids of these tokens, 8 bytes each, little-endian."""
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
-        """Reason without a handover. Unset: the entries exist."""
+        """Reason for the absence of entries. Unset: the entries exist."""
 
     @_builtins.property
     def version(self) -> _common_pb2.WeightVersion:
@@ -670,7 +670,7 @@ class NumberedRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Number of the request on this stream, from 1 on, above all earlier numbers. A lower number breaks the stream
+    """Number of the request on this stream, from 1 on, above all earlier numbers. Any other number breaks the stream
     (FIELD_INVALID).
     """
     @_builtins.property

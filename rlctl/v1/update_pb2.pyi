@@ -300,7 +300,7 @@ class GroupPlan(_message.Message):
     backend: _builtins.str
     """"gloo", "nccl" or "vllm_nccl"."""
     formed: _builtins.bool
-    """The group exists since an earlier update. No rank needs to join."""
+    """The group exists from an earlier update. No rank needs to join."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.GroupMember]:
         """Members with their group ranks."""
@@ -542,7 +542,7 @@ Global___RetryWeightUpdateRequest: _TypeAlias = RetryWeightUpdateRequest  # noqa
 
 @_typing.final
 class CommitWeightUpdateRequest(_message.Message):
-    """Completes, verifies, publishes, admits and resumes."""
+    """Commits an update: completes, verifies, publishes, admits and resumes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
