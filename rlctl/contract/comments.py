@@ -49,7 +49,7 @@ def summary(full_name: str) -> str:
 
 
 def rpc(service: str, method: str) -> tuple[str, dict[str, str]]:
-    """Return (effect of an RPC, answers to :data:`ANSWERS`) from the RPC's comment. ``service`` is without the package.
+    """Return (description, answers to :data:`ANSWERS`) from an RPC's comment. ``service`` is without the package.
 
     An answer extends to the next question.
     """

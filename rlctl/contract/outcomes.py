@@ -139,7 +139,7 @@ def of_targets(results: Sequence[StageResult], *, update: bool = False) -> Opera
 
 
 def explain_operation(operation: results_pb2.Operation, *, update: bool = False) -> ErrorDetail | None:
-    """Return the cause of an operation that did not end OK: the number of unconfirmed targets, and the first cause."""
+    """Return the cause of an operation that did not end OK: number of unconfirmed targets, and the worst error."""
     failed = [r for r in operation.stage_results if not acknowledged(r, update=update)]
     if not failed:
         return None

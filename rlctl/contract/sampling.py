@@ -141,9 +141,9 @@ def check_pair(request: GenerateRequest, mode: str) -> None:
 
 
 def check_pair_version(request: GenerateRequest, sequence: int) -> None:
-    """Raise STAGE_NOT_SERVING for half of a request to a pair if the stage left the version of the pair's choice.
+    """Raise STAGE_NOT_SERVING for half of a request to a pair if the stage is not at the version of the pair's pick.
 
-    ``sequence``: the stage's version. The other half may be computed at the pair's version.
+    ``sequence``: sequence of the stage's version. The other half may be computed at the version of the pick.
     """
     pair_version = request.bootstrap_version_seq
     if request.HasField("bootstrap_version_seq") and pair_version != sequence:
