@@ -57,7 +57,10 @@ class Audit:
         self._denials = dict.fromkeys(key for key, record in records if record.denied)
 
     def ended(self, operation: Operation) -> list[Put | Delete]:
-        """Add an ended operation. Returns the journal's changes. Steps of an update belong to the update."""
+        """Add the record of an ended operation. Returns the changes to journal.
+
+        A step of an update has no record of its own: the update has the record.
+        """
         if operation.update_id not in ("", operation.operation_id):
             return []
         record = AuditRecord(

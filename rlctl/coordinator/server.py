@@ -63,8 +63,7 @@ class CoordinatorConfig:
         token: the fleet's bearer token, to guard the coordinator and to send to the stages.
         insecure: bind a public address without a token.
         serving_lease_s: serving lease of a stage, in seconds.
-        heal_by_hand: models whose late joiners and restarted engines are healed only on request. Other models are
-            healed automatically.
+        heal_by_hand: models whose stages are healed only on request. Stages of other models are healed automatically.
         topology: slots that may be filled, besides slots that an operator admits; None: every slot.
         graces: waits for trainers that may be gone.
         tls: certificate of a coordinator; None for plain text.

@@ -116,8 +116,8 @@ class Coordinator:
 
         Args:
             lease_s: serving lease of a stage.
-            heal_by_hand: models whose late joiners and restarted engines are healed only on request. Other models are
-                healed automatically.
+            heal_by_hand: models whose stages are healed only on request. Stages of other models are healed
+                automatically.
             retained: number of ended operations that are kept.
             topology: admitted slots, besides slots on record and slots that an operator admits; None: every slot.
             graces: waits for trainers that may be dead.

@@ -46,7 +46,7 @@ def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
 
 
 def incapable(slot: Slot, request: Message) -> RlctlError | None:
-    """Return why a stage cannot carry out a request in any state."""
+    """Return why a stage cannot carry out a request, regardless of its state, or None."""
     missing = unsupported(slot, of_request(request).name)
     if missing is None and isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) and request.adapter:
         return unsupported(slot, "LoadAdapter")  # the stage serves no adapter
@@ -58,7 +58,7 @@ def incapable(slot: Slot, request: Message) -> RlctlError | None:
 
 
 def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
-    """Return why the first stage cannot carry out a request, if no stage can."""
+    """Return why the first stage cannot carry out a request if no stage can, otherwise None."""
     first = None
     for slot in slots:
         missing = incapable(slot, request)
@@ -69,7 +69,7 @@ def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
 
 
 def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError | None:
-    """Return the error of a missing pause mode. A stage that publishes no modes decides itself."""
+    """Return the error of a pause mode that a stage lacks, or None. A stage that publishes no modes decides itself."""
     modes = slot.capabilities.pause_modes
     if slot.pauses_in(mode):
         return None

@@ -202,7 +202,7 @@ def _applies(record: PauseRecord, slot: Addressed) -> bool:
 def _rest(
     record: PauseRecord, target: Target, slots: Sequence[Addressed], refused: Collection[str]
 ) -> PauseRecord | None:
-    """Return the rest of a pause after a continue of a target, except for the slots in ``refused``"""
+    """Return the rest of a pause after a continue of a target, except for the slots in ``refused``. None: no rest."""
     remainder = PauseRecord()
     remainder.CopyFrom(record)
     paused = [slot for slot in slots if _applies(record, slot)]

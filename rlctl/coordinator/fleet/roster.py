@@ -121,7 +121,7 @@ class Slot:
         in_hand: number of running operations by name that pause or continue the slot, by adapter. The outcome
             decides the slot's pause.
         undecided: number of these operations for each pause in force that they may put in force or end. The slot does
-            not owe such a pause until then. A pause that began after a continue is not counted.
+            not owe such a pause until the operations have ended. A pause that began after a continue is not counted.
         continuing: number of running ContinueGenerations, by adapter. Such a stage may report a
             pause and be about to generate.
     """
@@ -384,6 +384,7 @@ class Roster:
         return slot
 
     def covered(self, target: Target) -> list[Slot]:
+        """Return the slots of a target, in any state, also retired slots."""
         return [slot for slot in self.slots.values() if covers(target, slot)]
 
     def _take_pause(self, slot: Slot) -> None:

@@ -99,8 +99,8 @@ class Peers:
     def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
         """Grant a stage its serving lease and admitted versions. Returns the grant's number, or 0 if no grant was sent.
 
-        A quarantined, FAILED or silenced stage, and a stage that owes a pause by name, is granted nothing. An
-        adapter whose pause by name the stage owes is withheld.
+        A stage gets no lease if the stage is quarantined, FAILED or silenced, or owes a pause by name. An adapter whose
+        pause by name the stage owes is withheld.
 
         The lease runs from the stage's latest message (``echo``), not from the arrival of the grant.
 
@@ -141,7 +141,7 @@ class Peers:
     async def hold_back(self, slots: Sequence[Slot], why: str) -> None:
         """Let stages serve nothing while a heal or update brings them to a version that is admitted already.
 
-        ``restoring`` withholds the versions whatever the stages report. The quarantine does so also under another
+        ``restoring`` withholds the versions, regardless of reports. The quarantine does so also under the next
         coordinator.
         """
         cause = Reason.WEIGHTS_STALE.error(why).detail()
@@ -305,7 +305,7 @@ class Peers:
             raise succeeded
 
     def succession(self) -> RlctlError | None:
-        """Return why no command may be sent if another coordinator owns the journal."""
+        """Return why no command may be sent if another coordinator owns the journal, otherwise None."""
         return None if self._holds_journal() else self.succeeded_error()
 
     @staticmethod

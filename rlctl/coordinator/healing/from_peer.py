@@ -64,7 +64,7 @@ class FromPeer:
         self._paired = not self._adapter and alike(peer, self._slot)
 
     async def receive(self) -> list[StageResult]:
-        """Return the target's results of the transfer. Raises other failures."""
+        """Transfer the weights. Returns the target's results. Raises an earlier failure, or a failure of the sender."""
         group = await self._new_group(self._update.model)
         pair = [self._peer, self._slot]
         try:
@@ -126,7 +126,7 @@ class FromPeer:
         return name
 
     async def _buckets(self) -> list[TensorBucket]:
-        """Return a bucket with every tensor of the model or the adapter."""
+        """Return a bucket with every tensor of the model or the adapter, with a broadcast for each tensor."""
         reference = GetModelInfoRequest(reference=True, adapter=self._adapter)
         results = await self.ask(reference, [self._peer], "reference", ANSWER_S)
         refuse_failed(results)

@@ -236,8 +236,8 @@ class Healer:
     def _is_due(self, slot: Slot) -> bool:
         """Whether a stage is to be healed now.
 
-        A late stage, or a stage without an adapter, is healed at once. After a failed update or heal the stage waits
-        first.
+        A late stage, or a stage that lacks an adapter of the model, is healed at once. After a failed update or heal
+        the stage waits first.
         """
         if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
             slot.heal_at, slot.heal_time, slot.unhealable = None, None, ""
@@ -260,7 +260,7 @@ class Healer:
         self._roster.changed()
 
     def abandoned(self, slots: Collection[Slot]) -> None:
-        """Heal the targets of a lost owner now, since no next update can be expected."""
+        """Heal the targets of a lost owner now, since no next update of that owner can be expected."""
         for slot in slots:
             self._postpone(slot, 0.0)
 

@@ -36,7 +36,7 @@ def unverifiable() -> RlctlError:
 
 
 class Sources:
-    """Heal sources of the stages in the present state of the fleet."""
+    """Finds the heal source of each stage, from the roster."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster

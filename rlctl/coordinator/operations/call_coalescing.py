@@ -107,7 +107,7 @@ class Joining:
 
     @staticmethod
     def _joins(shared: _Shared, engine: str, *, unkeyed: bool) -> bool:
-        """Whether a call is part of an operation: for the call's engine, or an indistinguishable repeat."""
+        """Whether a call is part of an operation: the first call for its engine, or an unanswered unkeyed repeat."""
         return engine in shared.unanswered and (unkeyed or engine not in shared.called)
 
     def answered(self, joined: Joined) -> None:

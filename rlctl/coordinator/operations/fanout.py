@@ -86,7 +86,7 @@ class Fanout:
         Args:
             step: name of the fan-out within the operation. Operation, slot, incarnation and step identify a command, so
                 that a repeat after a broken link gets the recorded result.
-            aside: a step that touches no served weights.
+            aside: a step that touches no served weights. Only DIRTY then quarantines.
             again: repeat the command over the next link after a broken link.
             lenient: return the results even if a quarantine could not be recorded; the record is retried. Otherwise
                 JOURNAL_FAILED is raised, since a crash would forget the quarantine and no decision may depend on it.

@@ -188,7 +188,7 @@ class Commit:
         return waiting
 
     async def _close(self, digest: str, error: RlctlError | None = None) -> None:
-        """Publish the version as the only admitted version. No other stage of the model serves afterwards.
+        """Publish the version as the only admitted version. Afterwards no stage of the model serves another version.
 
         ``error``: result for targets that the update has not reached.
         """

@@ -226,7 +226,7 @@ class Planner:
         return updatable[0]
 
     def refuse(self, request: BeginWeightUpdateRequest) -> None:
-        """Raise for errors of an update that no state of the stages can cure. No heal then ends for the update."""
+        """Raise for an update that no state of the stages allows. Called first: no heal ends for such an update."""
         model = self._roster.model(request.model)
         if request.num_sources > MOST_SOURCES:
             raise Reason.FIELD_INVALID.error(
@@ -268,7 +268,7 @@ class Planner:
             )
 
     def _obstacle(self, request: BeginWeightUpdateRequest, slot: Slot) -> RlctlError | None:
-        """Return why a stage of the model cannot take this update."""
+        """Return why a stage of the model cannot take this update, or None."""
         if request.path == DATA_PATH_IPC and not _shares_memory(request, slot):
             return Reason.NOT_COLOCATED.error(
                 f"{slot.name}: not all of its ranks share memory with every source", field="path"
@@ -402,7 +402,7 @@ def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, tran
 
 
 def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
-    """Return the limit of vLLM's own transfer that an update exceeds, with the field."""
+    """Return the limit of vLLM's own transfer that an update exceeds, with the field, or None."""
     if request.num_sources > 1:
         return "weights from one source", "num_sources"
     if request.kind in (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA):

@@ -413,7 +413,7 @@ def weakest(records: Sequence[Verification]) -> Verification:
 
 
 def named(error: RlctlError, result: StageResult) -> RlctlError:
-    """Add the first differing tensor to a mismatch, and the ranks that hold it or a differing part.
+    """Add the first differing tensor to a mismatch, and the ranks whose part differs or may differ.
 
     ``result``: the target's answer to a check with fingerprints. Without a difference in the answer the error stays
     unchanged.

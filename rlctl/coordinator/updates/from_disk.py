@@ -75,7 +75,9 @@ class FromDisk:
         return await self._updates.begin_whole(begin, timeout_s, request, content, vet=vet)
 
     def _label(self) -> str:
-        """Return a label for an unnamed version. The first part of an id is the time, equal for a minute."""
+        """Return a label for an unnamed version, from the random end of an id. The start of an id is the same for a
+        minute.
+        """
         return f"disk-{self._clock.new_id()[-12:]}"
 
     def _nobody(self, name: str, model: str) -> Trainer:

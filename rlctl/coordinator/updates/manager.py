@@ -497,7 +497,7 @@ class Updates:
             self._look_after(update.model.record.name)
 
     def _let_go(self, update: Update) -> None:
-        """Admit the restored version again. From now on state and quarantine decide whether a stage may serve."""
+        """Stop withholding the admitted versions. State and quarantine then decide whether a target may serve."""
         for slot in update.frozen:
             if slot.restoring:
                 slot.restoring = False

@@ -124,8 +124,9 @@ class WrittenTensors:
         return sorted(set(self.reference or ()) - self._written)
 
     def incomplete(self, *, partial: bool) -> RlctlError | None:
-        """Return why an update with a reference cannot be committed. ``partial``: the commit says that the update is
-        partial.
+        """Return why an update with a reference cannot be committed, or None.
+
+        ``partial``: the commit says that the update is partial.
         """
         if self.reference is None or self.whole:
             return None

@@ -127,7 +127,7 @@ class Pausing:
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
     ) -> None:
         """Continue the targets, now or when memory is resumed. Pauses by name end there and for absent stages of the
-        target.
+        target. If every target refuses, no pause ends.
         """
         target, earlier = request.header.target, self._roster.pauses.besides((), "")
         with self._in_hand(targets, ""), _undecided(targets, earlier), continuing(targets, ""):
@@ -208,7 +208,7 @@ def _is_kept(slot: Slot, adapter: str) -> bool:
 
 
 def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
-    """Return the time when a pause ends by the ttl."""
+    """Return the time when a pause ends by the ttl, or None."""
     if not request.HasField("ttl"):
         return None
     end = Timestamp()
