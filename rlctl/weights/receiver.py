@@ -163,7 +163,7 @@ class Receiver:
         *,
         threads: int = 1,
     ) -> ReceiveStats:
-        """Copy full tensors from memory into place, after :meth:`check` has accepted all.
+        """Copy full tensors from memory into place. :meth:`check` must have accepted the tensors.
 
         ``source`` names the memory in errors. ``proceed`` is called before the first tensor, after each tensor and
         after all device work, in any of the threads. It raises if the memory is no longer valid. The tensors are

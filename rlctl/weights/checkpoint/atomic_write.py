@@ -255,7 +255,7 @@ def alone(directory: Path, patience: Patience) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _holding(directory: Path) -> Iterator[bool | None]:
-    """Yield whether the directory was locked; None without support for locks. Raises OSError."""
+    """Lock a directory; yield whether that succeeded, or None without support for locks. Raises OSError."""
     fd = _opened(directory)
     try:
         with _unlocking(fd):

@@ -4,9 +4,9 @@ Readers disagree about directories with further safetensors files. transformers 
 SGLang and vLLM prefer the index, and load every file without an index. vLLM prefers ``consolidated*`` files to all
 other files. Such a directory is refused: an engine must load the same files that are checked here.
 
-All checks are made at the opening, before any tensor is read: every file's header is checked against its size and the
-index. Tensors are read whole or as slices, always into separate memory. Weights that alias a file mapping would change,
-or kill the process, at a rewrite of the file.
+Every defect of a checkpoint is found at the opening, before any tensor is read: each file's header is checked against
+the file's size and the index. Tensors are read whole or as slices, always into separate memory. Weights that alias a
+file mapping would change, or kill the process, at a rewrite of the file.
 """
 
 from __future__ import annotations

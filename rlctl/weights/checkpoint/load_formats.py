@@ -82,7 +82,7 @@ def check_format(name: str) -> None:
 
 
 def open_stored(path: str, load_format: str = "", *, rank: int = 0, size: int = 1) -> StoredWeights:
-    """Open a directory and check all but the tensors. ``rank`` and ``size`` matter only for "direct".
+    """Open a directory and check everything but the tensors' contents. ``rank`` and ``size`` matter only for "direct".
 
     Raises UNSUPPORTED (no such format), CHECKPOINT_NOT_FOUND and CHECKPOINT_MISMATCH as
     :func:`rlctl.weights.checkpoint.checkpoint.open_checkpoint`. Typed errors of a custom loader pass through; any other

@@ -68,7 +68,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, *, field: str = "model_path") -> None:
-        """Open a file. Raises CHECKPOINT_NOT_FOUND, with ``field``, for a missing or incomplete safetensors file."""
+        """Open a file. Raises CHECKPOINT_NOT_FOUND, with ``field``: no such file, or no complete safetensors file."""
         self.path = path
         self._field = field
         try:

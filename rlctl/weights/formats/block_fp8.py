@@ -1,9 +1,9 @@
 """The wire form of block-fp8 checkpoints: float8 weights with a scale per block, as in DeepSeek-V3 and Qwen3-FP8.
 
 ``quantization_config`` is ``{"quant_method": "fp8", "weight_block_size": [128, 128]}``. A weight ``NAME`` of shape
-``[rows, columns]`` is ``float8_e4m3fn``. Its scales ``NAME_scale_inv`` have shape ``[ceil(rows / 128), ceil(columns /
-128)]``, in float32 (DeepSeek) or bfloat16 (Qwen). The values of a block are multiplied with its scale. Blocks at the
-lower and right edge are smaller if the shape is no multiple.
+``[rows, columns]`` is ``float8_e4m3fn``. Its scales ``NAME_scale_inv`` have shape
+``[ceil(rows / 128), ceil(columns / 128)]``, in float32 (DeepSeek) or bfloat16 (Qwen). A block's codes times its scale
+are the weight's values. Blocks at the lower and right edge are smaller if the shape is no multiple.
 
 Formula: per block, ``scale = max(|w|) / 448`` and ``q = float8_e4m3fn(w / scale)``, where 448 is float8_e4m3fn's
 largest value; ``w ≈ q * scale``. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2,

@@ -92,7 +92,7 @@ def scale_of(config: AdapterConfig) -> float:
 
 
 def targets(config: AdapterConfig, modules: Iterable[str], *, field: str) -> list[str]:
-    """Return the target modules of an adapter. A target is a module's full name or its last words.
+    """Return the target modules of an adapter. A target is a module's full name, or the end of the name after a dot.
 
     ``modules`` are all modules of the model. Raises CHECKPOINT_MISMATCH, with the target, for an unknown target.
     """
@@ -122,8 +122,8 @@ def expected(
 ) -> dict[str, tuple[TensorMeta, TensorMeta]]:
     """Return the two matrices of every target module, in float32, by module.
 
-    ``layers``: size of each possible linear layer, as (outputs, inputs), by module. Raises as :func:`check` and
-    :func:`targets`, and FIELD_INVALID for a rank larger than a layer.
+    ``layers``: size of each linear layer that an adapter may target, as (outputs, inputs), by module. Raises as
+    :func:`check` and :func:`targets`, and FIELD_INVALID for a rank larger than a layer.
     """
     check(config, field=field)
     matrices = {}

@@ -25,8 +25,9 @@ _making = threading.Lock()
 def nccl_group(store: object, rank: int, size: int, timeout_s: float) -> Any:
     """Create a member's process group (a backend object); ``timeout_s`` is the maximum duration of a collective.
 
-    torch has no limit for a single NCCL collective. torch reads the variable only when a group is made, so the variable
-    is restored for the trainer's own groups.
+    The limit is the group's, because torch has no timeout of a single NCCL collective. torch reads
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` only when a group is made. The variable is restored afterwards, for the
+    trainer's own groups.
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

@@ -59,7 +59,7 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patie
 
 
 def _route_to(host: str) -> str:
-    """Return the interface of the system's default route to a host; "" if unknown."""
+    """Return the interface of the system's route to a host; "" if unknown."""
     return interface_of(address_towards(host))
 
 
@@ -118,7 +118,7 @@ def own_address(host: str, field: str = "host") -> str:
 
 
 def address_on(interface: str, *, field: str = "interface") -> str:
-    """Return this machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
+    """Return this machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux only.
 
     Raises FIELD_INVALID with ``field`` and the existing addresses if no address matches.
     """

@@ -222,7 +222,7 @@ class WeightGroup:
         self.store = None
         member = self._member
         if member is not None and self.backend == "nccl":
-            # An abort waits for the communicators.
+            # In a thread: an abort blocks until the communicators have ended.
             threading.Thread(target=member.process_group.abort, name=f"abort-{self.name}", daemon=True).start()
         tcp_connections.cut(self._connections)
         return self._spent

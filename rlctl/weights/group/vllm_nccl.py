@@ -1,6 +1,6 @@
 """The source's half of a group that vLLM's workers join by vLLM's own NCCL engine. Never run on a GPU.
 
-vLLM's workers join by NCCL's unique id. torch's NCCL group writes its id into the store of its construction. So the
+vLLM's workers join by NCCL's unique id. torch's NCCL group writes its id into the store with which it was made. So the
 group has a private store here, and the id is copied to the common store. Nothing is pickled on either side. The bytes
 are those of any other group: vLLM's packed tensors equal the bytes of an rlctl bucket.
 

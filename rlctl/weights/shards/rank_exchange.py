@@ -52,7 +52,7 @@ class LocalExchange:
 
 
 class GroupExchange:
-    """An exchange over a torch process group (a gloo or NCCL backend, or a ``ProcessGroup``) of exclusive use.
+    """An exchange over a torch process group (a gloo or NCCL backend, or a ``ProcessGroup``) without other users.
 
     The methods raise GROUP_FAILED if a rank is gone or after the group's timeout.
     """

@@ -68,7 +68,7 @@ class ShardMap:
         return {name: shard.meta for name, shard in self.shards.items()}
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 over the rank's slices of all full tensors, hex; independent of the memory."""
+        """Return the SHA-256 over names, dtypes, full shapes and slices of the rank's parts, hex; not over contents."""
         return hashlib.sha256(json.dumps(parts_held(self.shards), sort_keys=True).encode()).hexdigest()
 
     def place(self, name: str, full: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ def model_digest(
     All ranks call together. The result equals :class:`~rlctl.weights.tensor.digest.ModelDigest` over the full tensors,
     for any layout. Divided tensors are distributed over the ranks. Each is gathered at its owner, at most ``max_bytes``
     (or one row) at a time, and digested there. Every rank digests its own copy of parts that several ranks have, and
-    the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before a change, ends the
+    the copies are compared. The weights must not change meanwhile: set ``stop`` at any rank before a change, to end the
     digest at all ranks. ``known``: SHA-256 digests, by checkpoint name, of full tensors at this rank, computed since
     their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only the sums
     are exchanged.

@@ -33,7 +33,7 @@ class _DeviceMemory:
 
     def __init__(self, pointer: int, size: int, device: torch.device, end: str) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2}
-        # At the interpreter's exit the driver does so, and the runtime may be gone.
+        # At the interpreter's exit the driver frees or closes the memory, and the runtime may be gone.
         weakref.finalize(self, _end, end, pointer, device).atexit = False
 
 

@@ -79,7 +79,7 @@ class OwnedMemory(SharedMemory):
         name, descriptor = _create()
         try:
             size = -(-size // _PAGE) * _PAGE
-            # Detects missing memory now; later the lack would be a SIGBUS.
+            # Missing memory is detected here. Later it would cause a SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             super().__init__(name, descriptor, size, writable=True)
         except OSError as error:
@@ -213,7 +213,7 @@ def sweep() -> list[str]:
 
 
 def _create() -> tuple[str, int]:
-    """Create an empty, locked file: (name, descriptor)."""
+    """Create an empty, locked file; return its name and descriptor."""
     while True:
         name = f"rlctl-{secrets.token_hex(16)}"
         try:

@@ -40,7 +40,7 @@ class Mapping:
             self.data = self.header.data
 
     def is_of(self, segment: Segment) -> bool:
-        """Return whether this is the mapping of a segment with the same header."""
+        """Return whether this is the mapping of ``segment``, whose header has the same name."""
         return (self.cuda_handle, self.data.numel()) == (segment.cuda_handle, segment.size)
 
     def stands(self, segment: Segment) -> bool:
@@ -127,7 +127,7 @@ class SegmentReader:
         return at(segments, host_id(), device_id(self._device), self._rank)
 
     def open(self, mine: Sequence[Segment]) -> Reading:
-        """Map segments that :meth:`mine` has returned, without a check of the tensors.
+        """Map segments for this rank (see :func:`rlctl.weights.shared_memory.segment.at`), without a check of tensors.
 
         Raises SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
@@ -138,7 +138,7 @@ class SegmentReader:
     def read(self, reading: Reading, receiver: Receiver, *, gently: bool = False) -> ReceiveStats:
         """Copy checked segments into place; ``gently``: in this thread alone, to leave cores to other work.
 
-        Raises as :meth:`Receiver.copy`, with SEGMENT_EXPIRED.
+        Raises as :meth:`Receiver.copy`, including SEGMENT_EXPIRED.
         """
         threads = 1 if gently else self._threads
         try:

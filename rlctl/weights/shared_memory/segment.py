@@ -29,7 +29,7 @@ class Segment:
     """A segment as announced to a receiver.
 
     Attributes:
-        field: field of the request.
+        field: the segment's field in the request.
         node, device: host id and device of the readers.
         header: name of the shared memory with the header: the segment itself, or the header of a CUDA segment.
         cuda_handle: CUDA IPC handle; empty for a segment in shared memory.

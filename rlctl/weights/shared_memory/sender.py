@@ -78,7 +78,7 @@ class SegmentSender:
 
     @property
     def room(self) -> int:
-        """Bytes that this sender's segments may take in host memory, with the existing segments."""
+        """Bytes that this sender's segments may take in host memory, including its existing segments."""
         pool_bytes = self._pool.nbytes if self._pool.device_id == CPU else 0
         return free_bytes() + pool_bytes
 

@@ -1,4 +1,4 @@
-"""Cache of parsed bucket announcements. Successive updates announce equal buckets, and each is parsed once."""
+"""Cache of parsed bucket announcements. Successive updates mostly announce equal buckets, which are parsed once."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 transformers 5 keeps the experts of a layer in one three-dimensional parameter. Checkpoints hold the matrices of each
 expert separately, and some models also rename tensors. ``save_pretrained`` follows a conversion mapping of
-transformers. This module runs the mapping once over tensors without memory. Each view in the result tells the part of
-the parameter that a checkpoint tensor is. No model needs code of its own.
+transformers. This module runs the mapping once over tensors without memory. The result has a view of a parameter for
+each tensor of the checkpoint, and the view shows the part of the parameter. No model needs code of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part:
     Attributes:
         source: name of the whole tensor in the module.
         shape: shape of the part.
-        stride: strides of the part in the contiguous module's tensor, in elements.
+        stride: strides of the part in the module's contiguous tensor, in elements.
         offset: start of the part in the module's tensor, in elements.
     """
 
@@ -55,8 +55,8 @@ WRAPPING = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module without wrappers: torch's, or a trainer's module with nothing but one transformers model.
 
-    Raises UNSUPPORTED for a module with PEFT adapters: no checkpoint has tensors under its names. Also for a module
-    with FullyShardedDataParallel, for its flattened parameters.
+    Raises UNSUPPORTED for a module with PEFT adapters, because no checkpoint has tensors under its names. Raises
+    UNSUPPORTED for a module with FullyShardedDataParallel, because of its flattened parameters.
     """
     _refuse_flat(module)
     while True:

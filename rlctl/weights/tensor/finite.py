@@ -51,7 +51,10 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_finite(tensor: torch.Tensor, wire: torch.dtype | None = None) -> bool:
-    """Return whether all values are finite; with ``wire``, also after a cast to a castable float dtype."""
+    """Return whether all values are finite.
+
+    With ``wire``, the values must be finite after the cast to that dtype too, if both are floats of 16 bits or more.
+    """
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)

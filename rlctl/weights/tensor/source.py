@@ -147,7 +147,7 @@ def as_announced(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Ite
 def check_given(tensor: torch.Tensor, wire: TensorMeta) -> None:
     """Raise FIELD_INVALID for a value that cannot be sent as ``wire``.
 
-    Such a value is not a tensor, is a DTensor, has a different shape, or would lose values in a cast.
+    Such a value is not a tensor, is a DTensor, has no contents, has a different shape, or would lose values in a cast.
     """
     if not isinstance(tensor, torch.Tensor):
         raise unfit(f"the source gives {type(tensor)} for {wire.name}; it must be a tensor")

@@ -1,7 +1,7 @@
 """Names, dtypes, shapes and bytes of tensors: the vocabulary of the data plane.
 
 Digests, buckets and broadcasts work on a tensor's raw bytes in C order. Only this module converts a tensor to bytes,
-for every dtype (with float8 and bool), 0-d and empty tensors.
+for every dtype (including float8 and bool), and for 0-d and empty tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def from_proto(message: verbs_pb2.TensorInfo) -> TensorMeta:
 
 
 def castable(given: torch.dtype, reference: torch.dtype) -> bool:
-    """Return whether values survive a cast: floats of 16 bits and more. Narrower dtypes carry scales or codes."""
+    """Return whether values survive a cast: floats of 16 bits and more.
+
+    Narrower floats, and integers, carry scales or codes.
+    """
     if given == reference:
         return True
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (given, reference))

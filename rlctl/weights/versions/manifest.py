@@ -101,7 +101,7 @@ class Manifest:
         files: files beside the weights.
         shards: size of each file with weights, in bytes.
         pulled: a copy of a published version. Copies from before this mark lack it.
-        origin: of a copy of a version in slime's layout: the identity of the version.
+        origin: of a copy of a version in slime's layout: identity of the version, and of the checkpoint of its start.
     """
 
     version: str

@@ -4,8 +4,8 @@ An incomplete version is never visible. A version is built under a temporary nam
 manifest as the last file. Both kinds are safetensors files, so a full version can be loaded directly.
 
 For every changed tensor a delta stores the new bytes (``overwrite``) or new XOR old bytes (``xor``). After a small
-change almost all XOR bytes are zeros and compress to nothing. A second XOR would restore the old bytes, so both kinds
-carry the digest of every tensor before and after.
+change almost all XOR bytes are zeros and compress to nothing. A second XOR would restore the old bytes, so both
+encodings carry the digest of every tensor before and after.
 """
 
 from __future__ import annotations

@@ -194,10 +194,11 @@ class _Plan:
 
 
 def _local_version(place: Path, *, ours: bool) -> Published | None:
-    """Return the version in the local directory; None for an empty or damaged directory.
+    """Return the version in the local directory; None for a missing, empty or damaged directory.
 
-    Damage comes from a crash of the system. ``ours``: also accept an older copy without the mark ``pulled``, unless its
-    name is that of a published version. Raises FIELD_INVALID for a directory that is no copy; OSError.
+    Damage comes from a crash of the system. ``ours``: a pull has made the directory. Then a damaged manifest counts as
+    damage, and an older copy without the mark ``pulled`` is accepted, unless its name is that of a published version.
+    Raises FIELD_INVALID for a directory that is no copy; OSError.
     """
     if not place.exists() or not any(place.iterdir()):
         return None
@@ -301,7 +302,7 @@ def _chain(
         if base is None:
             return _Seed(at.path, at.manifest), deltas[::-1]
         deltas.append(at)
-        # The delta's writer may have used another label; two versions may have the same sequence.
+        # The delta's writer may have used another label for the base; two versions may have the same sequence.
         published_base = look_up(source, base.version, base.sequence, roots) or look_up(
             source, "", base.sequence, roots
         )

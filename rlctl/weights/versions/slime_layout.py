@@ -103,7 +103,7 @@ class Slime:
     Attributes:
         path: its directory.
         number: N.
-        identity: hex, from the names, sizes and times of its files.
+        identity: hex, from the directory's path and the names, sizes and times of its files.
         delta: None for a complete version.
     """
 
