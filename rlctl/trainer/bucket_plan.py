@@ -138,7 +138,7 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
 
 
 def refuse_full(offers: Sequence[Offered]) -> None:
-    """Raise SHARED_MEMORY_FULL for a source whose largest tensor exceeds the shared memory."""
+    """Raise SHARED_MEMORY_FULL for a source whose largest tensor exceeds its room in shared memory."""
     for number, offered in enumerate(offers):
         if not offered.fits(1):
             raise Reason.SHARED_MEMORY_FULL.error(

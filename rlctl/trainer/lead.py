@@ -90,7 +90,7 @@ class Leading:
         trainer: Trainer,
         bucket_bytes: int,
     ) -> None:
-        """``part``: part of this process; ``host``: address of the store of new groups."""
+        """``part``: this process's :class:`Part`; ``host``: address of the store of new groups."""
         self._fleet = fleet
         self._model = model
         self._part = part
@@ -190,11 +190,9 @@ class Leading:
     async def _digest(
         self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool, key: bytes = b""
     ) -> dict[str, str]:
-        """Digest the weights in the dtypes of ``metas``, in a pass of the sources.
+        """Digest the weights in the dtypes of ``metas``, in a pass of the sources, and send nothing.
 
-        ``last``: no further pass follows.
-
-        Raises WEIGHTS_NOT_FINITE.
+        ``last``: no further pass follows. Raises WEIGHTS_NOT_FINITE.
         """
         listed = [buckets.to_proto(Bucket(0, list(metas), True))]
         attempt = Attempt(number=self._next_pass(), buckets=listed, last=last, finite=self._finite, digest_key=key)
@@ -400,7 +398,7 @@ class Leading:
         self._members.tell(JoinResponse(delivered=True))
 
     def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
-        """Return the buckets of all sources, ordered by the members of their groups.
+        """Return the buckets of all sources. Buckets for the same members are consecutive.
 
         Reuses the buckets of the last update if nothing changed.
         """
@@ -518,8 +516,8 @@ class Leading:
     ) -> None:
         """Name the ranks with a wrong part of a tensor, by digests of the sources over the same parts.
 
-        The digests take a further pass through the weights. If a trainer rank may overwrite weights once sent, the
-        report only lists the suspected ranks.
+        The digests take a further pass through the weights. If a trainer rank may overwrite its weights after the send,
+        there is no such pass, and the results name only the suspected ranks.
         """
         parts = parts_in_question(operation)
         remaining = deadline - asyncio.get_running_loop().time()

@@ -102,7 +102,10 @@ class Members:
 
     @contextlib.contextmanager
     def update(self, version: str, progress: Progress) -> Iterator[None]:
-        """Run the lead's part in an update. Members are told the error, or a good end all the same."""
+        """Run the lead's part in an update, and send an error of the update to the members.
+
+        If a cancelled update has a version, the members get the ended operation instead.
+        """
         self._version, self._present = version, {}
         try:
             yield

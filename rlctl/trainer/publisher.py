@@ -109,13 +109,13 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             source: number of this rank as a source, from 0 without gaps. None for a rank that only takes part in
                 gathering. By default rank 0 is the only source.
             path: broadcast, ipc (shared memory, for engines on this host) or auto. auto takes ipc for an engine whose
-                ranks all share memory with every source, and broadcast otherwise. auto needs room in /dev/shm for four
-                times the largest tensor per source. Shared memory is on the GPU if the source's current CUDA device is
-                the device of all ranks that read it.
+                ranks all share memory with every source, and broadcast otherwise. Without room in /dev/shm for four
+                times the largest tensor per source, auto broadcasts to all. Shared memory is on the GPU if the source's
+                current CUDA device is the device of all ranks that read it.
             backend: backend of the broadcast groups. gloo goes through the hosts' memory. nccl goes from the source's
                 current CUDA device to the devices of the ranks, and all of these devices must differ. vllm_nccl does
                 the same for attached vLLM servers without rlctl's extension, by vLLM's own engine, in one group per
-                server. From several backends, each engine gets the first that it offers. One pass through the weights
+                server. Of several backends, each engine gets the first that it offers. One pass through the weights
                 feeds the groups of all backends.
             bucket_bytes: size of a broadcast bucket. Segments are as large as /dev/shm has room for.
             host: address of this process, as reached by the engines' ranks and the other trainer ranks; 127.0.0.1 by
@@ -144,7 +144,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if host and network:
             raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
         self._path = _PATHS[path]
-        # The coordinator reads an empty list as gloo.
+        # An empty list means gloo. The coordinator then also admits engines that report no transports.
         self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[name] for name in dict.fromkeys(backends)]
         self._host = address_on(network, field="network") if network else own_address(host or "127.0.0.1")
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
@@ -234,10 +234,12 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 current stream.
             progress: used by :meth:`update_async`; omit.
 
-        Raises OperationFailed with the operation. Raises a different RlctlError if the update was refused or a source
-        failed. Every trainer rank raises the error. The version is then not served, with two exceptions. If a source
-        failed after the first batch of a rolling update in place, that batch serves the version. The operation then
-        ended PARTIAL. An error with the outcome UNKNOWN arose during the commit: the version may be served.
+        Raises OperationFailed, with the operation, if the update ended without a version. Raises a different RlctlError
+        if the update was refused or a source failed. Every trainer rank raises the error. The version is then not
+        served, with three exceptions. If a source failed after the first batch of a rolling update in place, that batch
+        serves the version. The operation then ended PARTIAL. An error with the outcome UNKNOWN arose during the commit:
+        the version may be served. VERIFICATION_UNREACHABLE after a required ``decode_check``: an old coordinator has
+        published the version without the check.
 
         Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
         """
@@ -334,9 +336,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
     ) -> AsyncPending:
         """Start :meth:`update`, with its settings, and return at once. Every rank of the trainer calls this.
 
-        The weights must not change until the pending update's ``wait_sent`` has returned. A mismatch does not name the
-        rank, as :meth:`update` does, because that takes a further pass through the weights. Raises UPDATE_IN_PROGRESS
-        while an earlier update of this publisher has not ended. The waits raise all other errors.
+        The weights must not change until the pending update's ``wait_sent`` has returned. Unlike with :meth:`update`, a
+        mismatch does not name the rank with the wrong part: that takes a further pass through the weights. Raises
+        UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended. The waits raise all other errors.
         """
         progress = self._next(stream, watched=True)
         update = self.update(weights, version=version, progress=progress, **settings)

@@ -270,7 +270,7 @@ class Part:
         ship: Callable[[Sequence[TensorSegment]], None],
         left: Callable[[], None],
     ) -> int:
-        """Copy the weights, in the wire's dtypes, into segments while the ranks read the segment before.
+        """Copy the weights, in the wire's dtypes, into segments while the ranks read the previous segment.
 
         Returns the bytes.
         """
@@ -401,7 +401,7 @@ async def explained(failure: BaseException, others: asyncio.Future[Any]) -> Base
     broken = isinstance(failure, RlctlError)
     if isinstance(failure, RlctlError) and failure.reason is not Reason.GROUP_FAILED:
         return failure
-    # A rank with a failed source waits equally long before reporting.
+    # A rank with a failed source waits LOST_S itself before it reports.
     await asyncio.wait({others}, timeout=LOST_S + SAYS_S if broken else LOST_S)
     reported = others.exception() if others.done() and not others.cancelled() else None
     if not isinstance(reported, RlctlError) or reported.reason is Reason.GROUP_FAILED:
