@@ -2,8 +2,9 @@
 
 The generated tokens become part of the prompt, so every engine can continue a sample. Greedy output then equals the
 output of an uninterrupted run. Drawn output has the same distribution. The engine counts positions from 0 again, so the
-seed of a later request is derived from the sample's seed and number of tokens. Samples with penalties are refused,
-because the engine would not count the earlier tokens as output. A stop string across a cut is searched here.
+seed of a later request is derived from the sample's seed and number of tokens. A sample with penalties is not continued
+but refused, because the engine would not count the earlier tokens as output. A stop string across a cut is searched
+here.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Attempt:
         return self._lines.view.on_loss(self.stage, call)
 
     def failed(self, failure: RlctlError) -> bool:
-        """Record a failure. Return True if the stage caused the failure, so the request may go to a further stage."""
+        """Record a failure. Return True if the stage caused the failure, so that the request may go elsewhere."""
         return self._router.failed(self._picked, failure, asyncio.get_running_loop().time(), at=self._met_at)
 
 
@@ -228,7 +228,7 @@ class Dispatch:
         return wanted._replace(serves=self.lines.view.serves(wanted.model, wanted.adapter))
 
     def _tell(self, named: str, waited_s: float) -> None:
-        """Log the obstacles, once for all waiting requests, and again as a warning after ``WARN_S``."""
+        """Log changed obstacles, once for all waiting requests, and again as a warning after ``WARN_S``."""
         level = logging.WARNING if waited_s >= WARN_S else logging.INFO
         if self._told is None or named != self._told[0] or level > self._told[1]:
             log.log(level, "waiting for a routable stage: %s", named or "none is known")

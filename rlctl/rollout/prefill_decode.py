@@ -75,8 +75,8 @@ async def together(
 ) -> AsyncGenerator[GenerateResponse, None]:
     """Yield the messages of both stages as one stream.
 
-    An aborted prompt ends as its samples would. Raises the failure of either stage. ``met_at_prefill`` is called
-    before a failure, an abort or a missed handover of the prefill stage.
+    After an abort of the prompt all samples end as aborted. Raises the failure of either stage. ``met_at_prefill`` is
+    called before a failure, an abort or a missed handover of the prefill stage.
     """
     prompt = _Prompt()
     computing = asyncio.create_task(prompt.read(prefill))

@@ -72,7 +72,7 @@ class Generator:
     async def stream(
         self, request: GenerateRequest, timeout_s: float, *, slot: str = ""
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """Yield new output. A failure after the first message is raised, not repeated at a further stage."""
+        """Yield new output. After the first message a failure is raised, and the request is not repeated elsewhere."""
         loop = asyncio.get_running_loop()
         deadline, criteria = loop.time() + timeout_s, _wanted(request, slot)
         await self._dispatch.lines.check_slot(slot, timeout_s)

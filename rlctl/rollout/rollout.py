@@ -240,7 +240,9 @@ class AsyncRollout:
         place: Place = ANYWHERE,
         told: Told | None = None,
     ) -> RolloutSample:
-        """Finish a sample of :func:`rlctl.rollout.continuation.begin`. An error that cut the sample is its ``error``.
+        """Generate a sample of :func:`rlctl.rollout.continuation.begin` to its end, and return the sample.
+
+        An error that cuts the sample is not raised: the sample has it as ``error``.
 
         For a gateway: ``credentials`` are the caller's, and ``told`` gets new output at once. The first request to a
         stage has the sample's own ``rid``, if set. Cancellation ends the sample at the engine. Raises RID_IN_USE.
@@ -261,7 +263,7 @@ class AsyncRollout:
         credentials: Credentials = None,
         place: Place = ANYWHERE,
     ) -> Iterator[Forwarding]:
-        """Manage a request that the caller sends to stages itself, in the form of the engines.
+        """Manage a request that the caller sends to stages itself, in the engines' own form.
 
         Samples and forwarded requests share load, stage failures, sessions and request ids. A request without
         ``session_id`` has its own session for its duration. Raises RID_IN_USE.
@@ -307,7 +309,7 @@ class AsyncRollout:
 
     @property
     def placed(self) -> int:
-        """Number of samples and forwarded requests at stages. A pair of stages counts each twice."""
+        """Number of samples and forwarded requests at stages. Each counts twice at a pair of stages."""
         return self._router.load.total()
 
     def inflight_at(self, slot: str) -> int:
@@ -317,7 +319,7 @@ class AsyncRollout:
     async def stop(self, rids: Sequence[str]) -> list[str]:
         """Stop samples of :meth:`complete` and requests of :meth:`forwarding`. Return the ids that ran here.
 
-        Samples end as cut.
+        Stopped samples are returned as cut.
         """
         own_rids = [rid for rid in rids if rid in self._named]
         await stop([self._named[rid] for rid in own_rids])

@@ -48,7 +48,10 @@ class Running:
             self._waiting = None
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """Stop the request. At a stage, the returned coroutine aborts the request; the coroutine raises RlctlError."""
+        """Stop the request. If a stage has the request, return a coroutine that aborts it there.
+
+        The coroutine raises RlctlError.
+        """
         self.stopped = True
         if self.running is not None:
             return self._abort(*self.running)

@@ -39,7 +39,7 @@ class RolloutSample:
         index: number of the sample within its group.
         latest: sequence of the model's latest version known at the end of the sample.
         error: error that cut the sample, other than an abort or a stop of the caller.
-        answered_at: version that the last answering stage served then, even without a token; None if unknown.
+        answered_at: version that the last stage to answer served at that time, even without a token; None if unknown.
     """
 
     request: GenerateRequest
@@ -101,7 +101,7 @@ class RolloutSample:
     def staleness_at(self, latest: int) -> int | None:
         """Return :attr:`staleness` against a later sequence, such as the trainer's present version.
 
-        News of a version may arrive after its tokens, so the latest is at least the version of every token.
+        News of a version may arrive after its tokens. A newer version of a token then counts as the latest.
         """
         versions = self.versions
         sequences = [version.sequence for version in versions if version is not None]

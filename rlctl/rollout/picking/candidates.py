@@ -77,8 +77,8 @@ class Candidates:
     """Stages of a model in slot order; "" for all models.
 
     Attributes:
-        members: slots of generating members.
-        prefill_members: slots of prefill members.
+        members: slots of the members that generate.
+        prefill_members: slots of the members that compute prompts for others.
         paired: some stages form pairs.
         data_routes: routes that every data port has, as "POST /generate"; empty if stages form pairs.
     """

@@ -66,7 +66,7 @@ class Health:
         self._hold(slot, incarnation, None, sent, now, FAILED_S)
 
     def again_s(self, now: float) -> float:
-        """Return the seconds until a further stage may be usable; infinite if no stage is under a wait."""
+        """Return the seconds until the next wait of a stage ends; infinite if no stage is under a wait."""
         waits = (wait.until - now for wait in self._held.values() if wait.until > now)
         return min(waits, default=float("inf"))
 

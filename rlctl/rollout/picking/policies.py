@@ -20,7 +20,7 @@ class Policy(Protocol):
 
         Args:
             candidates: slots that may serve the sample now, in order; never empty.
-            members: slots of the model's connected stages, including paused stages.
+            members: slots of the model's stages that are enabled and present, including paused stages.
             session: session of the sample; "" for no session.
             load: this caller's samples in flight by slot.
             now: seconds on a monotonic clock.

@@ -161,7 +161,7 @@ class Router:
     def failed(self, picked: Picked, failure: RlctlError, now: float, *, at: Stage | None = None) -> bool:
         """Record a failure ``at`` a picked stage, by default the generating stage.
 
-        Returns True if the stage caused the failure, so the request may go to a further stage.
+        Returns True if the stage caused the failure, so that the request may go elsewhere.
         """
         stage = at or picked.stage
         slot = stage.registration.slot
