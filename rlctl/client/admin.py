@@ -95,8 +95,8 @@ class AsyncAdmin:
         """Call any verb of the table with its request message. The message is not changed.
 
         ``timeout_s`` bounds the operation (None: the verb's default). A repeat with the same ``request_id`` returns the
-        recorded result; without a ``request_id`` every call is new. ``check=False`` returns operations that did not end
-        OK instead of raising.
+        recorded result. Without an id, here or in the request's header, every call is new. ``check=False`` returns
+        operations that did not end OK instead of raising.
         """
         verb, original = of_request(request), request
         request = type(original)()
@@ -151,7 +151,7 @@ class AsyncAdmin:
         return await self.call(verbs_pb2.AbortRequestsRequest(rids=_listed(rids), abort_all=abort_all), **targets)
 
     async def flush_cache(self, *, idle_timeout_s: float | None = None, **targets: Unpack[Targets]) -> Operation:
-        """Empty the KV caches. ``idle_timeout_s``: longest wait for requests to end."""
+        """Empty the KV caches. ``idle_timeout_s``: longest wait for requests to end; None: no wait."""
         wait = None if idle_timeout_s is None else duration(idle_timeout_s)
         return await self.call(verbs_pb2.FlushCacheRequest(idle_timeout=wait), **targets)
 

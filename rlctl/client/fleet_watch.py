@@ -74,11 +74,11 @@ class FleetView:
         await self._changed.wait()
 
     def check(self) -> None:
-        """Raise the error because of which no events will come.
+        """Raise the error that keeps events from coming.
 
         TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING or PEER_NOT_ALLOWED if the coordinator refuses the watch, CANCELLED
-        after ``close``, ILLEGAL_STATE on an event loop other than the connection's. A coordinator that has already
-        reported the fleet may do so again: no error is raised, since the stages continue to serve.
+        after ``close``, ILLEGAL_STATE on an event loop other than the connection's. After the first report of the fleet
+        a refusal raises no error: the coordinator may accept the watch again, and the stages serve meanwhile.
         """
         self._connection.check_loop()
         if self._closed:
