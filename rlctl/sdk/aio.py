@@ -86,7 +86,7 @@ class AsyncFleet(AsyncAdmin):
     """A fleet: admin verbs (:class:`rlctl.client.admin.AsyncAdmin`), generation, and publishers of weights."""
 
     def __init__(self, connection: Connection, lines: Lines | None = None) -> None:
-        """``lines``: the lines of a second fleet object, shared by both."""
+        """``lines``: the lines of another fleet object, for shared use."""
         super().__init__(connection)
         self._lines = lines or Lines(connection)
         self._generator = Generator(self._lines)
@@ -235,7 +235,7 @@ class AsyncFleet(AsyncAdmin):
         timeout_s: float = GENERATE_S,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """Call :meth:`generate` and yield new output on arrival."""
+        """Generate as :meth:`generate`, and yield new output on arrival."""
         request = build_request(
             prompt,
             sampling,

@@ -97,7 +97,7 @@ class AsyncEngine:
         return await self._fleet.call(request, slots=[self.slot])
 
     async def flush_cache(self, idle_timeout_s: float = 0.0) -> Operation:
-        """Empty the KV caches. Waits ``idle_timeout_s`` seconds for requests to end."""
+        """Empty the KV caches. Waits at most ``idle_timeout_s`` seconds for requests to end."""
         return await self._fleet.flush_cache(idle_timeout_s=idle_timeout_s or None, slots=[self.slot])
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Operation:
