@@ -45,7 +45,7 @@ class Given:
 
 
 class Up:
-    """The fleet. The fleet ends with :meth:`stop`, with the block, and with any end of this process."""
+    """A fleet of a child process. It ends with :meth:`stop`, with the block, and with any end of this process."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         """Start the fleet on this process's Ray cluster, and return when every engine serves.

@@ -63,7 +63,7 @@ class NCCLTrainerSendWeightsArgs:
 def trainer_init(init_info: Any, rank: int = 0, *, stop: threading.Event | None = None) -> WeightGroup:
     """Form the group of rank 0, with its store at ``master_address:master_port``; return when all ranks have joined.
 
-    ``init_info``: a mapping or a dataclass with these and ``world_size``, and with ``packed`` and
+    ``init_info``: a mapping or a dataclass with both and ``world_size``, and with ``packed`` and
     ``packed_buffer_size_bytes`` if the engines get these too. The backend is NCCL if torch has NCCL and a GPU, else
     gloo: the gateway's choice for a request without a backend. ``stop`` ends the rendezvous early. Raises GROUP_FAILED.
     """

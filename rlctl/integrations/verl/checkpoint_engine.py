@@ -68,7 +68,7 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """The checkpoint engine at every rank of the trainer: ``send_weights`` is one update of the fleet.
 
     The publisher owns the group between trainer and engines, and keeps the group between updates. The update pauses
-    running generation and continues at the new version.
+    running generation, and generation continues at the new version.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:

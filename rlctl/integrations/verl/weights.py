@@ -20,9 +20,9 @@ class TrainingWeights:
     """
 
     def __init__(self, engine: Any) -> None:
-        """``engine``: verl's ``BaseEngine``. Iterates over the weights on every rank, and keeps no weights.
+        """``engine``: verl's ``BaseEngine``. Iterates over the weights, and keeps no weights.
 
-        Raises as :meth:`tensors`.
+        Every rank must make this object, since gathering takes every rank. Raises as :meth:`tensors`.
         """
         self.engine = engine
         self._metas = [TensorMeta.of(name, tensor) for name, tensor in self.tensors()]
