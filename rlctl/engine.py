@@ -54,7 +54,7 @@ class EngineConfig:
         model_path: directory of the checkpoint.
         rank: this rank, 0-based.
         tp_size: tensor-parallel size; also the number of ranks for engines without further parallelism.
-        nodes: number of hosts of a server engine; above 1, ``rank`` is the number of this host.
+        nodes: number of hosts over which a server engine is started; ``rank`` is then the number of this host.
         node: name of this host, as other hosts resolve it.
         device: "cpu", or "cuda:0" and so on.
         dtype: dtype of the weights, for example "float32"; "auto" takes the checkpoint's.
