@@ -97,7 +97,7 @@ class Journal(Protocol):
     """Durable records by kind and key."""
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
-        """Make all changes durable, or no change. Raises JOURNAL_FAILED if nothing was written."""
+        """Make all changes durable, or none. Raises JOURNAL_FAILED; nothing was written then."""
 
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
         """Return every record of a kind, in key order. Called once, at the start."""
