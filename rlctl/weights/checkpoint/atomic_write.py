@@ -224,7 +224,7 @@ def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         while not _lock(fd, path, field):
-            patience.check(f"while somebody else was at {place}")
+            patience.check(f"while another process held the lock of {place}")
             time.sleep(_POLL_S)
         with _unlocking(fd):
             yield
@@ -249,7 +249,7 @@ def alone(directory: Path, patience: Patience) -> Iterator[None]:
             if acquired is not False:
                 yield
                 return
-        patience.check(f"while somebody else was at {directory}")
+        patience.check(f"while another process held the lock of {directory}")
         time.sleep(_POLL_S)
 
 

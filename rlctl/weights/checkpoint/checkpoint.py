@@ -205,7 +205,7 @@ def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> 
     try:
         exists = directory.is_dir()
     except (OSError, ValueError) as error:  # an invalid file name, or a directory without access
-        raise _not_found(directory, f"it cannot be looked at: {error}", field) from error
+        raise _not_found(directory, f"its status cannot be read: {error}", field) from error
     if not exists:
         raise _not_found(directory, "there is no such directory", field)
     return _read_json(directory / name, field)

@@ -60,7 +60,7 @@ def register_loader(name: str, loader: Loader) -> None:
     Raises FIELD_INVALID if the name is taken.
     """
     if name in (*STANDARD, DIRECT, FLATTENED) or name in _registered:
-        raise Reason.FIELD_INVALID.error(f"there is a loader {name!r} already", field="load_format")
+        raise Reason.FIELD_INVALID.error(f"a loader {name!r} exists already", field="load_format")
     _registered[name] = loader
 
 

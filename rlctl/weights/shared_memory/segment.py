@@ -97,7 +97,7 @@ def _of_torch(message: verbs_pb2.TensorSegment, field: str) -> Segment:
     except ValueError as error:
         raise Reason.FIELD_INVALID.error(str(error), field=f"{field}.{handle}") from None
     if not message.HasField("reader"):
-        raise Reason.FIELD_REQUIRED.error("a storage of torch has one reader", field=f"{field}.reader")
+        raise Reason.FIELD_REQUIRED.error("reader is required for a storage of torch", field=f"{field}.reader")
     return Segment(
         field=field,
         node=message.node,
@@ -135,7 +135,7 @@ def _cuda(message: verbs_pb2.TensorSegment) -> CudaStorage:
 
 def _tensors(message: verbs_pb2.TensorSegment, start: int, field: str) -> list[tuple[TensorMeta, int]]:
     if not 0 < message.size <= _LARGEST:
-        raise Reason.FIELD_INVALID.error(f"no segment is {message.size} bytes large", field=f"{field}.size")
+        raise Reason.FIELD_INVALID.error(f"size is {message.size}, which no segment can have", field=f"{field}.size")
     tensors = [
         _tensor(tensor, message.size, start, f"{field}.tensors[{index}]")
         for index, tensor in enumerate(message.tensors)

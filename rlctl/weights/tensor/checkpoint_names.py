@@ -68,9 +68,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
     if getattr(module, "peft_config", None):
         raise Reason.UNSUPPORTED.error(
-            f"{type(module).__name__} holds adapters of PEFT's, whose tensors are in no checkpoint",
+            f"{type(module).__name__} has PEFT adapters, whose tensors are in no checkpoint",
             field="weights",
-            next_step="Merge them (merge_and_unload) and give the model, or send them as an adapter.",
+            next_step="Merge the adapters (merge_and_unload) and pass the model, or send the tensors as an adapter.",
         )
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or isinstance(module, modeling.PreTrainedModel):

@@ -122,7 +122,7 @@ def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> l
         group = list(metas[position : position + max(1, len(names))])
         if names and tuple(meta.name for meta in group) != names:
             raise Reason.FIELD_INVALID.error(
-                f"{', '.join(names)} belong together, but the source does not give them one after the other",
+                f"{', '.join(names)} belong together, but the source does not yield them in a row",
                 field="weights",
             )
         entries.append(group if names else group[0])

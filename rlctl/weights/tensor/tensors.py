@@ -104,9 +104,9 @@ def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or tensor.layout != torch.strided:
         problem = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise Reason.FIELD_INVALID.error(
-            f"{name} is {problem}: it has no contents that could be sent",
+            f"{name} is {problem}: it has no contents to send",
             field="weights",
-            next_step="Give the tensor itself: what is offloaded is brought back first.",
+            next_step="Pass a tensor with contents: load offloaded tensors first.",
         )
 
 

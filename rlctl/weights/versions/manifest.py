@@ -221,7 +221,7 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     if base is not None and not base.sequence < sequence:  # so that a chain of bases ends
         raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):
-        raise ValueError(f"kind {body['kind']!r} does not go with what it holds")
+        raise ValueError(f"kind {body['kind']!r} contradicts its contents")
     tensors = {}
     for name, entry in body["tensors"].items():
         encoding, compression = entry.get("encoding", ""), entry.get("compression", "")
@@ -238,7 +238,7 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     origin = tuple(map(text, body.get("origin", ())))
     manifest = Manifest(version, sequence, tensors, base, files, shards, pulled, origin)
     if manifest.digest != body["digest"]:
-        raise ValueError("its digest is not that of its tensors")
+        raise ValueError("its digest is not the digest of its tensors")
     return manifest
 
 

@@ -193,7 +193,7 @@ def publish_delta(
                 declared_base.version, declared_base.sequence, combine({n: e.base_sha256 for n, e in entries.items()})
             )
             if declared_base.digest not in ("", actual_base.digest):  # no other copy of the base has these bytes
-                raise Reason.DIGEST_MISMATCH.error(f"{base.path} is not what its manifest says", field="base")
+                raise Reason.DIGEST_MISMATCH.error(f"the files of {base.path} differ from its manifest", field="base")
             return _finish(new, place, Manifest(version, sequence, entries, base=actual_base, shards=shards))
     finally:
         old.close()

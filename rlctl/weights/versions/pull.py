@@ -103,7 +103,7 @@ def pull(
     that a delta needs; a file that is truncated, damaged or changed), CHECKPOINT_MISMATCH (a delta's base is not the
     version that is there, or has other tensors), UNSUPPORTED (an unknown form of slime's layout, or a missing package
     for it), DIGEST_MISMATCH (a tensor differs from its checksum, before or after), DISK_FULL, FIELD_INVALID (the
-    directory cannot be written; it holds something that was not pulled, the versions themselves, or the engine's
+    directory cannot be written; it holds files that were not pulled, the versions themselves, or the engine's
     checkpoint), PATH_NOT_ALLOWED (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
     """
     patience = patience or Patience()
@@ -207,9 +207,9 @@ def _local_version(place: Path, *, ours: bool) -> Published | None:
     except RlctlError as error:
         if ours:
             return None  # the directory was pulled once: another pull repairs it
-        raise _not_pulled(f"{place} holds something that cannot be told to have been pulled") from error
+        raise _not_pulled(f"{place} holds files of unknown origin") from error
     if manifest is None:
-        raise _not_pulled(f"{place} holds something that was not pulled")
+        raise _not_pulled(f"{place} holds files that were not pulled")
     if not manifest.pulled and (is_named(place, manifest) or not ours):
         raise _not_pulled(f"{place} is a published version, no copy of one")
     sizes = {name: file.size for name, file in manifest.files.items()} | dict(manifest.shards)
@@ -218,7 +218,7 @@ def _local_version(place: Path, *, ours: bool) -> Published | None:
 
 
 def _not_pulled(cause: str) -> RlctlError:
-    next_step = "Name an empty directory, or one that is not there yet."
+    next_step = "Name an empty directory, or a new one."
     return Reason.FIELD_INVALID.error(cause, field=LOCAL, next_step=next_step)
 
 
@@ -273,7 +273,7 @@ def _base_of(source: Path, delta: Slime, base_dir: str, roots: Roots | None) -> 
         return base
     if number:
         cause = f"version {number}, which is not published: {slime_layout.directory_of(source, number)} is not there"
-        next_step = "Keep the versions back to the newest complete one, or publish a complete one."
+        next_step = "Keep the versions back to the newest complete version, or publish a complete version."
     else:
         cause = "version 0, the checkpoint that the engine was started with; it has none"
         next_step = "Start the engine with a checkpoint, or publish a complete version."
@@ -357,7 +357,7 @@ class _Delta:
         stored = {name for name, entry in found.manifest.tensors.items() if entry.encoding != "same"}
         if self._stored.keys() != stored:
             raise Reason.CHECKPOINT_NOT_FOUND.error(
-                f"{found.path}: its files hold other tensors than it says", field=SOURCE
+                f"{found.path}: its files hold other tensors than its index", field=SOURCE
             )
 
     def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
@@ -388,9 +388,7 @@ class _Delta:
         return stored
 
     def _damaged(self, name: str, cause: str) -> RlctlError:
-        return Reason.CHECKPOINT_NOT_FOUND.error(
-            f"{self.path}: what it stores of {name} is damaged: {cause}", field=SOURCE
-        )
+        return Reason.CHECKPOINT_NOT_FOUND.error(f"{self.path}: its data of {name} is damaged: {cause}", field=SOURCE)
 
 
 class _Replay:
@@ -451,7 +449,7 @@ class _Replay:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
         for name, expected in entries.items():
             if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
-                raise Reason.DIGEST_MISMATCH.error(f"{path / name} is not what its checksum says", field=SOURCE)
+                raise Reason.DIGEST_MISMATCH.error(f"{path / name} does not match its checksum", field=SOURCE)
         return contents
 
     def _tensor(self, output: _Output, meta: TensorMeta) -> int:
@@ -477,7 +475,7 @@ class _Replay:
     def _check(self, name: str, found: str, expected: str, where: str) -> None:
         if found != expected:
             raise Reason.DIGEST_MISMATCH.error(
-                f"{name} is not what its checksum says {where}",
+                f"{name} does not match its checksum {where}",
                 field=SOURCE,
                 metadata={"expected": expected, "found": found},
             )

@@ -53,7 +53,7 @@ _POSITIONS = 1 << 20
 _DIGITS = 18
 """Maximum digits of a version's number; more do not fit a sequence."""
 
-_READ_ON = "Publish the version again, or ask for an earlier one."
+_READ_ON = "Publish the version again, or pull an earlier version."
 
 
 class _Hash(Protocol):
@@ -139,7 +139,7 @@ def find(source: Path, number: int, roots: Roots | None = None) -> Slime | None:
         if not path.is_dir():
             return None
     except OSError as error:
-        raise _damaged(path, f"it cannot be looked at: {error}") from error
+        raise _damaged(path, f"its status cannot be read: {error}") from error
     if roots is not None:
         roots.resolve_checkpoint(str(path), field=SOURCE)
     identity = _identity(path)
@@ -275,7 +275,7 @@ class SlimeDelta:
         checksum.update(data.numpy().data)
         if (actual := checksum.hexdigest()) != (expected := file.metadata[name]):
             raise Reason.DIGEST_MISMATCH.error(
-                f"{name} is not what its checksum says after {self.path}",
+                f"{name} does not match its checksum after {self.path}",
                 field=SOURCE,
                 next_step=f"Either {file.path} is damaged, or the delta was made to another base.",
                 metadata={"expected": expected, "found": actual},
@@ -283,7 +283,7 @@ class SlimeDelta:
         return data, size
 
     def _cannot_apply(self, name: str, cause: str) -> RlctlError:
-        return _damaged(self.path, f"what it stores of {name} is damaged: {cause}")
+        return _damaged(self.path, f"its data of {name} is damaged: {cause}")
 
 
 def _xor(plain: Any, data: np.ndarray[Any, Any]) -> None:

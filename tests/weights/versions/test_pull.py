@@ -834,7 +834,7 @@ def test_no_delta_to_a_damaged_copy_is_published(world: World) -> None:
     pull(str(world.source), str(world.trainer), "v1")
     flip(world.trainer / "model-00001-of-00002.safetensors")
     base = BaseVersion(world.trainer)
-    with refused(Reason.DIGEST_MISMATCH, f"{world.trainer} is not what its manifest says", "base"):
+    with refused(Reason.DIGEST_MISMATCH, f"the files of {world.trainer} differ from its manifest", "base"):
         publish_delta(world.source, model(2).items(), version="v2", sequence=2, base=base)
     assert [path.name for path in world.source.iterdir()] == ["00000001-v1"]
 
@@ -868,7 +868,7 @@ def test_a_directory_that_was_not_pulled_is_not_replaced(world: World) -> None:
     shutil.rmtree(world.local)
     world.local.mkdir()
     (world.local / "thesis.txt").write_text("years of work")
-    with refused(Reason.FIELD_INVALID, "was not pulled", "local_checkpoint_dir"):
+    with refused(Reason.FIELD_INVALID, "were not pulled", "local_checkpoint_dir"):
         world.pull("v1")
     assert (world.local / "thesis.txt").exists()
 
@@ -1066,7 +1066,9 @@ def test_whoever_waits_for_another_gives_up_in_time(world: World, how: str) -> N
         waiting = Background(lambda: world.pull("v1", patience=Patience(limit, stop)))
         if how == "stop":
             stop.set()
-        with refused(Reason.DEADLINE_EXCEEDED if how == "deadline" else Reason.CANCELLED, "somebody else"):
+        with refused(
+            Reason.DEADLINE_EXCEEDED if how == "deadline" else Reason.CANCELLED, "another process held the lock"
+        ):
             waiting.result()
         assert time.monotonic() - started < 1.0
     world.pull("v1")

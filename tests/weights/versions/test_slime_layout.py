@@ -310,9 +310,9 @@ def no_file(world: World) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason", "words"),
     [
-        (wrong_base, Reason.DIGEST_MISMATCH, "is not what its checksum says after .*weight_v000001"),
+        (wrong_base, Reason.DIGEST_MISMATCH, "does not match its checksum after .*weight_v000001"),
         (other_tensors, Reason.CHECKPOINT_MISMATCH, r"changes 1 tensors that .*base does not hold \(norm.weight\)"),
-        (flip, Reason.DIGEST_MISMATCH, "embed.weight is not what its checksum says after .*weight_v000001"),
+        (flip, Reason.DIGEST_MISMATCH, "embed.weight does not match its checksum after .*weight_v000001"),
         (no_checksum, Reason.CHECKPOINT_NOT_FOUND, "embed.weight is damaged: .* has no checksum"),
         (garbage, Reason.CHECKPOINT_NOT_FOUND, "embed.weight is damaged: zstd"),
         (cut_frame, Reason.CHECKPOINT_NOT_FOUND, "embed.weight is damaged: it ends"),
