@@ -211,7 +211,7 @@ class ServerEngine(Engine):
             if self._failure is not None:
                 raise
             message = error.message if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
-            log.warning("no decode checks: %s", message)
+            log.warning("decode checks are off: %s", message)
             capabilities.unsupported["decode_check"] = message
             return
         capabilities.check_actions.append(verbs_pb2.CHECK_ACTION_DECODE)
@@ -323,7 +323,7 @@ class ServerEngine(Engine):
         self._check("PrepareUpdate")
         call.accept()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be written")
         if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
             return await self._prepare_adapter(request, call)
         self._refuse_beside_adapter()
@@ -421,7 +421,7 @@ class ServerEngine(Engine):
         ranks = self._ranks_for("SendWeights")
         self._refuse_during_update()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to send")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be sent")
         reports = await ranks.each("SendWeights", request, verbs_pb2.WeightsReport, call)
         return reports[0]
 
@@ -461,7 +461,7 @@ class ServerEngine(Engine):
         """Digest or read the weights that the ranks compute with. Raises DIGEST_MISMATCH."""
         ranks = self._ranks_for("CheckWeights")
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be digested")
         call.accept()
         reports = await ranks.each("CheckWeights", request, verbs_pb2.CheckReport, call)
         digest = reports[0].model_digest

@@ -451,7 +451,7 @@ class SGLangEngine(ServerEngine):
     async def _end_prepared(self, call: Call) -> None:
         """End prepared requests before a pause. Raises ACTIVE_REQUESTS, and nothing was paused."""
         if not await self._requests.end_prepared(call.deadline - PAUSE_S):
-            raise Reason.ACTIVE_REQUESTS.error("SGLang does not end requests whose grammar it is compiling")
+            raise Reason.ACTIVE_REQUESTS.error("SGLang does not end requests while it compiles their grammar")
 
     def _admit(self, request: GenerateRequest) -> None:
         """Refuse half of a pair's request if it may not be computed at the version that it names.

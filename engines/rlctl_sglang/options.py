@@ -62,7 +62,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
     for name in arguments:
         if name in NODES:
             raise Reason.FIELD_INVALID.error(
-                "each node has a process of its own, which says where it is",
+                "each node has a process of its own, which sets its place",
                 field=f"options.{name}",
                 next_step="`rlctl worker --engine sglang --rank NUMBER` on every further node; its address with "
                 "--follower to `rlctl stage` on the first one.",
@@ -72,7 +72,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
     for name in GRPC:
         if name in arguments:
             raise Reason.UNSUPPORTED.error(
-                "SGLang's own gRPC asks for no key: others could pause it, and write its weights",
+                "SGLang's own gRPC needs no key, so any caller could pause it and write its weights",
                 field=f"options.{name}",
                 next_step="Leave it out.",
             )
@@ -103,7 +103,7 @@ def refuse_workers(arguments: Mapping[str, Any]) -> None:
     number = str(arguments.get("tokenizer_worker_num") or 1)
     if number != "1":
         raise Reason.UNSUPPORTED.error(
-            f"a pause of SGLang with {number} tokenizer workers ends the requests of one of them only",
+            f"a pause of SGLang with {number} tokenizer workers ends the requests of one worker only",
             field="options.tokenizer_worker_num",
             next_step="Leave it out.",
         )

@@ -70,7 +70,8 @@ class State(ServerState):
         if frozen and mode == PAUSE_MODE_ABORT:
             if active:
                 raise Reason.PAUSE_MODE_CONFLICT.error(
-                    f"{active} requests are frozen in place; SGLang never comes back from aborting those", field="mode"
+                    f"{active} requests are frozen in place; SGLang hangs when frozen requests are aborted",
+                    field="mode",
                 )
             return MODES[PAUSE_MODE_RETRACT]  # no active requests: the same effect, without the danger
         return MODES[mode]

@@ -57,7 +57,7 @@ class State(ServerState):
         frozen = active if self.stopped and self.paused in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_IN_PLACE) else 0
         if frozen and not whole:
             raise Reason.PAUSE_MODE_CONFLICT.error(
-                f"{frozen} requests are frozen in place; drain would let them go on with weights that are not whole",
+                f"{frozen} requests are frozen in place; drain would continue requests with incomplete weights",
                 field="mode",
             )
 

@@ -300,7 +300,7 @@ class Adapters(abc.ABC):
         name, mode = request.adapter, request.mode or PAUSE_MODE_ABORT
         if mode not in PAUSES:
             raise Reason.UNSUPPORTED.error(
-                f"{self._product} cannot hold back the requests of one adapter; abort ends them, drain waits for them",
+                f"{self._product} cannot freeze the requests of one adapter; abort ends them, drain waits for them",
                 field="mode",
                 outcome=OUTCOME_SKIPPED,
             )
@@ -375,15 +375,15 @@ class Adapters(abc.ABC):
         limits = self._limits
         if config.lora_rank > limits.rank:
             raise Reason.UNSUPPORTED.error(
-                f"it has rank {config.lora_rank}, and the server was started with --max-lora-rank {limits.rank}",
+                f"the adapter has rank {config.lora_rank}, above the server's --max-lora-rank {limits.rank}",
                 field=field,
             )
         count = len(self._table.by_name) + len(self._left)
         if limits.most and count >= limits.most:
             raise Reason.UNSUPPORTED.error(
-                f"{self._product} holds {count} adapters and would forget one that serves; see --max-loaded-loras",
+                f"{self._product} holds {count} adapters and would drop a serving adapter; see --max-loaded-loras",
                 field="name",
-                next_step="Unload one, or start the server with room for one more: a new version comes beside the old.",
+                next_step="Unload an adapter, or raise the limit: a new version needs a place beside the old version.",
             )
         expected = lora.expected(config, self._layers, field=field)
         if unsupported := sorted({module.rpartition(".")[2] for module in expected} - set(limits.targets)):
@@ -414,7 +414,7 @@ class Adapters(abc.ABC):
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{len(using)} requests run with adapter {name!r}",
                 metadata=count,
-                next_step="Name a pause mode: abort ends them, every other one waits for them.",
+                next_step="Set a pause mode: abort ends the requests, every other mode waits for them.",
             )
         if self.stuck:
             self._refuse_held_back(name)

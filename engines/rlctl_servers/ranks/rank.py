@@ -210,7 +210,7 @@ class Rank:
         metas = [meta for _, bucket in stream for meta in bucket.metas]
         for meta in metas:
             if self._shards.reference.get(meta.name) != meta:
-                raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
+                raise Reason.FIELD_INVALID.error(f"{meta} is not a tensor of this model", field="buckets")
         report = v.WeightsReport()
         with self._together.exchanging(self._number, timeout_s) as exchange:
             gathering = Gathering(self._held(exchange).shards, exchange)

@@ -49,7 +49,7 @@ def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
     if missing:
         raise not_written(missing)
     if not (receiver.written or may_be_nothing):
-        raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+        raise Reason.WEIGHTS_INCOMPLETE.error("no tensor was written")
 
 
 def add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:

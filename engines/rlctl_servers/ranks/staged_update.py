@@ -132,7 +132,7 @@ class StagedUpdate:
     def swap(self) -> v.WeightsReport:
         """Write the sealed copy to the weights. Raises ILLEGAL_STATE, INTERNAL; after a write ENGINE_FAILED (DIRTY)."""
         if not self._sealed:
-            raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
+            raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed and may be incomplete")
         targets = self._shadow.targets()
         write_started = False
 
@@ -164,7 +164,7 @@ class StagedUpdate:
         """Run a step that writes only the copy. Its failure leaves the served weights unchanged."""
         self._proceed()
         if self._sealed:
-            raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")
+            raise Reason.ILLEGAL_STATE.error("the update is sealed and takes no more writes")
         try:
             yield
         except RlctlError as error:

@@ -37,7 +37,7 @@ def refuse_prompt(request: GenerateRequest, limits: Limits) -> None:
     """Raise FIELD_REQUIRED for a missing prompt, UNSUPPORTED for text at a server without tokenizer."""
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+        raise Reason.FIELD_REQUIRED.error("text or input_ids is required", field="text")
     if kind == "text" and not limits.tokenizer:
         raise Reason.UNSUPPORTED.error("the server has no tokenizer; send input_ids", field="text")
 
@@ -126,7 +126,7 @@ def engine_fields(
         (sampling, known_sampling, "engine_fields.sampling_params"),
     ):
         if not isinstance(values, dict) or (unknown := sorted(values.keys() - set(allowed))):
-            cause = f"{', '.join(unknown)} cannot be given" if isinstance(values, dict) else "it is no object"
+            cause = f"{', '.join(unknown)} cannot be given" if isinstance(values, dict) else "a JSON object is required"
             raise Reason.FIELD_INVALID.error(f"{cause} here; there are: {', '.join(sorted(allowed))}", field=where)
     return fields, sampling
 

@@ -47,7 +47,7 @@ class Turn:
             async with asyncio.timeout_at(call.deadline - LEAVING_S if self._lock.locked() else None):
                 await self._lock.acquire()
         except TimeoutError:
-            raise Reason.DEADLINE_EXCEEDED.error("a probe, or what it waits for, kept the server") from None
+            raise Reason.DEADLINE_EXCEEDED.error("the server was busy with a probe until the time was up") from None
         try:
             yield
         finally:

@@ -27,7 +27,7 @@ HELD_S = 0.05
 LEFT_S = 5.0
 """SGLang ends requests with a closed connection within this time (``_REQUEST_STATE_WAIT_TIMEOUT``, 4 s, 0.5.23)."""
 
-_CUT = Reason.CANCELLED.error("its connection was closed")
+_CUT = Reason.CANCELLED.error("the request's connection was closed")
 """Last event of a cut sample without output."""
 
 _Event = tuple[int, dict[str, Any] | RlctlError | None]

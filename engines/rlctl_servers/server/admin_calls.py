@@ -71,7 +71,7 @@ class Control:
         error = Reason.ENGINE_WEDGED.error(
             f"{self.http.product} did not come back from {what} in time",
             outcome=OUTCOME_UNKNOWN,
-            next_step="One that rlctl has launched is ended; end one that it was attached to.",
+            next_step="rlctl ends a server that it has launched; end an attached server yourself.",
         )
         return self.lost(error)
 

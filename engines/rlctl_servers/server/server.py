@@ -31,13 +31,13 @@ async def told_at(product: str, url: str, path: str, api_key: str) -> dict[str, 
     try:
         answer = await http.call(path, timeout_s=PROBE_S, admin=False)
     except TimeoutError:
-        raise Reason.UNREACHABLE.error(f"what is at {url} does not answer", field="url") from None
+        raise Reason.UNREACHABLE.error(f"the server at {url} does not answer", field="url") from None
     except RlctlError as error:
         raise Reason.UNREACHABLE.error(error.message, field="url") from None
     finally:
         await http.close()
     if answer.status in (401, 403):
-        raise Reason.FIELD_INVALID.error(f"what is at {url} does not take the key", field="options.api_key_file")
+        raise Reason.FIELD_INVALID.error(f"the server at {url} does not accept the key", field="options.api_key_file")
     return answer.body if answer.ok and isinstance(answer.body, dict) else {}
 
 

@@ -77,7 +77,7 @@ def refuse_pattern(path: str, *, field: str) -> None:
     """
     if glob.has_magic(path):
         raise Reason.CHECKPOINT_MISMATCH.error(
-            f"{path} contains one of the characters * ? [, by which the server would read other directories",
+            f"{path} contains a wildcard (* ? [), with which the server would read other directories",
             field=field,
             next_step="Rename the directory.",
         )

@@ -84,7 +84,7 @@ class RankCalls(abc.ABC):
         for rank in ranks:
             if rank.get("protocol") != PROTOCOL:
                 raise Reason.UNSUPPORTED.error(
-                    f"the server's ranks run rlctl {rank.get('rlctl')}, whose calls have another form",
+                    f"the server's ranks run rlctl {rank.get('rlctl')}, whose calls have a different format",
                     next_step="Install the stage server's rlctl beside the engine, and start the engine again.",
                 )
         if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):

@@ -242,7 +242,7 @@ class Updates:
             raise Reason.UNSUPPORTED.error(f"from disk {self._product} loads both models", field="options.selector")
         if update.taken:
             raise Reason.ILLEGAL_STATE.error(
-                f"this update has taken tensors in; {self._product} loads checkpoints on their own"
+                f"this update has received tensors; {self._product} loads checkpoints in updates of their own"
             )
         stored = await asyncio.to_thread(
             self._checkpoints.open, request.model_path, request.load_format, request.target_modules
@@ -278,7 +278,7 @@ class Updates:
                 raise
         else:
             if not update.loaded:
-                raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+                raise Reason.WEIGHTS_INCOMPLETE.error("no tensor was written")
             await self._close(call)
         self.marking.committed()  # a label with a lost answer must not outlive the next write
         await self.name(label, call, outcome=OUTCOME_DIRTY)
@@ -331,7 +331,7 @@ class Updates:
                 field="options.selector",
             )
         if update.loaded:
-            raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
+            raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint and receives no tensors")
         if not update.staged:
             await self.marking.mark(call)
         self._idle.clear()
@@ -446,7 +446,7 @@ class Updates:
             )
         if self._ranks is None or self._server_load is not None:
             raise Reason.UNSUPPORTED.error(
-                f"rlctl's code is not in {self._product}'s ranks: nothing makes a shadow copy there", field="apply"
+                f"rlctl's code is not in {self._product}'s ranks: so it cannot make a shadow copy", field="apply"
             )
 
     def _refuse_selector(self, selector: WeightSelector.ValueType, field_path: str) -> None:

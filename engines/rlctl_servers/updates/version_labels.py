@@ -76,7 +76,7 @@ class Stamps:
             cause = "did not call them" if version is None else "called them before this sample began"
             raise Reason.ENGINE_FAILED.error(
                 f"the server says that its weights are {label!r}, which rlctl {cause}",
-                next_step="Start its stage again: nothing is known of what the server holds.",
+                next_step="Restart the stage: the weights of the server are unknown.",
             )
         return version
 

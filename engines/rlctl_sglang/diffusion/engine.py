@@ -104,7 +104,7 @@ class Server(server.Server):
         """Raise if the server cannot be attached to."""
         info = await self.http.call("/model_info", timeout_s=server.PROBE_S)
         if not info.ok or not isinstance(info.body, dict) or info.body.get("model_type") != DIFFUSION:
-            raise Reason.FIELD_INVALID.error(f"what answers at {self.http.url} is no {PRODUCT}", field="options.url")
+            raise Reason.FIELD_INVALID.error(f"the server at {self.http.url} is no {PRODUCT}", field="options.url")
         answer = await self.http.call(self.probe, timeout_s=server.PROBE_S)
         if not answer.ok:
             raise Reason.ILLEGAL_STATE.error(
@@ -139,7 +139,7 @@ class DiffusionEngine(Engine):
         self._config = config
         self._reload = options.get("reload", "false") == "true"
         if options.get("reload", "false") not in ("true", "false"):
-            raise Reason.FIELD_INVALID.error("it is true or false", field="options.reload")
+            raise Reason.FIELD_INVALID.error("reload must be true or false", field="options.reload")
         self._pipelines = Pipelines(config.model_path, options_.directories(options.get("allowed_roots", "")))
         self._server = Server(None, Http(PRODUCT, url, options_.key(options, "api_key_file")), self._failed)
         self._control = Control(self._server.http, self._failed)
@@ -215,8 +215,8 @@ class DiffusionEngine(Engine):
         role = stats.get("role")
         if self._told.get("num_gpus") != 1 or role != "monolithic":
             raise Reason.UNSUPPORTED.error(
-                f"the server at {self._server.http.url} has {self._told.get('num_gpus')} GPUs and role {role}: what "
-                "its first rank answers proves nothing of others",
+                f"the server at {self._server.http.url} has {self._told.get('num_gpus')} GPUs and role {role}: the "
+                "answer of its first rank proves nothing about the others",
                 field="options.url",
                 next_step="Attach to servers of one GPU each.",
             )
@@ -242,13 +242,13 @@ class DiffusionEngine(Engine):
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"the server holds another {changed[0]} than {path}: it was updated, or has cast it to another dtype",
                 field="model_path",
-                next_step="Start it with the files' dtype (--dit-precision, --vae-precision); one that was updated is "
-                "brought back with --option reload=true.",
+                next_step="Start the server with the files' dtype (--dit-precision, --vae-precision). --option "
+                "reload=true restores an updated server.",
             )
         self._held = {name: sums[name] for name in names if self._live.get(name) == sums[name].live}
         if not self._held:
             raise Reason.UNSUPPORTED.error(
-                f"the server holds none of {', '.join(names)} as their files do, so no update could be verified",
+                f"the server has none of {', '.join(names)} as in their files, so no update could be verified",
                 field="model_path",
             )
 
@@ -300,7 +300,7 @@ class DiffusionEngine(Engine):
         self._check("PauseGeneration")
         if request.mode not in _PAUSES:
             raise Reason.UNSUPPORTED.error(
-                f"{PRODUCT} finishes each request before anything else: it neither ends nor freezes them",
+                f"{PRODUCT} finishes each request first, and can neither end nor freeze requests",
                 field="mode",
                 next_step="Pause with retract or drain.",
                 outcome=OUTCOME_SKIPPED,
@@ -372,7 +372,7 @@ class DiffusionEngine(Engine):
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
         if self._released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be written")
         call.accept()
         try:
             await self._stats(Call("idle", min(call.deadline, asyncio.get_running_loop().time() + IDLE_S)))
@@ -454,7 +454,7 @@ class DiffusionEngine(Engine):
                 f"{PRODUCT} at {self._server.http.url} holds another {', '.join(differing)} than it should{when}",
                 next_step=f"Start the server again: rlctl cannot load {', '.join(frozen)}."
                 if frozen
-                else "Heal the stage; let nobody else load weights at the server's port.",
+                else "Heal the stage; no other client may load weights at the server's port.",
                 metadata={"modules": ",".join(differing)},
                 outcome=OUTCOME_DIRTY,
             )
@@ -586,7 +586,8 @@ class DiffusionEngine(Engine):
                 loadable = ", ".join(self._held)
                 cause = "is not held as its files are" if name in self._live else "is no module of it"
                 raise Reason.UNSUPPORTED.error(
-                    f"{name} {cause}; what can be loaded and compared: {loadable}", field=f"target_modules[{index}]"
+                    f"{name} {cause}; modules that can be loaded and compared: {loadable}",
+                    field=f"target_modules[{index}]",
                 )
         frozen = () if target_modules else [module for module in self._pipelines.reference if module not in self._held]
         return names, await asyncio.to_thread(self._sums, path, load_format, names, _until(call), frozen)

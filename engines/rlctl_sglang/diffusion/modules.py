@@ -123,8 +123,8 @@ class Pipelines:
         with self.opened(path, "", [module]) as checkpoints:
             if self.sums(module, checkpoints[module], until).digests != self._first[module].digests:
                 raise Reason.CHECKPOINT_MISMATCH.error(
-                    f"{module} of {path} differs from that of {self.path}, and what the server holds of it cannot be "
-                    "compared with files: it is never loaded",
+                    f"{module} of {path} differs from that of {self.path}, and the server's copy cannot be "
+                    "compared with files, so it is never loaded",
                     field="model_path",
                     next_step="Name the modules to be loaded with target_modules.",
                 )

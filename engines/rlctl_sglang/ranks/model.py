@@ -262,7 +262,9 @@ class SGLangModel(RankModel):
         if layout is None:
             raise Reason.UNSUPPORTED.error(f"SGLang's loaders do not take tensors in turn: {failure}")
         if not unpacked == addresses == self._addresses():
-            raise Reason.UNSUPPORTED.error("SGLang has other parameters during a load than afterwards: it packs them")
+            raise Reason.UNSUPPORTED.error(
+                "SGLang packs its parameters after a load, so they differ from those during a load"
+            )
         for name, omission in layout.omissions.items():
             if omission.kind is not Omitted.ABSENT:
                 raise Reason.UNSUPPORTED.error(f"the place of {name} is not known: {omission.text}")

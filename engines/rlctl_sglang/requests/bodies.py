@@ -54,7 +54,7 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
     check_pair(request, limits.mode)
     if limits.mode != "null" and not request.HasField("bootstrap_version_seq"):
         raise Reason.FIELD_REQUIRED.error(
-            "SGLang does not compare the versions of a pair: name the one at which it was picked",
+            "SGLang does not compare the versions of a pair: the version at the pick is required",
             field="bootstrap_version_seq",
         )
     prompt, length = _prompt(request, limits)
@@ -121,7 +121,7 @@ def _sampling(request: GenerateRequest, limits: Limits, length: int | None) -> d
         )
     if params.stop_token_ids and params.ignore_eos:
         raise Reason.UNSUPPORTED.error(
-            "together with ignore_eos SGLang ignores them", field="sampling_params.stop_token_ids"
+            "SGLang ignores stop_token_ids with ignore_eos", field="sampling_params.stop_token_ids"
         )
     new_tokens = requests.new_tokens(params, limits, length)
     for name in ("stop", "stop_token_ids"):

@@ -112,7 +112,7 @@ class SGLangProcess(ServerProcess):
             if (await self.http.call("/ready", timeout_s=PROBE_S)).status != 200:
                 return False
             if (await self.http.call("/model_info", timeout_s=PROBE_S, key="none")).status != 401:
-                raise Reason.ENGINE_FAILED.error(f"another server answers at {self.http.url}")
+                raise Reason.ENGINE_FAILED.error(f"a different server answers at {self.http.url}")
             return (await self.http.call("/model_info", timeout_s=PROBE_S, admin=False)).status == 200
         except TimeoutError:
             return False

@@ -69,7 +69,7 @@ class Server(server.Server):
             raise Reason.ILLEGAL_STATE.error(
                 f"SGLang at {self.http.url} is not ready: paused, or starting",
                 field="options.url",
-                next_step="Attach to a server that generates: what it was told before is not known here.",
+                next_step="Attach to a server that generates: earlier pauses of the server are unknown.",
             )
         if info.status != 200:
             raise Reason.FIELD_INVALID.error(

@@ -94,7 +94,7 @@ def _refuse_parts(modules: Collection[str], field: str) -> None:
             if present not in complete or present != next(iter(parts_by_layer.values())):
                 alternatives = " or ".join(", ".join(sorted(alternative)) for alternative in complete)
                 raise Reason.UNSUPPORTED.error(
-                    f"it adds to {', '.join(sorted(present))} of {layer}; "
+                    f"the adapter has {', '.join(sorted(present))} of {layer}; "
                     f"SGLang takes {alternatives}, the same in every layer",
                     field=field,
                     next_step="Give the layers that are missing matrices of zeros.",

@@ -238,7 +238,7 @@ def _refuse_unknown(module: torch.nn.Module, is_causal: bool | None, given: Mapp
 
 def _unsupported(module: torch.nn.Module, what: str) -> RlctlError:
     return Reason.UNSUPPORTED.error(
-        f"{type(module).__name__} wants attention with {what}, which the torch engine does not compute"
+        f"{type(module).__name__} needs attention with {what}, which the torch engine does not compute"
     )
 
 

@@ -204,7 +204,7 @@ def refuse_bad_scales(shards: ShardMap) -> None:
     invalid_names = [name for name in scales if not _are_scales(shards.shards[name].local)]
     if invalid_names:
         raise Reason.WEIGHTS_INCOMPLETE.error(
-            f"{len(invalid_names)} tensors hold what is no scale: {', '.join(invalid_names[:5])}",
+            f"{len(invalid_names)} tensors have values that are no scales: {', '.join(invalid_names[:5])}",
             metadata={"scales": "\n".join(invalid_names)},
         )
 

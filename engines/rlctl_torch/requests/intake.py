@@ -99,7 +99,7 @@ class Intake:
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
         if request.WhichOneof("prompt") is None:
-            raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+            raise Reason.FIELD_REQUIRED.error("text or input_ids is required", field="text")
         if request.HasField("text"):
             if self._tokenizer is None:
                 raise Reason.UNSUPPORTED.error("the checkpoint has no tokenizer; send input_ids", field="text")

@@ -57,7 +57,7 @@ class PrepareAdapter:
         if rank.update is not None and rank.update.update_id != self._update_id:
             rank.refuse_during_update()
         if MEMORY_TAG_WEIGHTS in rank.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; an adapter adds to nothing")
+            raise Reason.MEMORY_RELEASED.error("the weights are released, so no adapter can be loaded")
         if rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
         stopped = self._request.pause or self._request.abort_all_requests or rank.paused

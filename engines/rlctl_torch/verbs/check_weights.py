@@ -79,7 +79,7 @@ class Check:
         """
         rank = self._rank
         if MEMORY_TAG_WEIGHTS in rank.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be digested")
         if self._request.adapter:
             if self._action != CHECK_ACTION_CHECKSUM:
                 raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
@@ -90,9 +90,7 @@ class Check:
             rank.refuse_during_update()
             rank.refuse_active()
         if self._action == CHECK_ACTION_COMPARE and rank.snapshot is None and not self._request.expected_digest:
-            raise Reason.FIELD_INVALID.error(
-                "there is neither a snapshot nor an expected_digest to compare with", field="action"
-            )
+            raise Reason.FIELD_INVALID.error("a comparison needs a snapshot or expected_digest", field="action")
         if self._action == CHECK_ACTION_PROBE:
             refuse_prompts(rank, self._request.prompts)
         if self._action == CHECK_ACTION_DECODE and not rank.at_rest:

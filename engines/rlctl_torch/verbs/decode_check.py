@@ -30,7 +30,7 @@ def calibrate(rank: Rank) -> Calibration | None:
     except RlctlError as error:
         if error.reason not in (Reason.UNSUPPORTED, Reason.MEMORY_FULL):
             raise
-        log.warning("no decode checks: %s", error.message)
+        log.warning("decode checks are off: %s", error.message)
         return None
 
 

@@ -211,7 +211,7 @@ class FromDisk(InUpdate):
             rank.synchronise()
             assert origin is not None
             if origin.digest and rank.model_digest(key_of(origin.digest)) != origin.digest:
-                raise Reason.DIGEST_MISMATCH.error("their digest is not what it was")
+                raise Reason.DIGEST_MISMATCH.error("the digest of the restored weights differs from the earlier digest")
         except RlctlError as failure:
             error.message = f"{error.message}; the earlier weights could not be brought back: {failure.message}"
             raise with_outcome(error, OUTCOME_DIRTY) from error

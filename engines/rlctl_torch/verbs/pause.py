@@ -53,7 +53,8 @@ class Pause:
             )
         if rank.paused == PAUSE_MODE_IN_PLACE and self._mode in (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN):
             raise Reason.PAUSE_MODE_CONFLICT.error(
-                f"generation is paused in_place; {mode_name(self._mode)} would have to end what is frozen", field="mode"
+                f"generation is paused in_place; {mode_name(self._mode)} would have to end frozen requests",
+                field="mode",
             )
         if self._mode == PAUSE_MODE_DRAIN and not rank.paused:
             rank.draining = True
@@ -94,8 +95,8 @@ class PauseAdapter:
         frozen = runs and (scheduler.is_paused(self._name) or rank.paused == PAUSE_MODE_IN_PLACE)
         if frozen and self._mode in (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN):
             raise Reason.PAUSE_MODE_CONFLICT.error(
-                f"requests with adapter {self._name!r} are frozen in place; {mode_name(self._mode)} would have to end "
-                "what is frozen",
+                f"requests with adapter {self._name!r} are frozen in place; {mode_name(self._mode)} would have to "
+                "end frozen requests",
                 field="mode",
             )
         if self._mode == PAUSE_MODE_DRAIN and not scheduler.is_paused(self._name):

@@ -49,7 +49,7 @@ class Send:
         rank = self._rank
         rank.refuse_during_update()
         if MEMORY_TAG_WEIGHTS in rank.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to send")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be sent")
         if rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
         return True
@@ -115,5 +115,5 @@ class Send:
         for meta in self._metas:
             if reference.get(meta.name) != meta:
                 owner = f"adapter {self._adapter!r}" if self._adapter else "this model"
-                raise Reason.FIELD_INVALID.error(f"{meta} is not what {owner} has", field="buckets")
+                raise Reason.FIELD_INVALID.error(f"{meta} is not a tensor of {owner}", field="buckets")
         return [self._rank.groups.get(self._group)] if self._parts or self._rank.ranks.rank == 0 else []

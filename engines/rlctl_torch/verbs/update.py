@@ -80,7 +80,7 @@ class Prepare:
         if rank.update is not None and rank.update.update_id != self._update_id:
             rank.refuse_during_update()
         if MEMORY_TAG_WEIGHTS in rank.released:
-            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+            raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be written")
         if not self._full and rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"only a full update helps weights that are {rank.weights.value}")
         if not self._abort_all and not self._staged:
@@ -372,10 +372,10 @@ class Commit(InUpdate):
 
         def check() -> None:
             if not shadow.sealed:
-                raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
+                raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed and may be incomplete")
 
         rank.ranks.agree(check)
-        rank.beside.stop(Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} put other weights in their place"))
+        rank.beside.stop(Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} has replaced the weights"))
         previous = shadow.swap()
         if rank.last_step:
             add_seconds(update.report.swap, time.perf_counter() - rank.last_step)

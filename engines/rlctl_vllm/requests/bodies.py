@@ -137,7 +137,7 @@ def _refuse_other_logprobs(params: SamplingParams, temperature: float, limits: L
         }
         if temperature and (filters := [name for name, active in cut.items() if active]):
             raise Reason.UNSUPPORTED.error(
-                f"vLLM's log probabilities would be those after {filters[0]}",
+                f"vLLM would return log probabilities after {filters[0]}",
                 field=f"sampling_params.{filters[0]}",
                 next_step="Ask for no log probabilities, or leave it out.",
             )
@@ -145,7 +145,7 @@ def _refuse_other_logprobs(params: SamplingParams, temperature: float, limits: L
     penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty not in (0.0, 1.0)
     if limits.logprobs_mode != "raw_logprobs" or penalised or temperature not in (0.0, 1.0):
         raise Reason.UNSUPPORTED.error(
-            f"this vLLM's log probabilities ({limits.logprobs_mode}) are not those after temperature",
+            f"this vLLM's log probabilities ({limits.logprobs_mode}) are not taken after temperature",
             field="return_logprob",
             next_step=f"Start it with --logprobs-mode {PROCESSED}.",
         )

@@ -264,7 +264,7 @@ def id_in(token: str) -> int:
     """Return the id in "token_id:5". Raises UNSUPPORTED for a token's text."""
     if not token.startswith(_TOKEN):
         raise Reason.UNSUPPORTED.error(
-            "this vLLM names tokens by their text, which is no token id",
+            "this vLLM returns tokens as texts, not as token ids",
             field="top_logprobs_num",
             next_step="Start it with --return-tokens-as-token-ids.",
         )

@@ -52,11 +52,11 @@ class Server(server.Server):
             raise Reason.UNSUPPORTED.error(
                 f"vLLM at {self.http.url} has no admin calls",
                 field="options.url",
-                next_step="Start it with VLLM_SERVER_DEV_MODE=1, where nobody else reaches it: they ask for no key.",
+                next_step="Start vLLM with VLLM_SERVER_DEV_MODE=1 where only rlctl reaches it: the calls need no key.",
             )
         if not paused.ok or paused.body.get("is_paused"):
             raise Reason.ILLEGAL_STATE.error(
                 f"vLLM at {self.http.url} is paused",
                 field="options.url",
-                next_step="Attach to a server that generates: what it was told before is not known here.",
+                next_step="Attach to a server that generates: earlier pauses of the server are unknown.",
             )

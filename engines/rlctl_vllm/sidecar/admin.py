@@ -67,7 +67,7 @@ class Admin:
 
     async def pause_generation(self, mode: str = "abort") -> Any:
         if mode not in _MODES:
-            raise Reason.FIELD_INVALID.error(f"it must be one of {', '.join(_MODES)}", field="mode")
+            raise Reason.FIELD_INVALID.error(f"mode must be one of {', '.join(_MODES)}", field="mode")
         await self._tell(verbs_pb2.PauseGenerationRequest(mode=_MODES[mode]))
         self._paused = True
         self._held = self._due = False  # the pause is the caller's now
@@ -167,9 +167,11 @@ class Admin:
     ) -> Any:
         """Receive a bucket: part of an update in an open update or under a pause, otherwise an update of its own."""
         if load_format not in _FORMATS:
-            raise Reason.FIELD_INVALID.error("it must be null or flattened_bucket", field="load_format")
+            raise Reason.FIELD_INVALID.error("load_format must be null or flattened_bucket", field="load_format")
         if not names or not len(names) == len(dtypes) == len(shapes):
-            raise Reason.LENGTH_MISMATCH.error("names, dtypes and shapes must be as many, and not none", field="names")
+            raise Reason.LENGTH_MISMATCH.error(
+                "names, dtypes and shapes must have the same length, 1 or more", field="names"
+            )
         bucket = verbs_pb2.TensorBucket(
             names=names,
             dtypes=[f"torch.{name.removeprefix('torch.')}" for name in dtypes],
@@ -308,12 +310,12 @@ def _checked(method: Callable[..., Awaitable[Any]], body: Any) -> dict[str, Any]
     parameters = inspect.signature(method, eval_str=True).parameters
     for name, value in body.items():
         if name not in parameters:
-            raise Reason.FIELD_INVALID.error("there is no such field", field=name)
+            raise Reason.FIELD_INVALID.error(f"there is no field {name}", field=name)
         if not _fits(value, parameters[name].annotation):
             raise Reason.FIELD_INVALID.error(f"{value!r} is no value for it", field=name)
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in body:
-            raise Reason.FIELD_REQUIRED.error("it is missing", field=name)
+            raise Reason.FIELD_REQUIRED.error(f"{name} is required", field=name)
     return body
 
 

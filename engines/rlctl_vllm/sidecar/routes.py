@@ -116,7 +116,7 @@ class Sidecar:
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         if not isinstance(body, dict) or body.keys() - {"rid", "abort_all", "abort_message"}:
-            raise Reason.FIELD_INVALID.error("it takes rid or abort_all", field="rid")
+            raise Reason.FIELD_INVALID.error("rid or abort_all is required", field="rid")
         rid, abort_all = body.get("rid") or "", body.get("abort_all") or False
         if not isinstance(rid, str) or not isinstance(abort_all, bool):
             raise Reason.FIELD_INVALID.error("rid is a text, abort_all is true or false", field="rid")
@@ -142,7 +142,7 @@ class Sidecar:
         if isinstance(self._admin, Admin):
             self._admin.refuse_dirty()
         if await self._upstream.paused():
-            raise Reason.STAGE_NOT_SERVING.error("vLLM is paused: it generates nothing now")
+            raise Reason.STAGE_NOT_SERVING.error("vLLM is paused and does not generate")
         previous = self._requests.progress
         prompt = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "rid": f"HEALTH_{uuid.uuid4().hex}"}
         try:
@@ -246,7 +246,7 @@ def no_admin(verb: str) -> RlctlError:
     """Return the refusal of a verb that needs vLLM's admin calls."""
     return Reason.UNSUPPORTED.error(
         f"this vLLM has no admin calls, which {verb} needs",
-        next_step="Start it with VLLM_SERVER_DEV_MODE=1, where nobody else reaches it: they ask for no key.",
+        next_step="Start vLLM with VLLM_SERVER_DEV_MODE=1 where only rlctl reaches it: admin calls need no key.",
     )
 
 

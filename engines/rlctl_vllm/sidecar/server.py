@@ -82,7 +82,7 @@ class SidecarServer:
     def __init__(self, config: SidecarConfig) -> None:
         """Check the settings. Raises FIELD_CONFLICT, FIELD_REQUIRED."""
         if not config.upstream and not config.launch:
-            raise Reason.FIELD_REQUIRED.error("name a vLLM that runs, or a model to launch one with", field="upstream")
+            raise Reason.FIELD_REQUIRED.error("a running vLLM or a model to launch is required", field="upstream")
         if config.upstream and config.launch:
             raise Reason.FIELD_CONFLICT.error("a vLLM either runs already or is launched", field="launch")
         if config.launch and config.coordinator:
@@ -156,7 +156,7 @@ class SidecarServer:
         engine: VLLMEngine | None = None
         try:
             if not config.upstream.startswith("http"):
-                raise Reason.UNSUPPORTED.error("a vLLM behind a Unix socket is driven by whoever launched it")
+                raise Reason.UNSUPPORTED.error("a vLLM behind a Unix socket is driven by the process that launched it")
             options = {"url": config.upstream}
             if config.api_key_file:
                 options["api_key_file"] = config.api_key_file
@@ -166,7 +166,9 @@ class SidecarServer:
             if engine is not None:
                 await engine.stop()  # else the engine watches the server, and ends this sidecar too
             log.warning("admin verbs are refused: %s", error)
-            return Reason.UNSUPPORTED.error(f"this vLLM is not driven here: {error.message}", next_step=error.next_step)
+            return Reason.UNSUPPORTED.error(
+                f"this sidecar does not drive the vLLM: {error.message}", next_step=error.next_step
+            )
         self._engine = engine
         return None
 

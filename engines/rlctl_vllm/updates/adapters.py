@@ -72,9 +72,9 @@ class Adapters(adapters.Adapters):
         """Let vLLM read a copy of the fitting files, under a name."""
         if pinned:
             raise Reason.UNSUPPORTED.error(
-                "vLLM keeps the adapters that were used last, and reads others again when they are asked for",
+                "vLLM keeps only the adapters used last, and reads the others again on request",
                 field="pinned",
-                next_step="Start it with room for all of them: --option max_cpu_loras=N.",
+                next_step="Start vLLM with a place for every adapter: --option max_cpu_loras=N.",
             )
         self._paths[name] = await asyncio.to_thread(self._copy, fitting)
         body = {"lora_name": name, "lora_path": str(self._paths[name])}

@@ -182,7 +182,7 @@ class Native:
 
     def _refuse_other(self, name: str) -> None:
         if name != self._group:
-            raise Reason.GROUP_NOT_FOUND.error(f"these ranks are in no group {name!r}", field="group_name")
+            raise Reason.GROUP_NOT_FOUND.error(f"the ranks are in no group {name!r}", field="group_name")
 
     # Updates.
 
@@ -230,7 +230,7 @@ class Native:
             raise Reason.FIELD_INVALID.error(f"{due} comes next, not {bucket.sequence}", field=f"{field}.sequence")
         if bucket.parts or sum(bucket.broadcasts) != sum(meta.nbytes for meta in bucket.metas):
             raise Reason.UNSUPPORTED.error(
-                "vLLM's own engine takes full tensors, without gaps between them", field=f"{field}.format"
+                "vLLM's own transfer receives full tensors without gaps", field=f"{field}.format"
             )
         for index, meta in enumerate(bucket.metas):
             reference = self._reference.get(meta.name)

@@ -70,7 +70,7 @@ class Toy(RankModel):
 
     def bind(self, reference: Mapping[str, TensorMeta], parameters: Mapping[str, torch.Tensor]) -> ShardMap:
         if parameters["fused"].shape != (12,):
-            raise Reason.INTERNAL.error("another form")
+            raise Reason.INTERNAL.error("a different format")
         return ShardMap({name: Shard(meta, self.view(parameters["fused"], name)) for name, meta in reference.items()})
 
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
