@@ -43,7 +43,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """Not known. Neither success nor failure may be concluded."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-    """End of a command at a rank or stage, or of an operation at a target."""
+    """Outcome of a command at a rank or stage, or of an operation at a target."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 """Never sent. An answer with this value is malformed."""
@@ -77,7 +77,7 @@ class _EvidenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Evidence.Val
     """The engine gave a single answer for all of its ranks."""
 
 class Evidence(_Evidence, metaclass=_EvidenceEnumTypeWrapper):
-    """Scope of an answer, for the rank of the result. The proof of a target's weights is a Verification."""
+    """Strength of an answer as proof about the rank of its result. A Verification is the proof of a target's weights."""
 
 EVIDENCE_UNSPECIFIED: Evidence.ValueType  # 0
 """No evidence. The result does not come from the rank."""
@@ -337,7 +337,7 @@ class _Transport:
 class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TRANSPORT_UNSPECIFIED: _Transport.ValueType  # 0
-    """Choice of the coordinator."""
+    """The coordinator chooses."""
     TRANSPORT_TORCH_GLOO: _Transport.ValueType  # 1
     """torch.distributed process group over a prefixed store, gloo."""
     TRANSPORT_TORCH_NCCL: _Transport.ValueType  # 2
@@ -352,10 +352,10 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     """Checkpoint that the rank reads itself."""
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
-    """Techniques by which tensors reach a rank."""
+    """Ways by which tensors reach a rank."""
 
 TRANSPORT_UNSPECIFIED: Transport.ValueType  # 0
-"""Choice of the coordinator."""
+"""The coordinator chooses."""
 TRANSPORT_TORCH_GLOO: Transport.ValueType  # 1
 """torch.distributed process group over a prefixed store, gloo."""
 TRANSPORT_TORCH_NCCL: Transport.ValueType  # 2
@@ -670,8 +670,8 @@ class RequestHeader(_message.Message):
     refused (REQUEST_ID_REUSED). Empty: the receiver makes an id, and the call is not safe to repeat.
     """
     validate_only: _builtins.bool
-    """Check everything and change nothing. The answer describes the effect. Coordinator only: stages refuse the option.
-    Default false.
+    """Check everything, change nothing, and answer with the effect that the call would have. Coordinator only: stages
+    refuse the option. Default false.
     """
     for_slot: _builtins.str
     """Slot of the engine at whose own address a client of a dialect made the call. Equal calls for the engines of a model

@@ -49,7 +49,9 @@ Global___FleetEventKind: _TypeAlias = FleetEventKind  # noqa: Y015
 
 @_typing.final
 class Capabilities(_message.Message):
-    """Functions of a stage. A verb outside the capabilities is answered SKIPPED, with the reason."""
+    """Verbs, modes and transports that a stage supports. A verb outside the capabilities is answered SKIPPED, with the
+    reason.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -421,7 +423,7 @@ class StageReport(_message.Message):
 
     @_builtins.property
     def quarantine(self) -> _common_pb2.ErrorDetail:
-        """Cause for which the stage must not get requests although its process answers. Empty: no cause."""
+        """Reason for which the stage must get no requests although its process answers. Unset: no reason."""
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
@@ -484,7 +486,7 @@ class PausedAdapter(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the adapter. The stage may be without the adapter."""
+    """Name of the adapter. The stage need not hold the adapter."""
     mode: _common_pb2.PauseMode.ValueType
     """Treatment of the adapter's requests."""
     def __init__(
@@ -562,7 +564,7 @@ class StageRegistration(_message.Message):
     """
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
-        """Functions of the stage."""
+        """Capabilities of the stage."""
 
     @_builtins.property
     def layout(self) -> Global___StageLayout:
@@ -655,7 +657,7 @@ Global___Pause: _TypeAlias = Pause  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
-    """A stage, as the coordinator sees the stage."""
+    """A stage, as seen by the coordinator."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -693,7 +695,7 @@ class Stage(_message.Message):
     unhealable: _builtins.bool
     """The stage's version has no heal source."""
     disabled_reason: _builtins.str
-    """Reason of the disabling, from SetStageEnabled."""
+    """Reason for which the stage is disabled, from SetStageEnabled."""
     @_builtins.property
     def registration(self) -> Global___StageRegistration:
         """Registration of the stage."""
@@ -714,7 +716,7 @@ class Stage(_message.Message):
 
     @_builtins.property
     def disable_time(self) -> _timestamp_pb2.Timestamp:
-        """Time of the disabling."""
+        """Time at which the stage was disabled."""
 
     @_builtins.property
     def engine_failure(self) -> Global___EngineFailure:
@@ -769,7 +771,7 @@ Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
-    """A model, as the coordinator sees the model."""
+    """A model, as seen by the coordinator."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

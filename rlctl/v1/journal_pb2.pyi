@@ -42,7 +42,9 @@ class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePha
     UPDATE_PHASE_COMMITTING: _UpdatePhase.ValueType  # 3
     """No longer written. The trainer had committed."""
     UPDATE_PHASE_PUBLISHED: _UpdatePhase.ValueType  # 4
-    """Published. The coordinator finishes the update regardless of its lease."""
+    """Published. The coordinator finishes the update regardless of its lease. A starting coordinator deletes such a
+    record, and notes the publication in the operation.
+    """
     UPDATE_PHASE_ABORTED: _UpdatePhase.ValueType  # 5
     """No longer written. The update had ended without a version."""
 
@@ -58,7 +60,9 @@ UPDATE_PHASE_WRITING: UpdatePhase.ValueType  # 2
 UPDATE_PHASE_COMMITTING: UpdatePhase.ValueType  # 3
 """No longer written. The trainer had committed."""
 UPDATE_PHASE_PUBLISHED: UpdatePhase.ValueType  # 4
-"""Published. The coordinator finishes the update regardless of its lease."""
+"""Published. The coordinator finishes the update regardless of its lease. A starting coordinator deletes such a
+record, and notes the publication in the operation.
+"""
 UPDATE_PHASE_ABORTED: UpdatePhase.ValueType  # 5
 """No longer written. The update had ended without a version."""
 Global___UpdatePhase: _TypeAlias = UpdatePhase  # noqa: Y015

@@ -146,7 +146,7 @@ class RankResult(_message.Message):
     outcome: _common_pb2.Outcome.ValueType
     """Outcome of the command at the rank."""
     evidence: _common_pb2.Evidence.ValueType
-    """Scope of the answer."""
+    """Strength of the answer as proof."""
     step: _builtins.int
     """Engine step at which the rank carried out the command. 0: not bound to a step."""
     @_builtins.property

@@ -39,7 +39,7 @@ class _FinishTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishType
     """The sample was aborted."""
 
 class FinishType(_FinishType, metaclass=_FinishTypeEnumTypeWrapper):
-    """Kind of a sample's end."""
+    """Kinds of ends of a sample."""
 
 FINISH_TYPE_UNSPECIFIED: FinishType.ValueType  # 0
 """The sample has not ended."""
@@ -243,7 +243,7 @@ class GenerateRequest(_message.Message):
     adapter: _builtins.str
     """Adapter for generation. Empty: no adapter."""
     session_id: _builtins.str
-    """Conversation. Requests of a conversation stay at the same stage."""
+    """Name of a conversation. Requests of a conversation go to the same stage."""
     return_engine_meta: _builtins.bool
     """Return the engine's own metadata of each sample. Default false."""
     bootstrap_host: _builtins.str
@@ -348,7 +348,7 @@ class KvHandover(_message.Message):
     """SHA-256 over the ids of these tokens, 8 bytes each, little-endian."""
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
-        """Reason for the absence of entries. Unset: the entries exist."""
+        """Reason why there are no entries. Unset: the entries exist."""
 
     @_builtins.property
     def version(self) -> _common_pb2.WeightVersion:

@@ -303,7 +303,7 @@ class StageServiceStub:
     SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.StageResult]
     """Completes the shadow copy of a staged update, or an adapter.
 
-    Effect: The load is finalised while generation continues, and every parameter has been written
+    Effect: The load is finalised while generation continues. A full update must have written every parameter
     (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
     weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
     Idempotency: A repeat with the same request_id returns the recorded result.
@@ -599,7 +599,7 @@ class StageServiceAsyncStub(StageServiceStub):
     SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.StageResult]  # type: ignore[assignment]
     """Completes the shadow copy of a staged update, or an adapter.
 
-    Effect: The load is finalised while generation continues, and every parameter has been written
+    Effect: The load is finalised while generation continues. A full update must have written every parameter
     (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
     weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
     Idempotency: A repeat with the same request_id returns the recorded result.
@@ -1042,7 +1042,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
         """Completes the shadow copy of a staged update, or an adapter.
 
-        Effect: The load is finalised while generation continues, and every parameter has been written
+        Effect: The load is finalised while generation continues. A full update must have written every parameter
         (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
         weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
         Idempotency: A repeat with the same request_id returns the recorded result.

@@ -312,7 +312,7 @@ Global___TensorInfo: _TypeAlias = TensorInfo  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
-    """Model of a rank."""
+    """Information about the model at a rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -403,7 +403,7 @@ class PauseGenerationRequest(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """Duration after which the pause ends by itself. Stages under a further pause by name, older or newer, stay paused. A
+        """Duration after which the pause ends by itself. Stages under another pause by name, older or newer, stay paused. A
         stage that cannot continue at the end of the duration continues as soon as possible. Not inside an update. Unset:
         only a continue ends the pause.
         """
@@ -869,7 +869,7 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     weight_version: _builtins.str
     """Label of the version to publish. Empty: made from the operation's id."""
     token_step: _builtins.int
-    """Step of the trainer, kept in the version's record."""
+    """Step of the trainer. Passed on to SGLang servers without the plug-in, otherwise without effect."""
     is_async: _builtins.bool
     """Answer at the acceptance of the operation, instead of at its end. Default false."""
     expected_digest: _builtins.str
@@ -1594,7 +1594,7 @@ class PullWeightsRequest(_message.Message):
     local_checkpoint_dir: _builtins.str
     """Directory of the checkpoint on the rank's host. Required."""
     target_version: _builtins.str
-    """Version of the directory after the pull. In slime's layout a number; "0" is the checkpoint of the engine's start.
+    """Version of the directory after the pull. In slime's layout a number; "0" is the engine's start checkpoint.
     Required.
     """
     @_builtins.property
@@ -2337,9 +2337,11 @@ class AdapterConfig(_message.Message):
     lora_rank: _builtins.int
     """LoRA rank of the matrices."""
     lora_alpha: _builtins.float
-    """Scale of the product: divided by lora_rank, with rslora by the square root of lora_rank."""
+    """Numerator of the product's scale. The scale is lora_alpha over lora_rank, with rslora over the square root of
+    lora_rank.
+    """
     rslora: _builtins.bool
-    """Scale by the square root of lora_rank. Default false."""
+    """Divide lora_alpha by the square root of lora_rank, instead of by lora_rank. Default false."""
     dtype: _builtins.str
     """Dtype of the tensors, for example "torch.float32"."""
     @_builtins.property
@@ -2413,7 +2415,7 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class ServerInfo(_message.Message):
-    """Server of a rank."""
+    """Information about the server of a rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -529,7 +529,7 @@ class WorkerServiceServicer(object):
     def SealUpdate(self, request, context):
         """Completes the shadow copy of a staged update, or an adapter.
 
-        Effect: The load is finalised while generation continues, and every parameter has been written
+        Effect: The load is finalised while generation continues. A full update must have written every parameter
         (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
         weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
         Idempotency: A repeat with the same command_id returns the recorded result.

@@ -294,7 +294,7 @@ class WorkerServiceStub:
     SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]
     """Completes the shadow copy of a staged update, or an adapter.
 
-    Effect: The load is finalised while generation continues, and every parameter has been written
+    Effect: The load is finalised while generation continues. A full update must have written every parameter
     (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
     weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
     Idempotency: A repeat with the same command_id returns the recorded result.
@@ -580,7 +580,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Completes the shadow copy of a staged update, or an adapter.
 
-    Effect: The load is finalised while generation continues, and every parameter has been written
+    Effect: The load is finalised while generation continues. A full update must have written every parameter
     (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
     weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
     Idempotency: A repeat with the same command_id returns the recorded result.
@@ -1013,7 +1013,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Completes the shadow copy of a staged update, or an adapter.
 
-        Effect: The load is finalised while generation continues, and every parameter has been written
+        Effect: The load is finalised while generation continues. A full update must have written every parameter
         (WEIGHTS_INCOMPLETE). The participant is PREPARED: nothing more is written, and a commit only swaps. The served
         weights do not change. For an adapter: the requests with the replaced adapter stop until the commit or the abort.
         Idempotency: A repeat with the same command_id returns the recorded result.
