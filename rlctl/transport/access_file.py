@@ -78,7 +78,7 @@ class Entry:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """Return the principals of a file by name. Raises FIELD_INVALID with the wrong place."""
+    """Return the principals of a file by name. Raises FIELD_INVALID that names the invalid entry."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

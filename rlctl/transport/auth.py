@@ -33,7 +33,7 @@ CLIENT, USER = "x-rlctl-client", "x-rlctl-user"
 """``NAME/VERSION`` of the calling program, and its ``user@host``, as stated by the caller."""
 
 MOST_STATED = 128
-"""Kept characters of each."""
+"""Longest kept text of each, in characters."""
 
 
 def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -> str | None:
@@ -325,7 +325,7 @@ async def _enter(
 
 
 async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Write the messages that a handler yields. A coroutine handler writes without help."""
+    """Write the messages that a handler yields. A handler that is a coroutine writes by itself."""
     try:
         if not inspect.isasyncgen(answers):
             await answers

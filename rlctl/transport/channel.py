@@ -133,7 +133,7 @@ class OnBehalf:
 
 
 Credentials = str | OnBehalf | None
-"""Credentials of a call: a token, a gateway's token with the principal, or None."""
+"""Credentials of a call: a token, a gateway's token with the principal that it calls for, or None."""
 
 
 def bearer(credentials: Credentials) -> tuple[tuple[str, str], ...]:

@@ -107,7 +107,7 @@ class DialledLink:
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
         except asyncio.CancelledError:
-            if not self._ended:  # the own task was cancelled, not the call by close()
+            if not self._ended:  # this task was cancelled, not the call by close()
                 raise
         finally:
             await self.close()

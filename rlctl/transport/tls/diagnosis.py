@@ -19,7 +19,7 @@ _EXPIRED, _NOT_YET, _NAME, _IP = 10, 9, 62, 64  # X509_V_ERR_*
 
 
 async def handshake_failure(address: str, tls: Tls | None, role: Role) -> RlctlError | None:
-    """Return TLS_FAILED with the cause between a peer and this process; None if TLS is not the cause."""
+    """Return TLS_FAILED with the cause of a failed connection to a peer; None if TLS is not the cause."""
     return await asyncio.to_thread(_failure, address, tls, role)
 
 

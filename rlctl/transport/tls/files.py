@@ -32,7 +32,7 @@ class TlsFiles:
     """Paths of PEM files.
 
     Attributes:
-        ca: certificates of the authorities that check peers.
+        ca: certificates of the authorities that peers are checked against.
         cert: certificate of this process, followed by intermediate certificates.
         key: private key of this process.
     """
