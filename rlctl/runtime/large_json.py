@@ -1,8 +1,8 @@
 """Parser of one large JSON document in its own process: ``python -m rlctl.runtime.large_json < DOCUMENT``.
 
-The parent reads the form of the result fast. Prompts of token ids, with millions of values, are returned as serialized
-:class:`TokenIds`. The number of other values is bounded, and so is the size of a prompt. A document of 64 MiB takes 2
-GiB at most, for a list of empty objects; the memory ends with the process.
+The result has a form that the parent reads fast. Prompts of token ids, with millions of values, are returned as
+serialized :class:`TokenIds`. The number of other values is bounded, and so is the size of a prompt. A document of
+64 MiB takes 2 GiB at most, for a list of empty objects; the memory ends with the process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ WITHIN_S = 1800.0
 
 @dataclass(frozen=True)
 class RestartLimit:
-    """The number of restarts of an engine.
+    """A limit on the restarts of an engine.
 
     Attributes:
         restarts: restarts after failures; 0: no limit.
