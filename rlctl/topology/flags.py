@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ADDRESSES = "--rollout-external-engine-addrs"
 STANDS_FOR = {"name": "--model", "num_gpus": "--rollout-num-gpus", "external": ADDRESSES}
-"""Keys of the file, each with the replacing flag for a fleet without a file."""
+"""Keys of a file, each with the flag that sets its value without a file."""
 
 
 @dataclass(frozen=True)

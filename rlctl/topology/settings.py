@@ -19,9 +19,10 @@ class Settings:
         self._problems = context.problems
 
     def overrides(self, group: Section, model: Section, engine: str, external: Sequence[str]) -> dict[str, str]:
-        """Return the arguments of an engine: --sglang-* and --option, then the model's, then the group's.
+        """Return the arguments of an engine: of --sglang-* and --option, then of the model, then of the group.
 
-        null removes a lower argument; so does false, which turns off a switch.
+        A later argument replaces an earlier argument of the same name. null and false remove the earlier argument: a
+        switch is then off.
         """
         arguments: dict[str, str | None] = {}
         base = {**(self._context.flags.sglang if engine == "sglang" else {}), **self._context.flags.options}

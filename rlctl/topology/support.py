@@ -21,7 +21,7 @@ POLICIES = {
     "": ("consistent_hashing", "round_robin"),
     "sglang-router": ("cache_aware", "manual", "power_of_two", "random", "round_robin"),
 }
-"""Policies of slime's names that a model's router offers; "": policies of ``rlctl gateway``."""
+"""Policies that a router offers, of the names that slime knows; "": policies of ``rlctl gateway`` itself."""
 
 
 def unsupported(topology: Topology) -> list[Problem]:
@@ -40,7 +40,7 @@ def unsupported(topology: Topology) -> list[Problem]:
 
 
 def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROUTERS) -> list[Problem]:
-    """Return the routers, checkpoints, GPUs and cores that this machine lacks. A cluster's lack shows at the start.
+    """Return the routers, checkpoints, GPUs and cores that this machine lacks. A cluster is checked only at the start.
 
     ``routers``: installed router programs.
     """
