@@ -47,10 +47,8 @@ def embedded(
 ) -> EmbeddedFleet:
     """Start a coordinator on threads of this process and attach stages.
 
-    Returns when each stage may serve, or after 10 s.
-
-    A stage may have to be healed first. The logger ``rlctl.launch.embedded`` reports the attaching, and warns if that
-    is slow.
+    Returns when each stage may serve, or after 10 s: a stage may have to be healed first. The logger
+    ``rlctl.launch.embedded`` reports the attaching, and warns if that is slow.
 
     Args:
         stages: addresses (``host:port``) of stage servers without a coordinator (``rlctl stage``), and URLs
@@ -69,8 +67,8 @@ def embedded(
         tls: directory of the fleet's certificates (``rlctl certs init``); None for plain text.
 
     Raises UNREACHABLE for a stage or server without an answer. Raises FIELD_INVALID for an invalid address, and for a
-    URL of something else. Raises ENGINE_FAILED or DEADLINE_EXCEEDED if attaching to a server fails. Raises
-    JOURNAL_FAILED, INSECURE_BIND. After an error, no process and no file is left behind.
+    URL at which a different kind of server answers. Raises ENGINE_FAILED or DEADLINE_EXCEEDED if attaching to a server
+    fails. Raises JOURNAL_FAILED, INSECURE_BIND. After an error, no process and no temporary file is left behind.
     """
     token = token if token is not None else load_token()
     for stage in stages:

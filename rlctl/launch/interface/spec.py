@@ -106,7 +106,7 @@ class EngineSpec:
         return f"worker/{self.slot}" if rank else f"stage/{self.slot}"
 
     def differs(self, other: EngineSpec) -> list[str]:
-        """Return the fields that differ in the start of a different spec. Location and restart limit do not count."""
+        """Return the fields that make ``other`` start differently. Location and restart limit do not count."""
         names = [each.name for each in fields(self) if each.name not in _NO_DIFFERENCE]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
