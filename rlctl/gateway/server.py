@@ -59,7 +59,7 @@ class GatewayConfig:
         coordinator: address of the coordinator.
         dialect: name of the dialect.
         listen: ``host:port``; port 0 takes a free TCP port.
-        token: watches the fleet, and is required of callers. With None the fleet refuses callers.
+        token: watches the fleet, and is required of callers. With None the fleet decides about each caller.
         access_file: further principals that may call. The fleet decides by their scopes, and needs its own tokens.
         insecure: other hosts may call without a token, and with TLS without a certificate.
         middleware_paths: dotted paths, the outermost first.
@@ -258,7 +258,7 @@ class GatewayServer:
         return _response(answer)
 
     def _admit(self, route: Route, call: Call, request: web.Request) -> None:
-        """Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
+        """Admit a call. Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, PEER_NOT_ALLOWED."""
         certificate = self._certificate(request)
         method = Method(f"{route.methods} {route.path}", route.scope.needs)
         caller = admit(self._access, method, call.headers, request.remote or "", self._denials, certificate)
@@ -268,8 +268,8 @@ class GatewayServer:
     def _certificate(self, request: web.Request) -> Identity | None:
         """Return the identity of a caller that may use gateways.
 
-        Raises PEER_NOT_ALLOWED if only certificates guard the gateway, because it calls the fleet with its own
-        certificate.
+        Raises PEER_NOT_ALLOWED for any other caller if only certificates guard the gateway: the gateway calls the fleet
+        with its own certificate.
         """
         if self.config.tls is None:
             return None

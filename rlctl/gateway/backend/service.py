@@ -110,8 +110,8 @@ class Generation:
         A model also has the names of checkpoints that its engines hold or were started with. :data:`DEFAULT` names the
         configured model or the fleet's only model.
 
-        Raises MODEL_NOT_FOUND, FIELD_REQUIRED for an ambiguous name, and FIELD_INVALID for a checkpoint of several
-        models.
+        Raises MODEL_NOT_FOUND, FIELD_REQUIRED without a name if the fleet has several models, and FIELD_INVALID for a
+        checkpoint of several models.
         """
         name = named or self.settings.model
         names = [model.name for model in await self.fleet.models()]

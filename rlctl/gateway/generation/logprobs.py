@@ -11,7 +11,7 @@ from rlctl.v1.rollout_pb2 import TokenLogprob
 
 
 def completion(entries: Sequence[TokenLogprob], texts: Tokenizer | None, at: int = 0) -> dict[str, Any]:
-    """Return parallel lists, as /v1/completions. ``at``: number of characters before the tokens."""
+    """Return the parallel lists of /v1/completions. ``at``: number of characters before the tokens."""
     tokens = [_text(entry.token_id, texts) for entry in entries]
     offsets = []
     for token in tokens:
@@ -26,7 +26,7 @@ def completion(entries: Sequence[TokenLogprob], texts: Tokenizer | None, at: int
 
 
 def chat(entries: Sequence[TokenLogprob], texts: Tokenizer | None) -> dict[str, Any]:
-    """Return one object for each token, as /v1/chat/completions."""
+    """Return one object for each token, in the form of /v1/chat/completions."""
     content = [{**_token(entry, texts), "top_logprobs": [_token(top, texts) for top in entry.top]} for entry in entries]
     return {"content": content}
 
@@ -36,8 +36,9 @@ _WORST = -9999.0
 
 
 def of_prompt(entries: Sequence[TokenLogprob], tops: int) -> list[dict[str, Any] | None]:
-    """Return a prompt's log probabilities as vLLM: for each token except the first, the token and the ``tops`` most
-    likely by id.
+    """Return a prompt's log probabilities in vLLM's form.
+
+    Each token except the first has an object, by token id, of the token and the ``tops`` most likely tokens.
     """
     positions: list[dict[str, Any] | None] = []
     for entry in entries:

@@ -13,7 +13,10 @@ from rlctl.gateway.http.placeholders import PREFERRED, SLOT
 
 
 def routes(prefix: str = "") -> tuple[Route, ...]:
-    """Return the rows. ``{slot}`` in ``prefix`` requires an engine; ``{preferred}`` prefers a serving engine."""
+    """Return the rows.
+
+    ``{slot}`` in ``prefix`` requires an engine; ``{preferred}`` prefers an engine while it serves.
+    """
     assert not prefix or f"{{{SLOT}}}" in prefix or f"{{{PREFERRED}}}" in prefix
     return (
         Route("POST PUT", f"{prefix}/generate", passing(generate), Scope.ROLLOUT),

@@ -120,7 +120,7 @@ def event(value: Any) -> bytes:
 async def _events(
     call: Call, samples: Sequence[RolloutSample], tellers: Sequence[Teller], *, listed: bool
 ) -> AsyncIterator[bytes]:
-    """Yield events with all output of a sample so far, as SGLang."""
+    """Yield events with all output of a sample so far, as SGLang does."""
     news = running.streamed(call, samples)
     try:
         async for new in news:

@@ -17,7 +17,7 @@ from rlctl.version import __version__
 
 PATH = "/openapi.json"
 _RULE = re.compile(r":[^{}]*\}")
-"""The pattern of a placeholder, up to its closing brace."""
+"""The pattern inside a placeholder of a path, from its colon to its closing brace."""
 
 _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 

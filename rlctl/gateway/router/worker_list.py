@@ -94,7 +94,7 @@ def _moved(routes: Iterable[Route], start: str, to: str) -> list[Route]:
 
 
 class Keeper:
-    """Keeps the router's workers equal to the serving stages of a model ("" for any), and confirms this.
+    """Keeps the router's workers equal to the serving stages of a model ("" for any), and confirms the list.
 
     A stage leaves the list before it is paused or written to (:mod:`rlctl.coordinator.fleet.routing_followers`).
     """

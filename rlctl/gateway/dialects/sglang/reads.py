@@ -172,7 +172,7 @@ def telling(operation: Operation) -> list[StageResult]:
 
 
 def _loads(operation: Operation) -> list[dict[str, Any]]:
-    """Return one entry for each engine with loads: the scheduling rank's values, as the maximum over the ranks."""
+    """Return one entry for each engine with loads: the maximum over its ranks, since only one rank schedules."""
     states = []
     for index, result in enumerate(telling(operation)):
         rank_loads = [rank.loads for rank in result.rank_results]

@@ -68,7 +68,7 @@ async def resume(call: Call) -> list[Message]:
 
 
 async def sleep(call: Call) -> list[Message]:
-    """Release memory under a pause, as vLLM. Level 0 is the pause alone; level 1 keeps the weights."""
+    """Release memory under a pause, as vLLM does. Level 0 is the pause alone; level 1 keeps the weights."""
     fields = await call.fields()
     level = call.query.get("level", fields.take("level", int, 1))
     if str(level) not in ("0", "1", "2"):
