@@ -309,7 +309,7 @@ def main() -> None:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         del frame
-        # An interrupted call to the coordinator is dropped before the start; Python would warn.
+        # The interrupt may drop a call to the coordinator before its start. Python would warn about the call.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 

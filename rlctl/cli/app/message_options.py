@@ -122,7 +122,7 @@ def assign(message: Message, field: Field, value: Any) -> None:
 
 
 def as_typed(error: RlctlError, options: Sequence[Field]) -> RlctlError:
-    """Return the error with the option in place of the field that the error names."""
+    """Return the error with an option in place of the field that it names, if an option sets that field."""
     for field in options:
         if error.field == field.name:
             error.message = re.sub(rf"(?<![\w.-]){re.escape(field.name)}(?![\w.-])", field.flag, error.message)

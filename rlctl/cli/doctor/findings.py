@@ -1,4 +1,4 @@
-"""The finding of a check, with verdict and mend."""
+"""The findings of checks: the observed state, its severity and the next step."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _lasting(result: StageResult) -> bool:
 
 
 def stale(operation: Operation) -> list[str]:
-    """Return the slots whose weights are no admitted version now."""
+    """Return the slots whose weights are at no admitted version now."""
     return [result.slot for result in operation.stage_results if result.state == STAGE_STATE_STALE]
 
 
