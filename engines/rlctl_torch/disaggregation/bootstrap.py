@@ -126,7 +126,7 @@ class Rooms:
         if self._server is None:
             self._socket.close()
             return
-        with contextlib.suppress(RuntimeError):  # a closed loop has closed the server
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the server with it
             self._server.get_loop().call_soon_threadsafe(self._server.close)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

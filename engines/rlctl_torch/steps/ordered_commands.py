@@ -198,12 +198,12 @@ class CommandStream:
 
 
 def rejected(error: RlctlError) -> RlctlError:
-    """Return the error for a command without any effect."""
+    """Return the same error with outcome REJECTED: the command has had no effect."""
     return with_outcome(error, OUTCOME_REJECTED)
 
 
 def unknown(error: RlctlError) -> RlctlError:
-    """Return the error for a command with an unknown effect."""
+    """Return the same error with outcome UNKNOWN: the command may have had its effect."""
     return with_outcome(error, OUTCOME_UNKNOWN)
 
 
