@@ -316,9 +316,10 @@ class ServerEngine(Engine):
 
     @takes_turn
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
-        """Open an update. Raises ACTIVE_REQUESTS for running requests.
+        """Open an update.
 
-        Staged updates, updates during a pause and updates that end all requests are accepted.
+        Raises ACTIVE_REQUESTS for active requests, except for a staged update, during a pause, and for an update that
+        ends all requests.
         """
         self._check("PrepareUpdate")
         call.accept()

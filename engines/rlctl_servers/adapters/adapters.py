@@ -258,7 +258,7 @@ class Adapters(abc.ABC):
         self._left.remove(name)
 
     async def seal(self, call: Call) -> WeightsReport:
-        """Stop the requests with the replaced adapter: end these in mode abort, wait for the end in the other modes.
+        """Stop the requests with the replaced adapter: mode abort ends the requests, other modes wait for their end.
 
         A server cannot give running requests a new adapter. The stage accepts no new requests until the update ends.
         Raises WEIGHTS_INCOMPLETE, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
@@ -292,7 +292,7 @@ class Adapters(abc.ABC):
         await self._sweep()
 
     async def pause(self, request: PauseGenerationRequest, call: Call, *, stopped: bool) -> None:
-        """Stop the requests with an adapter, loaded or not: end these in mode abort, wait for the end in mode drain.
+        """Stop the requests with an adapter, loaded or not: mode abort ends these requests, mode drain waits for them.
 
         New requests are refused. ``stopped``: the server generates nothing, so no request ends by itself. Raises
         UNSUPPORTED, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
@@ -422,7 +422,7 @@ class Adapters(abc.ABC):
         await self._until_free(name, call)
 
     def _refuse_held_back(self, name: str) -> None:
-        """Raise ACTIVE_REQUESTS for requests with an adapter: these cannot end while the server is paused."""
+        """Raise ACTIVE_REQUESTS if requests use an adapter: no request can end while the server is paused."""
         if using := self._requests.using(name):
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{len(using)} requests with adapter {name!r} are held back by a pause",

@@ -23,7 +23,7 @@ SILENT_S = 90.0
 
 
 async def told_at(product: str, url: str, path: str, api_key: str) -> dict[str, Any]:
-    """Return the JSON object of a server's answer to a GET, or {} for another answer.
+    """Return the JSON object of a server's answer to a GET, or {} for any other answer.
 
     Raises UNREACHABLE, and FIELD_INVALID for an invalid address or a refused key.
     """
