@@ -38,7 +38,8 @@ class Options:
     Attributes:
         url: a running server to attach to; empty: launch a server.
         api_key: key of an attached server for requests.
-        admin_key: key of an attached server for admin calls; without a key, other clients can drive the server too.
+        admin_key: key of an attached server for admin calls, by default ``api_key``; without a key, other clients can
+            drive the server too.
         python: the interpreter of SGLang's environment.
         allowed_roots: directories below which checkpoints may be read; empty: the directory of the first checkpoint.
         start_s: longest time until a launched server is ready, seconds.
