@@ -97,7 +97,7 @@ async def hold(control: Control, state: State, call: Call) -> None:
 
 
 async def let_go(control: Control, state: State, call: Call) -> None:
-    """End the own pause, unless the fleet has paused the server meanwhile."""
+    """End the own pause, unless the fleet has paused the server, memory is released or an update is open."""
     if state.holding and not state.released and not state.updating:
         if not state.paused:
             await control.must("/resume", {}, call=call)
