@@ -26,7 +26,7 @@ SEGMENT_BYTES = 1 << 30
 """Maximum bytes of tensors in a segment; a larger tensor has its own segment."""
 
 SHARES = 4
-"""A segment in host memory takes at most 1/SHARES of the room in /dev/shm.
+"""A segment in host memory takes at most 1/SHARES of the room in /dev/shm, or the largest tensor if that is more.
 
 The room must suffice for two segments of a sender, and for the copies that engine servers make for their ranks.
 """

@@ -125,7 +125,8 @@ def publish_full(
 
     Raises WEIGHTS_NOT_FINITE, FIELD_INVALID (an impossible label or sequence, or a taken one with other weights; more
     tensors than fit a manifest; no permission to write), CHECKPOINT_NOT_FOUND (``files_from`` holds no config, or a
-    file that is too large), DISK_FULL. After an error nothing is published.
+    file that is too large), DISK_FULL, DEADLINE_EXCEEDED (another publisher of this host renames for more than 60 s).
+    After an error nothing is published.
     """
     source = as_source(weights)
     other_files = files_beside(Path(files_from), blame="files_from")
