@@ -15,7 +15,7 @@ from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY
 from rlctl.v1.fleet_pb2 import Stage
 
 REFUSALS = (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD)
-"""Refusals due to the stage's state: the request goes to a further stage, or to the same stage later."""
+"""Refusals due to the stage's state: the request goes to another stage, or to the same stage later."""
 
 FAULTS = (
     Reason.UNREACHABLE,
@@ -28,7 +28,7 @@ FAULTS = (
     Reason.CANCELLED,
     Reason.INTERNAL,
 )
-"""Failures of the stage or its connection: the request goes to a further stage, a limited number of times."""
+"""Failures of the stage or its connection: the request goes to another stage, a limited number of times."""
 
 
 class Wanted(NamedTuple):
