@@ -377,7 +377,7 @@ class AuditRecord(_message.Message):
     method: _builtins.str
     """Verb of the operation, or RPC."""
     denied: _builtins.bool
-    """The call was denied because its token or scope was missing."""
+    """The call was denied: its token was missing or invalid, or the caller's scopes did not suffice."""
     state: _results_pb2.OperationState.ValueType
     """Final state. FAILED for denied calls."""
     reason: _builtins.str

@@ -858,7 +858,7 @@ class PublishedVersion(_message.Message):
     model_digest: _builtins.str
     """Model digest of the weights. Empty: not known."""
     checkpoint: _builtins.str
-    """Checkpoint of the version. Empty: a trainer sent the version."""
+    """Checkpoint of the version. Empty: the version is in no known checkpoint, for example because a trainer sent it."""
     @_builtins.property
     def version(self) -> _common_pb2.WeightVersion:
         """Label and sequence."""

@@ -729,9 +729,9 @@ class UpdateOptions(_message.Message):
     PARTIAL at best.
     """
     recapture_cuda_graph: _builtins.bool
-    """Capture CUDA graphs again after the update. Default false."""
+    """Capture CUDA graphs again after the update. Only for updates from disk at SGLang. Default false."""
     torch_empty_cache: _builtins.bool
-    """Give cached device memory back to the device after the update. Default false."""
+    """Give cached device memory back to the device after the update. Only for updates from disk at SGLang. Default false."""
     selector: _common_pb2.WeightSelector.ValueType
     """Models of the engine that the update writes. Default ALL."""
     adapters: Global___AdapterPolicy.ValueType
