@@ -19,7 +19,8 @@ from rlctl.contract.errors import Reason
 def weights_abort(settings: Settings, model: str, reason: str) -> None:
     """Abort the open weight update of a model, also the update of a trainer that is still alive.
 
-    No version is published. Targets that have received a byte are DIRTY afterwards; the other targets are unchanged.
+    No version is published. Targets with served weights that may be partly written are DIRTY afterwards. Other
+    targets are unchanged.
     """
     with bounded(settings) as fleet:
         opened = {each.name: each.update_id for each in fleet.status(model).models if each.update_id}

@@ -35,12 +35,12 @@ def ok(check: str, subject: str, seen: str) -> Finding:
 
 
 def warning(check: str, subject: str, seen: str, mend: str) -> Finding:
-    """Return a finding that works, or may not work for every user."""
+    """Return a finding about a subject that works, or may not work for every user."""
     return Finding(check, subject, Verdict.WARNING, seen, mend)
 
 
 def failure(check: str, subject: str, seen: str, mend: str) -> Finding:
-    """Return a finding that does not work."""
+    """Return a finding about a subject that does not work."""
     return Finding(check, subject, Verdict.FAILURE, seen, mend)
 
 
