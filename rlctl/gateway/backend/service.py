@@ -53,7 +53,7 @@ class Settings:
         resume: "return" returns a sample cut by a pause or an abort, as engines do; "continue" continues the sample.
         timeout_s: time limit of a request, including the wait for a stage; for a forwarded request, until its response
             begins.
-        max_cuts: cuts after which a sample continues, with resume="continue"; None for any number.
+        max_cuts: number of cuts after which a sample still continues, with resume="continue"; None for any number.
         admin_api_key: for SGLang-Omni's dialect: key of admin requests, in addition to the coordinator's access check.
         tokenizer: directory of the models' tokenizer, instead of the checkpoints.
         max_inflight: most samples and forwarded requests under way at a time; further requests are refused.

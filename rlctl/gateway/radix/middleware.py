@@ -25,7 +25,7 @@ from rlctl.gateway.radix.trajectories import MAX_AGE, MAX_TOKENS, Piece, Traject
 from rlctl.v1.rollout_pb2 import TokenIds
 
 CUTS = 5
-"""Cuts after which a request continues. The next cut is returned to the caller."""
+"""Number of cuts after which a request still continues. The next cut is returned to the caller."""
 
 _PROMPTS = ("text", "input_ids", "input_tokens")
 

@@ -96,7 +96,7 @@ class _Trajectory:
     nodes: list[tuple[RadixTree[_Trajectory], Node[_Trajectory]]] = field(default_factory=list)
 
     def replaces(self, old: _Trajectory) -> bool:
-        """Return whether every lookup of ``old`` also finds this trajectory, given that its tokens begin so."""
+        """Return whether every lookup of ``old`` also finds this trajectory, which begins with its tokens."""
         ends = dict(self.ends)
         return self.text.startswith(old.text) and all(
             count in ends and text_end in (-1, ends[count]) for count, text_end in old.ends

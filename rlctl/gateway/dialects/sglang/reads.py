@@ -1,4 +1,4 @@
-"""Information of SGLang's routes: the model, versions, loads, health."""
+"""SGLang's routes that return information: the model, versions, loads, health."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def status_of(error: RlctlError) -> int:
 
 
 def facts(error: RlctlError) -> dict[str, Any]:
-    """Return facts without a field in SGLang: the typed reason, and the outcome of every engine."""
+    """Return the facts that SGLang has no field for: the typed reason, and the outcome of every engine."""
     details: dict[str, Any] = error.described()
     details["code"] = status_of(error)
     if isinstance(error, OperationFailed):
