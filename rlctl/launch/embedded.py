@@ -58,7 +58,7 @@ def embedded(
         options: the plug-in's settings for servers at URLs, as for ``rlctl stage --option`` (``api_key_file``).
         journal: file of the journal; None for a temporary file that ends with this process. Logs of child processes are
             in ``logs`` beside the journal.
-        listen: further address of the coordinator, for instance for ``rlctl`` and for stage servers that register by
+        listen: address of the coordinator for other processes, such as ``rlctl`` and stage servers that register by
             themselves.
         token: bearer token, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else no token.
         insecure: allow addresses that other hosts reach, without a token.

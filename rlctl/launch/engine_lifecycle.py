@@ -85,7 +85,7 @@ class EngineRun:
 
     Attributes:
         spec: how the engine is started.
-        processes: started processes without a handled end.
+        processes: started processes that have not been seen to end.
         error: last failure, or None.
         by_hand: the coordinator heals the engine only on request.
         limits: time limits.

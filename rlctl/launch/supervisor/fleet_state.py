@@ -115,7 +115,7 @@ def remove(name: str) -> None:
 def claimed(name: str) -> Iterator[int]:
     """Hold the fleet's lock. Raises BlockingIOError if the lock is taken.
 
-    A child that inherits the descriptor holds the lock too, and longer.
+    A child that inherits the descriptor holds the lock too, also after the end of this process.
     """
     directory = state_directory(name)
     private_files.make_directory(directory, own=True)

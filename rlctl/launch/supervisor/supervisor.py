@@ -230,7 +230,7 @@ class _Supervisor:
         return {**self._wanted.data, "engines": [spec.data for spec in self._fleet.engines]}
 
     def _look(self) -> None:
-        """Report ended processes and restart these if wanted. Raises ENGINE_FAILED if no process is left."""
+        """Report ended processes, and restart them if wanted. Raises ENGINE_FAILED if no process is left."""
         fleet = self._fleet
         self._look_at_coordinator()
         fleet.look(restart=self._wanted.restart)
