@@ -23,10 +23,10 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime import large_json
 
 READ_S = 30.0
-"""Time allowance of a body beside its pace. A slower caller is gone or hostile."""
+"""Time allowance of a body beside its pace, in seconds. A slower caller is gone or hostile."""
 
 SLOWEST_BYTES_S = 16 << 10
-"""Least pace of a body beside that allowance."""
+"""Least pace of a body beside that allowance, in bytes per second."""
 
 LARGE = 256 << 10
 HUGE = 2 << 20
@@ -35,7 +35,7 @@ TOTAL_BYTES = 256 << 20
 """Total size of the large bodies in progress at a server."""
 
 WAIT_S = 30.0
-"""Longest wait of a large body for room."""
+"""Longest wait of a large body for room, in seconds."""
 
 T = TypeVar("T")
 
