@@ -67,7 +67,7 @@ class ChaosProxy:
 
     @property
     def blackhole(self) -> bool:
-        """Whether no data pass: connections stay open and new connections are accepted, without any sign.
+        """Whether no data pass: connections stay open and new connections are accepted, but both sides receive nothing.
 
         Data sent meanwhile pass when the blackhole ends, as TCP repeats unacknowledged data.
         """
