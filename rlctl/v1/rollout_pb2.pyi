@@ -339,7 +339,7 @@ class KvHandover(_message.Message):
     model: _builtins.str
     """Model of the prompt's request."""
     adapter: _builtins.str
-    """Adapter that computed the entries. Empty: no adapter."""
+    """Adapter with which the entries were computed. Empty: no adapter."""
     adapter_version: _builtins.str
     """Version of the adapter."""
     tokens: _builtins.int
@@ -352,7 +352,7 @@ class KvHandover(_message.Message):
 
     @_builtins.property
     def version(self) -> _common_pb2.WeightVersion:
-        """Version of the weights that computed the oldest entries."""
+        """Version of the weights with which the oldest entries were computed."""
 
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorSegment]:

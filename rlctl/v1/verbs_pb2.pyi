@@ -1520,7 +1520,7 @@ class WeightsReport(_message.Message):
 
     @_builtins.property
     def load(self) -> _duration_pb2.Duration:
-        """Time of placement."""
+        """Time spent placing slices."""
 
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
