@@ -75,7 +75,7 @@ async def chromium(directory: Path) -> AsyncIterator[Page]:
     )
     port = directory / "DevToolsActivePort"
     try:
-        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(30) as start, aiohttp.ClientSession() as http:
             while not port.exists() or not port.read_text().strip():  # noqa: ASYNC110 - another process writes it
                 await asyncio.sleep(0.05)
             address = f"http://127.0.0.1:{port.read_text().split()[0]}"
@@ -85,6 +85,7 @@ async def chromium(directory: Path) -> AsyncIterator[Page]:
                 page = Page(socket)
                 for domain in ("Page", "Runtime", "Network", "Log"):
                     await page.do(f"{domain}.enable")
+                start.reschedule(None)  # it bounds the start of the browser only
                 yield page
     finally:
         process.terminate()
