@@ -64,7 +64,7 @@ def test_the_docs_are_the_same_wherever_they_are_written(monkeypatch: pytest.Mon
 def test_every_verb_has_a_section_and_every_section_its_answers() -> None:
     page = reference.pages()["verbs.md"]
     for verb in OFFERED:
-        section = page.split(f"\n## {verb.name}\n")[1].split("\n## ")[0]
+        section = page.split(f"\n### {verb.name}\n")[1].split("\n##")[0]
         assert all(f"| {question} |" in section for question in ANSWERS), verb.name
         assert (f"`rlctl {verb.cli}`" in section) == bool(verb.cli)
         for field in verb.request.DESCRIPTOR.fields:
@@ -76,7 +76,7 @@ def test_links_between_sections_lead_somewhere() -> None:
         anchors = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
         for link in re.findall(r"\]\(#([^)]+)\)", page):
             assert link in anchors, f"{name}#{link}"
-    verbs = {heading.lower() for heading in re.findall(r"^## (\w+)$", reference.pages()["verbs.md"], re.MULTILINE)}
+    verbs = {heading.lower() for heading in re.findall(r"^### (\w+)$", reference.pages()["verbs.md"], re.MULTILINE)}
     assert set(re.findall(r"verbs\.md#(\w+)", reference.pages()["cli.md"])) <= verbs
 
 
@@ -88,8 +88,13 @@ def test_every_reason_has_a_row_with_its_status_and_exit_code() -> None:
         assert row.split(" | ")[3] == str(int(of_reason(reason)))
 
 
+def test_a_page_has_one_title() -> None:
+    for name, page in reference.pages().items():
+        assert name.endswith(".json") or len(re.findall(r"^# ", page, re.MULTILINE)) == 1, name
+
+
 def test_every_command_has_a_section() -> None:
-    headings = set(re.findall(r"^## rlctl (.+)$", reference.pages()["cli.md"], re.MULTILINE))
+    headings = set(re.findall(r"^### rlctl (.+)$", reference.pages()["cli.md"], re.MULTILINE))
     assert headings == set(main.entries())
 
 

@@ -27,7 +27,7 @@ def page() -> Iterator[str]:
     yield from prose(_INTRODUCTION)
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
-        yield f"# {result['name']}\n"
+        yield f"## {result['name']}\n"
         yield _machine(result["machine"]) + "\n"
         header = ["figure", "what", "value", "quartiles", "goal", "met", "floor", "beside it"]
         yield from table(header, [_row(figure) for figure in result["figures"]])

@@ -54,7 +54,7 @@ def page() -> Iterator[str]:
     yield "## Exit codes\n"
     yield from table(["code", "meaning"], [[str(int(code)), code.meaning] for code in Exit])
     for section in main.SECTIONS:
-        yield f"# {section}\n"
+        yield f"## {section}\n"
         for words, entry in main.entries().items():
             if entry.section == section:
                 yield from _command(words, entry.load())
@@ -71,7 +71,7 @@ _FORMATS = [
 
 
 def _command(words: str, command: click.Command) -> Iterator[str]:
-    yield f"## rlctl {words}\n"
+    yield f"### rlctl {words}\n"
     arguments = [param for param in command.params if isinstance(param, click.Argument)]
     yield f"`rlctl {' '.join([words, '[OPTIONS]', *(param.metavar or _name(param).upper() for param in arguments)])}`\n"
     if isinstance(command, VerbCommand):

@@ -22,13 +22,13 @@ def page() -> Iterator[str]:
     """Yield the wire form of errors, the exit codes, every reason."""
     yield "# Errors\n"
     yield from prose(_WIRE)
-    yield "# Exit codes\n"
+    yield "## Exit codes\n"
     yield from table(["code", "meaning"], [[str(int(code)), code.meaning] for code in Exit])
     yield (
         "A change whose answer was lost (the connection broke, or the time was up) exits 4 whatever the reason: it may "
         "have happened. Repeat it with its `--request-id`, which runs it at most once.\n"
     )
-    yield "# Reasons\n"
+    yield "## Reasons\n"
     rows = [
         [
             f"`{reason.name}`",

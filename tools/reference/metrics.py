@@ -32,7 +32,7 @@ def page() -> Iterator[str]:
 
 
 def _section(title: str, metrics: list[Metric]) -> Iterator[str]:
-    yield f"# {title}\n"
+    yield f"## {title}\n"
     rows = [
         [f"`{metric.name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.help]
         for metric in metrics

@@ -33,6 +33,7 @@ def page() -> Iterator[str]:
         for verb in offered
     ]
     yield from table(["verb", "command", "deadline", "what it does"], rows)
+    yield "## Verbs\n"
     for verb in offered:
         yield from _verb(verb)
     in_table = {verb.name for verb in offered}
@@ -40,7 +41,7 @@ def page() -> Iterator[str]:
         (coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], "Other RPCs of CoordinatorService"),
         (rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"], "RolloutService"),
     ):
-        yield f"# {title}\n"
+        yield f"## {title}\n"
         for method in service.methods:
             if method.name not in in_table:
                 yield from _rpc(service.name, method)
@@ -49,7 +50,7 @@ def page() -> Iterator[str]:
 
 def _verb(verb: Verb) -> Iterator[str]:
     text, answers = about(verb)
-    yield f"## {verb.name}\n"
+    yield f"### {verb.name}\n"
     yield f"{text}\n"
     facts = [("Command", f"`rlctl {verb.cli}`")] if verb.cli else []
     facts += [(question, answers[question]) for question in ANSWERS if question in answers]
@@ -87,7 +88,7 @@ def _scopes(scopes: tuple[Scope, ...]) -> str:
 def _rpc(service: str, method: Any) -> Iterator[str]:
     text, answers = comments.rpc(service, method.name)
     streams = "a stream of " if method.server_streaming else ""
-    yield f"## {method.name}\n"
+    yield f"### {method.name}\n"
     yield f"{text}\n"
     rows = [(question, answers[question]) for question in ANSWERS if question in answers]
     rows.append(("Scope", _scopes(method_of(f"/{PACKAGE}.{service}/{method.name}").scopes)))
@@ -109,9 +110,9 @@ def _type(field: Any) -> str:
 
 
 def _shared() -> Iterator[str]:
-    yield "# Messages and enums that requests are made of\n"
+    yield "## Messages and enums that requests are made of\n"
     for kind in _shared_types().values():
-        yield f"## {kind.name}\n"
+        yield f"### {kind.name}\n"
         yield f"{comment(kind.full_name)}\n"
         if hasattr(kind, "fields"):
             yield from _fields(kind)
